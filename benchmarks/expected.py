@@ -1,0 +1,62 @@
+"""The bytes that a strategy must send, by arithmetic on parameter sizes alone, with no engine imported."""
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpt import GPT, GPTShape
+
+ALIGNMENT_BYTES = 16
+FP32_BYTES = 4
+_RESHARDS_AFTER_FORWARD = {"full_shard", "hybrid_shard"}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit's parameters, by numel in registration order.
+
+    `stays_gathered`: its backward follows its forward at once, so it is gathered once a step.
+    """
+
+    name: str
+    numels: tuple[int, ...]
+    stays_gathered: bool = False
+
+    def padded_bytes(self, ranks: int) -> int:
+        """Every parameter on a 16-byte boundary, and so every rank's slice."""
+        aligned = sum(_round_up(numel * FP32_BYTES, ALIGNMENT_BYTES) for numel in self.numels)
+        return _round_up(aligned, ALIGNMENT_BYTES * ranks)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def gpt_units(shape: GPTShape) -> list[Unit]:
+    """Return the GPT's units: token embedding, each block, head, and what is left in the root."""
+    with torch.device("meta"):
+        model = GPT(shape)
+    members: dict[str, list[int]] = {}
+    for fqn, parameter in model.named_parameters():
+        members.setdefault(_unit_of(fqn), []).append(parameter.numel())
+    last = {"head", "root"}
+    return [Unit(name, tuple(numels), stays_gathered=name in last) for name, numels in members.items()]
+
+
+def _unit_of(fqn: str) -> str:
+    first, second, *_ = fqn.split(".")
+    if first == "blocks":
+        return f"{first}.{second}"
+    return first if first in ("token_embedding", "head") else "root"
+
+
+def sent_bytes(units: list[Unit], strategy: str, ranks: int) -> int:
+    """Return the bytes each rank sends in one step of `strategy` with all ranks in one shard group.
+
+    One reduction, one gather, and one gather more for a unit that was resharded after its forward.
+    """
+    total = 0
+    for unit in units:
+        passes = 3 if strategy in _RESHARDS_AFTER_FORWARD and not unit.stays_gathered else 2
+        total += passes * unit.padded_bytes(ranks) * (ranks - 1) // ranks
+    return total

@@ -1,0 +1,219 @@
+"""Train one GPT under shardwise and its peers, in alternation, on this machine's CPU ranks.
+
+    python benchmarks/peers.py                                  # everything, about half an hour
+    python benchmarks/peers.py --steps 3 --rounds 1             # a first look
+    python benchmarks/peers.py --out peers.json                 # and write results/DATE-peers.{json,md}
+
+Every run of every engine is its own set of fresh processes, so that a run's peak RSS is its own. Times and
+bytes come from separate runs: for the bytes, shardwise is told to use gloo, because the shared memory that it
+uses on one host passes neither c10d nor the loopback interface.
+"""
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+
+if not __package__:  # started as a file
+    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "src")]
+
+from benchmarks import expected, facts, report
+from benchmarks.engines import ENGINES, missing
+from benchmarks.gpt import GPTShape
+from benchmarks.job import LEARNING_RATE, Job
+from benchmarks.launch import JobFailed, environment, run, run_job
+from benchmarks.summary import EngineSummary
+from benchmarks.target import Target, paired_ratio
+
+GIB, MIB = 2**30, 2**20
+COUNTED_STEPS = 3
+STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+Summaries = dict[str, EngineSummary]
+
+
+def parser() -> argparse.ArgumentParser:
+    shape, job = GPTShape(), Job("")
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--ranks", type=int, default=job.ranks, help="processes, one thread each (%(default)s)")
+    p.add_argument("--layers", type=int, default=shape.layers, help="transformer blocks (%(default)s)")
+    p.add_argument("--width", type=int, default=shape.width, help="model width (%(default)s)")
+    p.add_argument("--heads", type=int, default=shape.heads, help="attention heads (%(default)s)")
+    p.add_argument("--vocab", type=int, default=shape.vocab, help="vocabulary (%(default)s)")
+    p.add_argument("--batch", type=int, default=job.batch, help="sequences per rank (%(default)s)")
+    p.add_argument("--seq", type=int, default=shape.seq, help="tokens per sequence (%(default)s)")
+    p.add_argument("--steps", type=int, default=job.steps, help="timed steps of each run (%(default)s)")
+    p.add_argument("--warmup", type=int, default=job.warmup, help="untimed steps before them (%(default)s)")
+    p.add_argument("--rounds", type=int, default=3, help="times the engines take turns (%(default)s)")
+    p.add_argument(
+        "--engines", default=",".join(ENGINES), help="comma-separated, in this order (%(default)s)"
+    )
+    p.add_argument("--strategy", choices=STRATEGIES, default=job.strategy, help="shardwise's (%(default)s)")
+    p.add_argument("--no-bytes", action="store_true", help="skip the runs that count bytes")
+    p.add_argument("--strict", action="store_true", help="exit with status 1 if a target is missed")
+    p.add_argument("--out", metavar="NAME", help="write NAME, dated, as JSON and markdown")
+    return p
+
+
+def job_of(args: argparse.Namespace) -> Job:
+    shape = GPTShape(args.layers, args.width, args.heads, args.vocab, args.seq)
+    return Job("", shape, args.ranks, args.batch, args.steps, args.warmup, args.strategy)
+
+
+def choose(names: str) -> tuple[list[str], list[str]]:
+    """Return the engines that can run here, and one line for each that is skipped."""
+    wanted = names.split(",")
+    unknown = [name for name in wanted if name not in ENGINES]
+    if unknown:
+        raise SystemExit(f"unknown engine {unknown[0]!r}; known are {', '.join(ENGINES)}")
+    skipped = [line for name in wanted if (line := missing(name))]
+    return [name for name in wanted if not missing(name)], skipped
+
+
+def take_turns(engines: list[str], job: Job, rounds: int) -> tuple[Summaries, list[str]]:
+    """Run every engine once a round; an engine that fails is dropped with what it said."""
+    summaries = {name: EngineSummary(name) for name in engines}
+    failures: list[str] = []
+    for turn in range(rounds):
+        for name in [name for name in engines if name in summaries]:
+            try:
+                summaries[name].add_timed(run_job(replace(job, engine=name)))
+            except JobFailed as error:
+                failures.append(f"{name} failed and is left out: {error}")
+                print(f"{failures[-1]}\n{error.output}", file=sys.stderr)
+                del summaries[name]
+                continue
+            done = summaries[name]
+            print(
+                f"round {turn + 1}/{rounds}  {name:<10} {done.step_s[-1]:7.3f} s a step, "
+                f"peak RSS {done.peak_rss_bytes[-1] / GIB:.2f} GiB",
+                flush=True,
+            )
+    return summaries, failures
+
+
+def count_bytes(summaries: Summaries, job: Job) -> None:
+    for name, summary in summaries.items():
+        counted = replace(job, engine=name, count_bytes=True, steps=COUNTED_STEPS)
+        try:
+            summary.add_counted(run_job(counted))
+        except JobFailed as error:
+            print(f"{name}: bytes not counted: {error}\n{error.output}", file=sys.stderr)
+
+
+def import_rss_bytes() -> int:
+    """Peak RSS of a process that imports torch.distributed and does nothing else."""
+    code = "import torch.distributed; from benchmarks.facts import peak_rss_bytes; print(peak_rss_bytes())"
+    return int(run(["-c", code], environment(), 120.0))
+
+
+def targets(summaries: Summaries, job: Job) -> list[Target]:
+    ours = summaries.get("shardwise")
+    if ours is None:
+        return []
+    found: list[Target] = []
+    if fsdp2 := summaries.get("fsdp2"):
+        found.append(paired_ratio("step time over FSDP2's", ours.step_s, fsdp2.step_s, 0.72))
+        rss = [[float(value) for value in side.peak_rss_bytes] for side in (ours, fsdp2)]
+        found.append(paired_ratio("peak RSS over FSDP2's", rss[0], rss[1], 0.70))
+    if ddp := summaries.get("ddp"):
+        found.append(paired_ratio("step time over DDP's", ours.step_s, ddp.step_s, 1.05))
+        found.append(Target("loss, largest relative difference from DDP's", ours.loss_difference(ddp), 1e-5))
+    if ours.sent_bytes is not None:
+        units = expected.gpt_units(job.shape)
+        should = expected.sent_bytes(units, job.strategy, job.ranks)
+        detail = f"{ours.sent_bytes:,.0f} counted, {should:,} by the table for {job.strategy}"
+        found.append(Target("bytes sent, off the table by", abs(ours.sent_bytes - should), 0.0, detail))
+    return found
+
+
+def results_table(summaries: Summaries) -> str:
+    header = [
+        "engine",
+        "step s",
+        "peak RSS GiB",
+        "sent MiB/rank/step",
+        "loopback/sent",
+        "last loss",
+        "loss off DDP",
+    ]
+    ddp = summaries.get("ddp")
+
+    def optional(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = [
+        [
+            name,
+            f"{median(s.step_s):.3f}",
+            f"{median(s.peak_rss_bytes) / GIB:.2f}",
+            optional(None if s.sent_bytes is None else s.sent_bytes / MIB, ".2f"),
+            optional(s.loopback_ratio, ".3f"),
+            f"{s.losses[-1]:.6f}",
+            optional(s.loss_difference(ddp) if ddp else None, ".1e"),
+        ]
+        for name, s in summaries.items()
+    ]
+    return report.table(header, rows)
+
+
+def markdown(job: Job, rounds: int, sections: list[str]) -> str:
+    shape = job.shape
+    intro = (
+        f"GPT of {shape.layers} blocks, width {shape.width}, {shape.heads} heads, "
+        f"vocabulary {shape.vocab}, fp32; "
+        f"batch {job.batch} x {shape.seq} on each of {job.ranks} CPU ranks with {job.threads} thread; "
+        f"fused AdamW at {LEARNING_RATE}, no clipping. Medians of {rounds} rounds of {job.steps} steps "
+        f"after {job.warmup}; the slowest rank's step, the largest rank's VmHWM, engines in alternation."
+    )
+    return "\n\n".join(["# shardwise and its peers", intro, *sections])
+
+
+def settings_lines(summaries: Summaries) -> str:
+    lines = []
+    for name, summary in summaries.items():
+        settings = "; ".join(f"{key} {value}" for key, value in summary.settings.items())
+        calls = ", ".join(f"{count} {call}" for call, count in summary.sent_calls.items())
+        same = "bit-identical" if summary.rounds_agree else "different"
+        lines.append(f"- {name}: {settings}. Calls a step: {calls or 'not counted'}. Rounds: {same}.")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    job = job_of(args)
+    engines, notes = choose(args.engines)
+    machine = facts.machine()
+    baseline = import_rss_bytes()
+    print(report.facts_line(machine))
+    summaries, failures = take_turns(engines, job, args.rounds)
+    if not args.no_bytes:
+        count_bytes(summaries, job)
+    checked = targets(summaries, job)
+    notes += failures
+    notes.append(f"A process that only imports torch.distributed peaks at {baseline / GIB:.2f} GiB of RSS.")
+    sections = [
+        report.facts_line(machine),
+        results_table(summaries),
+        "\n".join(f"- {note}" for note in notes),
+        "\n".join(f"- {target}" for target in checked) or "No target was checked: shardwise did not run.",
+        settings_lines(summaries),
+    ]
+    text = markdown(job, args.rounds, sections)
+    print("\n" + text)
+    if args.out:
+        result = {
+            "machine": machine,
+            "job": asdict(job),
+            "rounds": args.rounds,
+            "import_rss_bytes": baseline,
+            "engines": {name: asdict(summary) for name, summary in summaries.items()},
+            "targets": [{**asdict(target), "passed": target.passed} for target in checked],
+            "notes": notes,
+        }
+        report.write(args.out, result, text)
+    return int(args.strict and not all(target.passed for target in checked))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,122 @@
+"""One measurement of `overhead.py` in a process of its own: `python -m benchmarks.probe PROBE.json`.
+
+The process is rank 0 of a world that exists only in a fake process group, so collectives cost nothing and
+move nothing; parameter values are garbage and never looked at. Prints the median time in seconds.
+"""
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.job import LEARNING_RATE
+from benchmarks.tiny import WIDTH, Scale, ScaleStack, TinyStack
+
+PARAMETER_WIDTH = 64
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What to measure: `kind` is "step" (forward and backward) or "adamw" (the optimizer's step alone)."""
+
+    kind: str
+    engine: str
+    world_size: int
+    count: int
+    """Units of a step, parameters of an optimizer."""
+    repeats: int
+    warmup: int = 5
+
+
+def _join_fake_world(world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def _shard_fsdp2(model: nn.Module, units: list[nn.Module], world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    for unit in [*units, model]:
+        fully_shard(unit, mesh=mesh)
+
+
+def _median_s(action: Callable[[], None], between: Callable[[], None], probe: Probe) -> float:
+    """Time `action`, with an untimed `between` after each call."""
+    times_s: list[float] = []
+    for _ in range(probe.warmup + probe.repeats):
+        started_s = time.perf_counter()
+        action()
+        times_s.append(time.perf_counter() - started_s)
+        between()
+    return median(times_s[probe.warmup :])
+
+
+def _step_s(probe: Probe) -> float:
+    model = TinyStack(probe.count)
+    if probe.engine == "fsdp2":
+        _shard_fsdp2(model, list(model.blocks), probe.world_size)
+    elif probe.engine == "shardwise":
+        importlib.import_module("shardwise").shard(model, "full_shard")
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    return _median_s(lambda: model(x).sum().backward(), model.zero_grad, probe)
+
+
+def _local_rows(width: int, world_size: int) -> int:
+    if width % world_size:
+        raise ValueError(
+            f"world size {world_size} must divide {width}, so that all three kinds hold equal pieces"
+        )
+    return width // world_size
+
+
+def _plain_parameters(probe: Probe) -> list[nn.Parameter]:
+    """Ordinary tensors of the size that a rank's piece has under either engine."""
+    rows = _local_rows(PARAMETER_WIDTH, probe.world_size)
+    parameters = [nn.Parameter(torch.zeros(rows, PARAMETER_WIDTH)) for _ in range(probe.count)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameters
+
+
+def _sharded_parameters(probe: Probe) -> list[nn.Parameter]:
+    """An engine's parameters with the gradients its own backward gave them."""
+    model = ScaleStack(probe.count, PARAMETER_WIDTH)
+    if probe.engine == "fsdp2":
+        # Units change nothing for DTensors, which are one for each parameter.
+        _shard_fsdp2(model, [], probe.world_size)
+    else:
+        # A unit for each parameter, so that this rank holds an equal piece of every one.
+        importlib.import_module("shardwise").shard(model, "full_shard", units={Scale})
+    model(torch.zeros(1, PARAMETER_WIDTH)).sum().backward()
+    return list(model.parameters())
+
+
+def _adamw_s(probe: Probe) -> float:
+    plain = probe.engine == "plain"
+    parameters = _plain_parameters(probe) if plain else _sharded_parameters(probe)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.zero_()  # garbage from the fake world may hold slow subnormal numbers
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    return _median_s(lambda: optimizer.step(), lambda: None, probe)
+
+
+def main(text: str) -> None:
+    probe = Probe(**json.loads(text))
+    torch.set_num_threads(1)
+    _join_fake_world(probe.world_size)
+    measure = {"step": _step_s, "adamw": _adamw_s}[probe.kind]
+    print(json.dumps(measure(probe)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

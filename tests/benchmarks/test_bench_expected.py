@@ -1,0 +1,30 @@
+"""The table of bytes, by hand."""
+
+from benchmarks.expected import Unit, gpt_units, sent_bytes
+from benchmarks.gpt import GPT, GPTShape
+
+
+def test_parameters_and_slices_are_padded_to_16_bytes() -> None:
+    unit = Unit("u", (4, 5, 1))  # 16 + 32 + 16 bytes
+    assert unit.padded_bytes(ranks=2) == 64
+    assert unit.padded_bytes(ranks=3) == 96
+
+
+def test_full_shard_sends_three_passes_but_two_for_units_that_stay() -> None:
+    units = [Unit("a", (8,)), Unit("b", (8,), stays_gathered=True)]
+    assert sent_bytes(units, "full_shard", ranks=2) == 3 * 16 + 2 * 16
+    assert sent_bytes(units, "shard_grad_op", ranks=2) == 2 * 16 + 2 * 16
+    assert sent_bytes(units, "full_shard", ranks=1) == 0
+
+
+def test_the_gpt_has_98_million_parameters_in_units_that_hold_them_all() -> None:
+    units = gpt_units(GPTShape())
+    assert [unit.name for unit in units if unit.stays_gathered] == ["root", "head"]
+    assert len(units) == 12 + 3
+    assert sum(sum(unit.numels) for unit in units) == 97_835_520
+
+
+def test_the_gpt_is_the_same_on_every_rank() -> None:
+    shape = GPTShape(layers=1, width=16, heads=2, vocab=32, seq=8)
+    first, second = GPT(shape), GPT(shape)
+    assert all(a.equal(b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

@@ -1,0 +1,65 @@
+"""Each benchmark, run as a user runs it, on shapes too small to mean anything."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.target import Target, paired_ratio
+
+ROOT = Path(__file__).parents[2]
+TINY_SHAPE = {"layers": 1, "width": 16, "heads": 2, "vocab": 32, "seq": 8, "batch": 1}
+TINY_GPT = [
+    *(f"--{name}={size}" for name, size in TINY_SHAPE.items()),
+    "--steps=2",
+    "--warmup=1",
+    "--rounds=1",
+]
+TINY_OVERHEAD = ["--units=2", "--parameters=3", "--repeats=2", "--rounds=1", "--worlds", "2", "4"]
+
+
+def _run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def _result(directory: Path) -> dict[str, object]:
+    (path,) = directory.glob("*.json")
+    assert path.with_suffix(".md").read_text().startswith("# ")
+    result = json.loads(path.read_text())
+    assert isinstance(result, dict)
+    return result
+
+
+def test_peers_agree_on_losses_and_bytes(tmp_path: Path) -> None:
+    done = _run("peers.py", *TINY_GPT, "--engines", "ddp,fsdp2", "--out", str(tmp_path / "peers.json"))
+    assert done.returncode == 0, done.stderr
+    engines = _result(tmp_path)["engines"]
+    assert isinstance(engines, dict)
+    assert engines["ddp"]["losses"] == pytest.approx(engines["fsdp2"]["losses"], rel=1e-5)
+    assert engines["ddp"]["sent_bytes"] > 0
+    assert engines["fsdp2"]["sent_bytes"] > engines["ddp"]["sent_bytes"]
+
+
+def test_overhead_measures_fsdp2_over_plain(tmp_path: Path) -> None:
+    out = str(tmp_path / "overhead.json")
+    done = _run("overhead.py", *TINY_OVERHEAD, "--engines", "plain,fsdp2", "--out", out)
+    assert done.returncode == 0, done.stderr
+    overheads = _result(tmp_path)["overheads_s"]
+    assert isinstance(overheads, dict)
+    assert set(overheads) == {"step fsdp2 2", "step fsdp2 4", "adamw fsdp2"}
+
+
+def test_unknown_engine_is_one_line() -> None:
+    done = _run("peers.py", "--engines", "fsdp3")
+    assert done.returncode == 1
+    assert done.stderr.startswith("unknown engine 'fsdp3'; known are ddp")
+
+
+def test_targets_compare_round_by_round() -> None:
+    target = paired_ratio("step", [1.0, 2.0, 9.0], [2.0, 4.0, 9.0], 0.5)
+    assert target.value == 0.5
+    assert str(target).startswith("PASS")
+    assert str(Target("step", float("nan"), 1.0)).startswith("MISSED")
