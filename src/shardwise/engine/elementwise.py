@@ -1,0 +1,200 @@
+"""Operations that act on each element alone, so that a piece of the result is the result on the pieces.
+
+All sharded arguments of a call must be cut alike; a plain tensor beside them must be a single number, since a plain
+tensor of the global shape has no piece (and one of the piece's shape would be silently local). No communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardwise.engine.placement import Placement
+from shardwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardwise.engine.parameter import ShardedParameter
+
+    Handler: TypeAlias = Callable[[type[ShardedParameter], OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+
+_UNTAGGED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "copy_ copy zero_ zero fill_ fill masked_fill_ masked_fill _to_copy lift_fresh "
+        "empty_like zeros_like ones_like full_like"
+    ).split()
+)
+"""Elementwise, but not tagged `pointwise` by torch."""
+_SAME_ELEMENTS = frozenset(("aten::detach", "aten::alias"))
+_FUSED = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
+_NOT_FOREACH = frozenset(f"aten::_foreach_{name}" for name in ("norm", "max", "powsum", "mm"))
+
+
+def handler(func: OpOverload) -> Handler | None:
+    """What runs `func` on the pieces, or None where it is not elementwise."""
+    name = func._schema.name
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    if name in _SAME_ELEMENTS:
+        return _same_elements
+    if name in _FUSED or (name.startswith("aten::_foreach_") and name not in _NOT_FOREACH):
+        return _on_lists
+    if torch.Tag.pointwise in func.tags or name in _UNTAGGED:
+        return _Elementwise(func)
+    return None
+
+
+def first_sharded(cls: type[ShardedParameter], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedParameter:
+    """The first sharded argument, also inside lists. There is one, or the call would not have come here."""
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if type(item) is cls:
+                return item
+    raise AssertionError("no sharded argument")
+
+
+def same_cut(a: Placement, b: Placement) -> bool:
+    """Whether two tensors have the same elements on this rank, and the same shape."""
+    return a is b or (
+        a.shape == b.shape and a.fragment.start == b.fragment.start and a.fragment.stop == b.fragment.stop
+    )
+
+
+def _same_elements(
+    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ShardedParameter:
+    return cls(args[0].local, args[0].placement)
+
+
+class _Elementwise:
+    """Runs one operation on single tensors. What it writes, by argument position or keyword, is read off its schema."""
+
+    def __init__(self, func: OpOverload) -> None:
+        arguments = func._schema.arguments
+        writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+        self._positions = [i for i, a in enumerate(arguments) if writes[i] and not a.kwarg_only]
+        self._keywords = [a.name for i, a in enumerate(arguments) if writes[i] and a.kwarg_only]
+
+    def __call__(
+        self, cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        first = first_sharded(cls, args, kwargs)
+        written = [args[i] for i in self._positions] + [kwargs[name] for name in self._keywords]
+        _need_sharded(cls, written, first.placement, func)
+        local_args = [_piece(value, first, func) if isinstance(value, Tensor) else value for value in args]
+        local_kwargs = {
+            name: _piece(value, first, func) if isinstance(value, Tensor) else value for name, value in kwargs.items()
+        }
+        result = func(*local_args, **local_kwargs)
+        if written:
+            torch.autograd.graph.increment_version([target.local for target in written])
+            return written[0] if len(written) == 1 else tuple(written)
+        if isinstance(result, Tensor):
+            return cls(result, first.placement)
+        return tuple(cls(part, first.placement) for part in result)
+
+
+def _piece(value: Tensor, first: ShardedParameter, func: OpOverload) -> Tensor:
+    """What stands for `value` in a call on pieces cut like `first`."""
+    if type(value) is type(first):
+        if not same_cut(value.placement, first.placement):
+            _differently_cut(first.placement, value.placement, func)
+        return value.local
+    if value.ndim > min(first.ndim, 1) or value.numel() != 1:
+        _not_a_number(first.placement, value, func)
+    # Among 0-d tensors dtypes promote as equals; a 0-d parameter's piece is 1-D, so its partners must be too.
+    return value.reshape(1) if first.ndim == 0 else value
+
+
+def _need_sharded(
+    cls: type[ShardedParameter], written: Sequence[Tensor], sharded: Placement, func: OpOverload
+) -> None:
+    for target in written:
+        if type(target) is not cls:
+            raise UsageError(
+                f"{func} would write pieces of the sharded {sharded.fqn!r} into a plain tensor of shape "
+                f"{tuple(target.shape)}: use .full_tensor() (collective) as the source"
+            )
+
+
+def _differently_cut(a: Placement, b: Placement, func: OpOverload) -> None:
+    raise UsageError(
+        f"{func} of {a.fqn!r} {a.shape} and {b.fqn!r} {b.shape}: their pieces on rank {a.shard_group.rank} hold "
+        "different elements. Use .full_tensor() of both (collective)"
+    )
+
+
+def _not_a_number(sharded: Placement, plain: Tensor, func: OpOverload) -> None:
+    raise UsageError(
+        f"{func} of the sharded {sharded.fqn!r} {sharded.shape} and a plain tensor of shape {tuple(plain.shape)}: only "
+        "single numbers combine with a piece. Make the other from this one (torch.zeros_like), or work in "
+        "sw.unsharded(model) or on .full_tensor() (collective); load weights with sw.checkpoint"
+    )
+
+
+def _on_lists(
+    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Any] | None:
+    """Foreach and fused operations: position i of every list belongs together; positions without a sharded tensor are
+    left alone, so that sharded and ignored parameters share an optimizer."""
+    lists = [value for value in args if _is_tensor_list(value)]
+    placements = _placements(cls, func, lists)
+    some = next(placement for placement in placements if placement is not None)
+    local_args = [_locals(value) if _is_tensor_list(value) else value for value in args]
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and (type(value) is cls or not _per_call_number(value, len(placements))):
+            _not_a_number(some, value, func)
+    if func._schema.is_mutable:
+        _need_sharded(cls, [item for item, at in zip(args[0], placements, strict=True) if at is not None], some, func)
+    result = func(*local_args, **kwargs)
+    if not result:
+        torch.autograd.graph.increment_version(local_args[0])
+        return None
+    return [part if at is None else cls(part, at) for part, at in zip(result, placements, strict=True)]
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Tensor)
+
+
+def _per_call_number(value: Tensor, count: int) -> bool:
+    """A learning rate, a scale; or the `scalars` of an overload that takes one number for each position."""
+    return value.numel() == 1 or (value.ndim == 1 and value.numel() == count)
+
+
+def _locals(items: Sequence[Any]) -> list[Tensor]:
+    try:
+        return [item.local for item in items]
+    except AttributeError:  # ignored parameters, step counters
+        return [getattr(item, "local", item) for item in items]
+
+
+def _placements(
+    cls: type[ShardedParameter], func: OpOverload, lists: Sequence[Sequence[Any]]
+) -> Sequence[Placement | None]:
+    """For each position its placement, None where all is plain. Raises where a position does not belong together."""
+    by_list = [[getattr(item, "placement", None) for item in items] for items in lists]
+    merged = next((found for found in by_list if None not in found), None)
+    if merged is None:
+        merged = [next((p for p in column if p is not None), None) for column in zip(*by_list, strict=True)]
+    for items, found in zip(lists, by_list, strict=True):
+        if found != merged:  # placements compare by identity: usually nothing is left to do
+            _check_positions(func, items, found, merged)
+    return merged
+
+
+def _check_positions(
+    func: OpOverload, items: Sequence[Any], found: Sequence[Placement | None], merged: Sequence[Placement | None]
+) -> None:
+    for item, own, common in zip(items, found, merged, strict=True):
+        if own is common:
+            continue
+        assert common is not None
+        if own is None and (item.ndim > 1 or item.numel() != 1):
+            _not_a_number(common, item, func)
+        elif own is not None and not same_cut(own, common):
+            _differently_cut(common, own, func)

@@ -1,0 +1,176 @@
+"""The outer face of a parameter: global shape outside, this rank's 1-D piece inside.
+
+A wrapper subclass, because optimizers, `state_dict` and torch's checkpoint read `shape`, `ndim` and `numel()` and mean
+the global ones, while the memory is one rank's. Operations fall in three classes, by what they would mean on pieces:
+
+- elementwise (`elementwise.py`): the piece of the result is the result on the pieces; no communication;
+- whole-tensor reductions (`reductions.py`): the local partial results are combined, one collective a call;
+- everything else, which a piece cannot answer: `UsageError`, with the operation, the fqn and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
+
+from shardwise.engine import elementwise, reductions
+from shardwise.engine.placement import Placement
+from shardwise.errors import UsageError
+from shardwise.layout.fragment import Fragment
+
+
+class ShardedParameter(Tensor):
+    """A parameter, gradient, optimizer state tensor or state_dict handle of which this rank holds one piece.
+
+    `shape`, `dtype`, `device` and `requires_grad` are the global tensor's. `torch.nn.Parameter(sharded)` makes it a
+    module's parameter: the type stays, and `isinstance(it, torch.nn.Parameter)` holds.
+
+    Args:
+        local: this rank's piece, 1-D, contiguous, plain (or fake), of `placement.fragment.numel` elements, perhaps
+            none. Shared, not copied.
+        placement: where the piece lies in the whole.
+        requires_grad: of the wrapper; the piece itself never requires grad.
+
+    Raises:
+        ValueError: the piece has another shape than its fragment.
+    """
+
+    local: Tensor
+    """This rank's piece: 1-D, row-major order. Writing to it writes the parameter; bump versions as usual."""
+    placement: Placement
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # no Python before the dispatcher: a third of the cost
+
+    def __new__(cls, local: Tensor, placement: Placement, requires_grad: bool = False) -> Self:
+        if local.shape != (placement.fragment.numel,):
+            raise ValueError(
+                f"the piece of {placement.fqn!r} on rank {placement.shard_group.rank} has "
+                f"{placement.fragment.numel} elements, not shape {tuple(local.shape)}"
+            )
+        self: Self = Tensor._make_wrapper_subclass(
+            cls, placement.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        self.local = local
+        self.placement = placement
+        return self
+
+    @property
+    def fqn(self) -> str:
+        """Fully qualified name of the parameter this is, or belongs to."""
+        return self.placement.fqn
+
+    @property
+    def fragment(self) -> Fragment:
+        """Which elements of the flattened whole `local` holds."""
+        return self.placement.fragment
+
+    def full_tensor(self) -> Tensor:
+        """The whole, as a new plain tensor of the global shape. Every rank of the shard group must call this.
+
+        Each rank's fragment is broadcast, so this is for looking at a tensor, not for training;
+        `sw.unsharded(model)` gathers unit by unit.
+        """
+        placement, group = self.placement, self.placement.shard_group
+        local = self.local.detach()
+        flat = torch.empty(self.numel(), dtype=local.dtype, device=local.device)
+        flat[self.fragment.start : self.fragment.stop].copy_(local)
+        for rank in range(group.world_size):
+            piece = placement.layout.fragment(placement.index, rank)
+            if piece.numel:
+                group.broadcast(flat[piece.start : piece.stop], rank)
+        return flat.view(placement.shape)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        handler = _handlers.get(func)
+        if handler is None:
+            handler = _handlers[func] = elementwise.handler(func) or reductions.handler(func) or _refuse
+        return handler(cls, func, args, kwargs or {})
+
+    @property
+    def data(self) -> Self:
+        """The same piece without autograd, as for any tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copies: the piece stays where the engine laid it. Other dtypes, devices and cuts are refused."""
+        if value is self:
+            return
+        if value.dtype != self.dtype or value.device != self.device:
+            raise UsageError(
+                f"cannot turn {self.fqn!r} from {self.dtype} on {self.device} into {value.dtype} on {value.device}: its "
+                "memory belongs to its unit. Convert the model before sw.shard, or pass sw.shard(precision=...)"
+            )
+        with torch.no_grad():
+            self.detach().copy_(value)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        piece = self.fragment
+        return (
+            f"ShardedParameter({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"local=[{piece.start}:{piece.stop}], requires_grad={self.requires_grad})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._no("copy.deepcopy", "copy the model before sw.shard, or use clone() for a copy of this rank's piece")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._no("pickling (torch.save)", "save sw.full_state_dict(model), or call sw.checkpoint.save")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        self._no("numpy()", _LOOK)
+
+    def tolist(self) -> NoReturn:
+        self._no("tolist()", _LOOK)
+
+    def __array__(self, dtype: object = None) -> NoReturn:
+        self._no("conversion to a numpy array", _LOOK)
+
+    def data_ptr(self) -> NoReturn:
+        self._no("data_ptr()", ".local.data_ptr() is the address of this rank's piece")
+
+    def _no(self, operation: str, way_out: str) -> NoReturn:
+        raise UsageError(f"{operation} of the sharded parameter {self.fqn!r} is not possible: {way_out}")
+
+
+_LOOK = "use .full_tensor() (collective) for the whole, .local for this rank's piece"
+_WAYS_OUT: dict[str, str] = {
+    "aten::_amp_foreach_non_finite_check_and_unscale_": "torch's GradScaler would let ranks disagree about a step: "
+    "use sw.GradScaler",
+    "aten::_local_scalar_dense": _LOOK,
+    "aten::_foreach_powsum": "use torch._foreach_norm",
+}
+_ANYTHING_ELSE = (
+    "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. In a "
+    "forward: the parameter is used outside its unit's forward, so make the module that uses it a unit "
+    "(sw.shard(units=...)) or call through it. Elsewhere: use sw.unsharded(model), .full_tensor() (collective), or "
+    ".local for this rank's piece"
+)
+_RANDOM = (
+    "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
+)
+
+
+def _refuse(cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
+    """Raise what a call that pieces cannot answer deserves."""
+    name = func._schema.name
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    way_out = _RANDOM if random else _WAYS_OUT.get(name, _ANYTHING_ELSE)
+    elementwise.first_sharded(cls, args, kwargs)._no(name.replace("::", "."), way_out)
+
+
+_handlers: dict[OpOverload, elementwise.Handler] = {}
+"""Filled as operations are met: one lookup a call."""
+
+for _supported in (_clip_types, _optimizer_types):
+    if ShardedParameter not in _supported:  # else clipping and optimizers go one parameter, and one collective, at a time
+        _supported.append(ShardedParameter)
