@@ -1,0 +1,1 @@
+"""The trainer: configuration, data, models, the loop. Needs the `train` extra."""

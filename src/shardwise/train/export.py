@@ -1,0 +1,68 @@
+"""`final/`: the trained model as files that other programs read."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.train.ranks import Ranks
+from shardwise.train.run_directory import RunDirectory
+from shardwise.train.tokenizer import Tokenizer
+
+
+def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks) -> None:
+    """Write `final/`. Every rank must call this; rank 0 holds the whole model on its CPU and writes.
+
+    A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` and
+    `AutoTokenizer.from_pretrained` load; any other module a `model.safetensors` of its state_dict.
+    """
+    state = sw.full_state_dict(model, cpu=True, rank0_only=True)
+    if ranks.is_first:
+        with directory.writing_final() as partial:
+            write_model(model, state, partial)
+            tokenizer.save(partial)
+    ranks.count(0)  # nobody leaves before the files are there
+
+
+def write_model(model: nn.Module, state: dict[str, Tensor], directory: Path) -> None:
+    """Write whole tensors to a directory. Not collective.
+
+    Args:
+        model: gives the class and configuration; its own parameters are not read.
+        state: fqn -> the full tensor, on the CPU.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(model, "save_pretrained"):
+        _write_safetensors(state, directory / "model.safetensors")
+        return
+    whole: Any
+    with torch.device("meta"):
+        whole = type(model)(copy.deepcopy(config))
+    whole.load_state_dict(state, strict=False, assign=True)
+    whole.tie_weights()
+    whole.generation_config = getattr(model, "generation_config", None)
+    whole.save_pretrained(directory)
+
+
+def _write_safetensors(state: dict[str, Tensor], path: Path) -> None:
+    """Tied tensors are written once, under their first name: safetensors stores no aliases."""
+    from safetensors.torch import save_file
+
+    unique: dict[int, str] = {}
+    for name, tensor in state.items():
+        unique.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), name)
+    save_file({name: state[name].contiguous() for name in unique.values()}, path)
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' progress bars and advice off the terminal, which belongs to the run."""
+    from transformers.utils import logging as transformers_logging
+
+    hub: Any = transformers_logging  # untyped
+    hub.disable_progress_bar()
+    hub.set_verbosity_error()

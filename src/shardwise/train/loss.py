@@ -1,0 +1,121 @@
+"""The training loss: the mean over the target tokens of all ranks and micro-batches, whoever has how many.
+
+Each rank's micro-batch contributes (sum of its negative log-likelihoods) * world_size / (targets of the whole step).
+The engine averages gradients over ranks, so what arrives is the gradient of the mean over all tokens: a rank with
+little text weighs little. Averaging the ranks' means instead is the error of pytorch/torchtitan#1842.
+
+A model is called in one of two ways, decided by its signature:
+
+- transformers models, and modules whose `forward` takes no `labels`: called without labels; the output is the logits
+  [batch, seq_len, vocab], or has them as `.logits`, and cross entropy is taken here in fp32. This is exact for every
+  model and any weighting, where a model's own `loss` is a mean over its micro-batch.
+- other modules whose `forward` takes `labels`: called with `input_ids=` and `labels=`; the output is the loss, or has
+  it as `.loss`, and must be the mean over the micro-batch's targets (`labels[:, 1:] != -100`), in nats.
+
+An auxiliary loss that a mixture of experts returns beside its logits (`.aux_loss`) is kept, times the configuration's
+`router_aux_loss_coef`, with equal weight for every micro-batch. It trains the model; the reported loss leaves it out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import UserError
+from shardwise.train.data import IGNORED, MicroBatch
+
+
+class MicroBatchLoss(NamedTuple):
+    """What one forward gives, local to a rank."""
+
+    nll_sum: Tensor
+    """0-d fp32, with grad: negative log-likelihood in nats, summed over the micro-batch's targets."""
+    auxiliary: Tensor | None
+    """0-d, with grad: a mixture of experts' balancing loss, already times its coefficient."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """What turns a micro-batch's sums into its part of the step's mean. The same on every rank."""
+
+    target_tokens: int
+    """Targets of all ranks and micro-batches of this step; at least 1."""
+    micro_batches: int
+    """Micro-batches of one rank."""
+    world_size: int
+    """Ranks over which the engine averages gradients."""
+
+    def scale(self, loss: MicroBatchLoss) -> Tensor:
+        """What to call `backward` on."""
+        scaled = loss.nll_sum * (self.world_size / self.target_tokens)
+        if loss.auxiliary is not None:
+            scaled = scaled + loss.auxiliary / self.micro_batches
+        return scaled
+
+
+class LossFunction:
+    """Calls a model on a micro-batch. Make it before `sw.shard`: it looks at the model's own signature."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        config: Any = getattr(model, "config", None)
+        is_transformer = hasattr(model, "get_output_embeddings")
+        self._own_loss = "labels" in parameters and not is_transformer
+        self._no_cache = {"use_cache": False} if hasattr(config, "use_cache") else {}
+        self._router_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0))
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> MicroBatchLoss:
+        """One forward. Every rank must call this equally often, as a sharded model's forward is collective.
+
+        Args:
+            model: sharded or not.
+            batch: on the model's device; it may have no target at all.
+
+        Raises:
+            UserError: the model returns neither logits nor a loss.
+        """
+        if self._own_loss:
+            return MicroBatchLoss(_own_loss(model, batch), None)
+        output = model(input_ids=batch.input_ids, **self._no_cache)
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim != 3:
+            raise UserError(
+                f"{type(model).__name__} must return logits [batch, seq_len, vocab] or an object with .logits, "
+                f"not {type(output).__name__}; or take labels in its forward and return the loss"
+            )
+        auxiliary = getattr(output, "aux_loss", None)
+        if auxiliary is not None:
+            auxiliary = auxiliary * self._router_coefficient
+        return MicroBatchLoss(next_token_nll(logits, batch.labels), auxiliary)
+
+
+def next_token_nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Negative log-likelihood of every target given the tokens before it, summed, in nats.
+
+    Args:
+        logits: [batch, seq_len, vocab], any float dtype; used in fp32.
+        labels: [batch, seq_len] int64, not shifted; -100 is no target.
+
+    Returns:
+        0-d fp32; 0, with a gradient of zeros, where there is no target.
+    """
+    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return F.cross_entropy(logits.float().flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _own_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """The sum behind a model's own mean. Where there is no target that mean is 0/0, so it is asked about the inputs
+    instead and counted 0 times: the forward and backward must still happen, on every rank."""
+    count = batch.target_tokens
+    output = model(input_ids=batch.input_ids, labels=batch.labels if count else batch.input_ids)
+    mean = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        raise UserError(
+            f"{type(model).__name__}.forward takes labels, so it must return the loss, or an object with .loss, "
+            f"not {type(output).__name__}"
+        )
+    return mean.reshape(()).float() * count

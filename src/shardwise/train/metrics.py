@@ -1,0 +1,94 @@
+"""What a step was: one JSON object a line, and TensorBoard where asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Self
+
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One optimizer step. Global unless it says otherwise; the fields are the keys in `metrics.jsonl`."""
+
+    step: int
+    """Counted from 1: the number of optimizer steps that have been taken."""
+    loss: float
+    """Mean negative log-likelihood over the step's target tokens of all ranks, in nats, before the update."""
+    lr: float
+    grad_norm: float
+    """Of the whole gradient, before clipping."""
+    tokens: int
+    """Token positions that went through the model in this step on all ranks, prompts and padding included."""
+    tokens_per_s: float
+    step_time_s: float
+    memory: Mapping[str, int]
+    """Rank 0's bytes by kind, each at its highest so far."""
+    world_size: int
+
+
+class MetricsWriter:
+    """Writes steps and evaluations. Rank 0 only."""
+
+    def __init__(self, metrics: Path, evaluations: Path, flush_every: int, tensorboard: Path | None = None) -> None:
+        """
+        Args:
+            metrics: the file for steps, created anew.
+            evaluations: the file for evaluations, created anew.
+            flush_every: steps after which what was written is on disk.
+            tensorboard: directory for TensorBoard's files; None = none.
+
+        Raises:
+            UserError: TensorBoard is asked for and not installed.
+        """
+        self._flush_every = flush_every
+        self._board = None if tensorboard is None else _open_board(tensorboard)
+        self._steps: IO[str] = metrics.open("w", encoding="utf-8")
+        self._evaluations: IO[str] = evaluations.open("w", encoding="utf-8")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._steps.write(json.dumps(asdict(metrics)) + "\n")
+        if metrics.step % self._flush_every == 0:
+            self._steps.flush()
+        if self._board is not None:
+            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_time_s"):
+                self._board.add_scalar(f"train/{name}", getattr(metrics, name), metrics.step)
+            for kind, size in metrics.memory.items():
+                self._board.add_scalar(f"memory/{kind}", size, metrics.step)
+
+    def evaluation(self, step: int, loss: float, tokens: int) -> None:
+        """The held-out loss after `step` steps, in nats per token."""
+        self._evaluations.write(json.dumps({"step": step, "loss": loss, "tokens": tokens}) + "\n")
+        self._evaluations.flush()
+        if self._board is not None:
+            self._board.add_scalar("eval/loss", loss, step)
+
+    def close(self) -> None:
+        self._steps.close()
+        self._evaluations.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open_board(directory: Path) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "log.tensorboard=true needs TensorBoard, which is not installed: pip install tensorboard, "
+            "or set log.tensorboard=false"
+        ) from None
+    return SummaryWriter(str(directory))

@@ -1,0 +1,166 @@
+"""`[model]`: from a configuration to a module, on the meta device or on the CPU, not yet sharded."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import ModelConfig
+from shardwise.train.suggest import did_you_mean, nearest_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """What the data asks of a model."""
+
+    vocab_size: int
+    """Token ids are below this."""
+    end_id: int
+    """The end-of-document token."""
+    seq_len: int
+
+
+def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
+    """The model that a configuration names, in training mode. Not collective.
+
+    With `init="meta"` and neither `weights` nor `factory`, parameters are on the meta device and `sw.shard` gives them
+    storage and initial values, so no rank ever holds the whole model. Otherwise every rank holds all of it on its CPU
+    until `sw.shard` has taken its piece; reading `weights` straight into shards comes with checkpoints.
+
+    Args:
+        config: the section `[model]`.
+        text: the vocabulary and length that the data has. An inline configuration takes from it what it leaves out:
+            `vocab_size`, the ids of the special tokens and, where smaller than `seq_len`, `max_position_embeddings`.
+
+    Raises:
+        ConfigError: a path, model type, key or factory that does not exist (with the nearest that does), or a model
+            too small for the vocabulary or the sequences.
+    """
+    if config.factory is not None:
+        model = _call_factory(config.factory)
+        return model.to(DTYPES[config.dtype]).train()
+    hf_config = _read_config(config, text)
+    _check_fits(hf_config, text)
+    return _build_transformer(hf_config, config).train()
+
+
+def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    dtype = DTYPES[config.dtype]
+    auto: Any = AutoModelForCausalLM  # untyped
+    model: nn.Module
+    try:
+        if config.weights is not None:
+            _check_directory("model.weights", config.weights)
+            model = auto.from_pretrained(config.weights, config=hf_config, dtype=dtype, local_files_only=True)
+        else:
+            with torch.device(config.init):
+                model = auto.from_config(hf_config, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"[model]: transformers cannot build it: {_one_line(error)}") from None
+    return model
+
+
+def _read_config(config: ModelConfig, text: TextShape) -> PreTrainedConfig:
+    if config.config is not None:
+        return _inline_config(config.config, text)
+    assert config.path is not None, "ModelConfig has exactly one of path, config and factory"
+    return _config_at(config.path)
+
+
+def _config_at(name: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    path = Path(name)
+    if not path.exists() or (path.is_dir() and not (path / "config.json").exists()):
+        missing = path / "config.json" if path.is_dir() else path
+        raise ConfigError(f"model.path={name!r}: there is no {missing}{nearest_path(path)}")
+    try:
+        loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path={name!r} is no configuration of transformers: {_one_line(error)}") from None
+    return loaded
+
+
+def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    values = copy.deepcopy(inline)  # transformers takes nested tables for its own
+    model_type = values.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.config.model_type={model_type!r} is unknown{did_you_mean(model_type, CONFIG_MAPPING)}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    blank = config_class()
+    known = {*vars(blank), *blank.attribute_map}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"model.config.{key} is no key of model_type {model_type!r}{did_you_mean(key, known)}")
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        values.setdefault(key, text.end_id)
+    values.setdefault("vocab_size", text.vocab_size)
+    if getattr(blank, "max_position_embeddings", text.seq_len) < text.seq_len:
+        values.setdefault("max_position_embeddings", text.seq_len)
+    try:
+        filled: PreTrainedConfig = config_class(**values)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model.config is not right for {model_type!r}: {_one_line(error)}") from None
+    return filled
+
+
+def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
+    vocab_size = getattr(hf_config, "vocab_size", None)
+    if vocab_size is not None and vocab_size < text.vocab_size:
+        raise ConfigError(
+            f"the model has vocab_size={vocab_size} and the tokenizer needs {text.vocab_size}: "
+            "set vocab_size, or use the model's own tokenizer in data.tokenizer"
+        )
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    if positions is not None and positions < text.seq_len:
+        raise ConfigError(
+            f"data.seq_len={text.seq_len} is more than the model's max_position_embeddings={positions}; lower seq_len"
+        )
+
+
+def _call_factory(name: str) -> nn.Module:
+    """Import `module:function`, also from the working directory, and call it."""
+    module_name, _, function_name = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"model.factory={name!r}: {error}") from None
+    factory: Callable[[], Any] | None = getattr(module, function_name, None)
+    if factory is None:
+        near = did_you_mean(function_name, vars(module))
+        raise ConfigError(f"model.factory={name!r}: {module_name} has no {function_name}{near}")
+    model = factory()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.factory={name!r} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _check_directory(key: str, name: str) -> None:
+    if not Path(name).is_dir():
+        raise ConfigError(f"{key}={name!r}: no such directory{nearest_path(Path(name))}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:240]

@@ -1,0 +1,81 @@
+"""This process among its peers: who it is, which device it has, and the few sums that the trainer needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One process's place in a run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and talks to the terminal."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float], dtype: torch.dtype = torch.float64) -> list[float]:
+        """Elementwise sums over all ranks, the same numbers everywhere. Every rank must call this.
+
+        Args:
+            values: local numbers, equally many on every rank.
+            dtype: float64 or, for counts, int64.
+        """
+        total = torch.tensor(values, dtype=dtype, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def count(self, local: int) -> int:
+        """The sum of an integer over all ranks. Every rank must call this."""
+        return int(self.sum([local], dtype=torch.int64)[0])
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, in rank order, on every rank. Every rank must call this."""
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.world_size == 1:
+            return [own.tolist()]
+        rows = torch.empty(self.world_size * own.numel(), dtype=own.dtype, device=self.device)
+        dist.all_gather_into_tensor(rows, own)
+        return rows.view(self.world_size, -1).tolist()
+
+    def first_says(self, decision: bool) -> bool:
+        """Rank 0's answer to a question, on every rank, so that all take the same way. Every rank must call this."""
+        return self.count(int(decision and self.is_first)) > 0
+
+
+@contextmanager
+def started() -> Iterator[Ranks]:
+    """Join the other ranks for the length of a run, as torchrun's environment says; alone without one.
+
+    Uses nccl where there is a GPU for this rank and gloo otherwise. Every rank must enter. A process group that exists
+    already is used and left alone.
+    """
+    device = _device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    launched = "RANK" in os.environ and not dist.is_initialized()
+    if launched:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        joined = dist.is_initialized()
+        yield Ranks(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, device)
+    finally:
+        if launched:
+            dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

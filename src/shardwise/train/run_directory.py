@@ -1,0 +1,76 @@
+"""`runs/<name>/`: where a run writes what it did."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import Config, dump_toml
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The files of one run. Only rank 0 writes."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """One JSON object an evaluation: step, loss in nats per token, tokens."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def final(self) -> Path:
+        """The trained model; it appears at the very end, complete."""
+        return self.path / "final"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.final.is_dir()
+
+    def begin(self, config: Config) -> bool:
+        """Create the directory and write the configuration.
+
+        Returns:
+            Whether metrics of a run that did not finish were there and have been dropped.
+
+        Raises:
+            ConfigError: the directory cannot be written.
+        """
+        dropped = self.metrics.exists()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.config.write_text(dump_toml(config), encoding="utf-8")
+            for old in (self.metrics, self.evaluations):
+                old.unlink(missing_ok=True)
+            shutil.rmtree(self.tensorboard, ignore_errors=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
+        return dropped
+
+    @contextmanager
+    def writing_final(self) -> Iterator[Path]:
+        """A directory to fill, which becomes `final` in one rename when the block ends without an error."""
+        partial = self.path / "final.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(self.final)

@@ -1,0 +1,20 @@
+"""The way out of a typing mistake: the nearest names that exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The words "; did you mean X or Y?", to end a message with, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def nearest_path(path: Path) -> str:
+    """The same for a path that is missing, from what lies beside it."""
+    if not path.parent.is_dir():
+        return ""
+    return did_you_mean(str(path), (str(path.parent / entry.name) for entry in path.parent.iterdir()))

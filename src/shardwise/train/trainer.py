@@ -1,0 +1,217 @@
+"""The training loop that every rank runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from contextlib import ExitStack
+
+import torch
+
+import shardwise as sw
+from shardwise.engine.recompute import checkpoint_units
+from shardwise.errors import ConfigError, UserError
+from shardwise.train.compilation import compile_blocks
+from shardwise.train.config import CheckpointConfig, Config
+from shardwise.train.console import RunConsole
+from shardwise.train.data import Batches, MicroBatch, Share, evaluation_batches, load_datasets
+from shardwise.train.evaluation import evaluate
+from shardwise.train.export import export, quiet_transformers
+from shardwise.train.footprint import STATE_KINDS, compare
+from shardwise.train.loss import LossFunction, StepWeights
+from shardwise.train.metrics import MetricsWriter, StepMetrics
+from shardwise.train.models import TextShape, build_model
+from shardwise.train.optimizer import build_optimizer, set_lr
+from shardwise.train.ranks import Ranks, started
+from shardwise.train.run_directory import RunDirectory
+from shardwise.train.sample import sample_text
+from shardwise.train.schedule import Schedule
+from shardwise.train.sharding import needs_loss_scaling, shard_model
+
+
+def run(config: Config) -> None:
+    """Train as a configuration says and write `runs/<name>/`. Every rank calls this, under torchrun or alone.
+
+    A run that is finished says so and nothing else happens.
+
+    Raises:
+        UserError: something in the configuration cannot be done, or the loss stopped being finite. The same on every
+            rank.
+    """
+    _refuse_what_is_absent(config.checkpoint)
+    with started() as ranks:
+        config = config.for_ranks(ranks.world_size)
+        directory = RunDirectory(config.run_directory)
+        with RunConsole(config.train.steps, config.log.every, quiet=not ranks.is_first) as console:
+            if ranks.first_says(directory.is_finished):
+                console.say(
+                    f"{directory.path} is finished: the model is in {directory.final}; set log.name to train anew"
+                )
+                return
+            Trainer(config, ranks, console).run(directory)
+
+
+class Trainer:
+    """Everything that a run needs, built in this order: data, model, shards, optimizer. Every rank builds one."""
+
+    def __init__(self, config: Config, ranks: Ranks, console: RunConsole) -> None:
+        """
+        Args:
+            config: fitted to the number of ranks (`Config.for_ranks`).
+        """
+        quiet_transformers()
+        self.config = config
+        self.ranks = ranks
+        self.console = console
+        train = config.train
+        assert train.global_batch is not None, "Config.for_ranks fills it in"
+        self.data = load_datasets(config.data)
+        share = Share(ranks.rank, ranks.world_size, train.micro_batch)
+        self.batches = Batches(self.data.train, share, train.global_batch, config.data.seed)
+        self.held_out = evaluation_batches(self.data.held_out, share)
+        self._say_data()
+
+        torch.manual_seed(train.seed)  # the same on every rank: all build the same weights
+        tokenizer = self.data.tokenizer
+        model = build_model(config.model, TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len))
+        self.loss_function = LossFunction(model)
+        self.model = shard_model(model, config.parallel, ranks)
+        checkpoint_units(self.model, train.activation_checkpointing)
+        if train.compile:
+            compile_blocks(self.model)
+        torch.manual_seed(train.seed + 1 + ranks.rank)  # dropout differs between ranks
+        self.optimizer = build_optimizer(self.model, train)
+        self.scaler = sw.GradScaler(enabled=needs_loss_scaling(config.model, config.parallel))
+        self.schedule = Schedule.of(train)
+        self.step_times_s: list[float] = []
+
+    def run(self, directory: RunDirectory) -> None:
+        """Train, evaluate, export and sum up. Every rank must call this.
+
+        Raises:
+            UserError: the loss or the gradient's norm is not finite.
+        """
+        train = self.config.train
+        with ExitStack() as stack:
+            writer = stack.enter_context(self._open_writer(directory)) if self.ranks.is_first else None
+            if train.eval_every:
+                self._evaluate(0, writer)
+            for step in range(train.steps):
+                metrics = self.step(step)
+                if writer is not None:
+                    writer.step(metrics)
+                self.console.step(metrics)
+                last = metrics.step == train.steps
+                if last or (train.eval_every and metrics.step % train.eval_every == 0):
+                    self._evaluate(metrics.step, writer)
+        export(self.model, self.data.tokenizer, directory, self.ranks)
+        self._sum_up(directory)
+
+    def step(self, step: int) -> StepMetrics:
+        """One optimizer step on the whole global batch. Every rank must call this.
+
+        Each micro-batch's gradients are reduced as its backward goes, which holds no full-size gradients; `sw.no_sync`
+        would trade that memory for fewer bytes sent.
+
+        Args:
+            step: counted from 0.
+        """
+        start_s = time.perf_counter()
+        batches = self.batches.batch(step)
+        loss = self._accumulate(batches)
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = float(sw.clip_grad_norm_(self.model, self.config.train.clip or math.inf))
+        self._check_finite(step, loss, grad_norm)
+        lr = self.schedule(step)
+        set_lr(self.optimizer, lr)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        elapsed_s = time.perf_counter() - start_s
+        self.step_times_s.append(elapsed_s)
+        tokens = self.ranks.world_size * sum(batch.input_ids.numel() for batch in batches)
+        return StepMetrics(
+            step=step + 1,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens=tokens,
+            tokens_per_s=tokens / elapsed_s,
+            step_time_s=elapsed_s,
+            memory=dict(sw.memory(self.model).peak),
+            world_size=self.ranks.world_size,
+        )
+
+    def _accumulate(self, batches: tuple[MicroBatch, ...]) -> float:
+        """Forward and backward of every micro-batch; returns the mean loss over all ranks, the same on each."""
+        target_tokens = self.ranks.count(sum(batch.target_tokens for batch in batches))
+        weights = StepWeights(target_tokens, len(batches), self.ranks.world_size)
+        nll = torch.zeros((), device=self.ranks.device)
+        for batch in batches:
+            loss = self.loss_function(self.model, batch.to(self.ranks.device))
+            self.scaler.scale(weights.scale(loss)).backward()
+            nll += loss.nll_sum.detach()
+        return self.ranks.sum([float(nll)])[0] / target_tokens
+
+    def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
+        """Stop when training has diverged. Both numbers are global, so every rank comes to the same decision.
+
+        A loss scaler steps over infinite gradients by itself: that is how it finds its scale.
+        """
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.scaler.is_enabled()):
+            return
+        raise UserError(
+            f"step {step + 1}: loss {loss:g}, gradient norm {grad_norm:g}: training has diverged; "
+            f"lower train.lr ({self.config.train.lr:g}), raise train.warmup_steps or set train.clip"
+        )
+
+    def _evaluate(self, step: int, writer: MetricsWriter | None) -> None:
+        if not self.held_out:
+            return
+        loss = evaluate(self.model, self.loss_function, self.held_out, self.ranks)
+        self.console.evaluated(step, loss)
+        if writer is not None:
+            writer.evaluation(step, loss, self.data.held_out.target_tokens)
+
+    def _open_writer(self, directory: RunDirectory) -> MetricsWriter:
+        if directory.begin(self.config):
+            self.console.say(f"{directory.path} held a run that had not finished: it starts again")
+        log = self.config.log
+        board = directory.tensorboard if log.tensorboard else None
+        return MetricsWriter(directory.metrics, directory.evaluations, log.every, board)
+
+    def _say_data(self) -> None:
+        train, held_out, _ = self.data
+        seq_len = self.config.data.seq_len
+        self.console.say(
+            f"{self.config.data.source}: {len(train):,} rows of {seq_len} tokens to train on, "
+            f"{len(held_out):,} held out"
+        )
+        if train.truncated:
+            self.console.say(f"{train.truncated} examples are longer than seq_len={seq_len} and lose their end")
+
+    def _sum_up(self, directory: RunDirectory) -> None:
+        """A sample and the table. Every rank takes part in the sample and the count of bytes."""
+        rows = self.data.held_out if len(self.data.held_out) else self.data.train
+        sample = sample_text(self.model, rows, self.data.tokenizer, self.config.train.seed, self.ranks)
+        if sample is not None:
+            self.console.sample(sample)
+        own = sw.memory(self.model).peak
+        measured = self.ranks.gather([own[kind] for kind in STATE_KINDS])
+        by_rank = [dict(zip(STATE_KINDS, map(int, row), strict=True)) for row in measured]
+        footprint = compare(by_rank, self.model, self.optimizer)
+        step_time_s = statistics.median(self.step_times_s)
+        self.console.summary(self.config.parallel.strategy, self.ranks.world_size, footprint, step_time_s)
+        self.console.say(f"done: {directory.final}")
+
+
+def _refuse_what_is_absent(checkpoint: CheckpointConfig) -> None:
+    """Nothing that was asked for is left out in silence."""
+    if checkpoint.every:
+        raise ConfigError(
+            f"checkpoint.every={checkpoint.every}: saving during a run is not there yet; set checkpoint.every=0 "
+            "(the trained model is written at the end)"
+        )
+    if checkpoint.resume not in ("auto", "never"):
+        raise ConfigError(f"checkpoint.resume={checkpoint.resume!r}: resuming is not there yet; leave it out")
