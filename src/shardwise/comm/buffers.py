@@ -1,0 +1,62 @@
+"""Buffers in private memory, and the small questions that every implementation asks of tensors."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.protocol import Buffer, BufferKind, Reduction
+
+ALIGNMENT_BYTES = 64
+POISON_BYTE = 0xFF  # every float dtype reads a run of these as NaN
+
+
+def private_buffer(nbytes: int, kind: BufferKind, index: int, device: torch.device, poison: bool) -> Buffer:
+    """A buffer in memory of this process. Under FakeTensorMode it is fake."""
+    reserved = max(ALIGNMENT_BYTES, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    with torch.inference_mode(False):  # an arena may be built inside a generate() loop and outlives it
+        memory = torch.empty(reserved, dtype=torch.uint8, device=device)
+        if poison:
+            memory.fill_(POISON_BYTE)
+        return Buffer(memory[:nbytes], kind, index)
+
+
+def poison_asked() -> bool:
+    """Whether the environment asks for released memory to be poisoned (`SHARDWISE_POISON=1`)."""
+    return os.environ.get("SHARDWISE_POISON", "0") not in ("", "0")
+
+
+def slice_of(flat: Tensor, rank: int, world_size: int) -> Tensor:
+    """Rank `rank`'s slice of a flat tensor of world_size * S elements."""
+    numel = flat.numel() // world_size
+    return flat[rank * numel : (rank + 1) * numel]
+
+
+def shares(flat: Tensor, world_size: int) -> list[Tensor]:
+    """A 1-D tensor of any size cut in `world_size` consecutive parts, all but the last ones of equal size."""
+    numel = -(-flat.numel() // world_size)
+    return [flat[rank * numel : (rank + 1) * numel] for rank in range(world_size)]
+
+
+def pieces_of(flat: Tensor, numel: int) -> list[Tensor]:
+    """A 1-D tensor cut in consecutive pieces of `numel`, the last one perhaps shorter; none if it is empty."""
+    return [flat[start : start + numel] for start in range(0, flat.numel(), numel)]
+
+
+def same_memory(left: Tensor, right: Tensor) -> bool:
+    """Whether two 1-D tensors start at the same byte of one storage. Asks no addresses: fake tensors have none."""
+    storages = left.untyped_storage()._cdata, right.untyped_storage()._cdata
+    starts = left.storage_offset() * left.itemsize, right.storage_offset() * right.itemsize
+    return storages[0] == storages[1] and starts[0] == starts[1]
+
+
+def check_reductions(reductions: tuple[Reduction, ...], world_size: int) -> None:
+    """The engine's part of the bargain: sizes agree, and an output that lies in its input is not accumulated into."""
+    for r in reductions:
+        assert r.flat.shape == (world_size * r.out.numel(),), (
+            f"a flat buffer of {r.flat.numel()} elements cannot give {world_size} ranks {r.out.numel()} each"
+        )
+        in_place = r.flat.untyped_storage()._cdata == r.out.untyped_storage()._cdata
+        assert not (in_place and r.accumulate), "an output inside its own input has nothing to accumulate into"

@@ -1,0 +1,127 @@
+"""What the engine asks of the thing that moves bytes: one small protocol, many implementations.
+
+Life of a *gather buffer* (one arena slot), the same on every rank and in the same order:
+
+    claim -> write the own slice of each region -> all_gather -> Work.wait -> read -> release -> claim ...
+
+Life of a *reduce buffer*:
+
+    claim -> write full gradients -> reduce_scatter -> Work.wait (the outputs are ready) -> claim ...
+
+`claim` and `release` are where an implementation orders memory: nccl waits for and records CUDA events, shm
+waits for and advances counters that its peers watch, gloo and dry have nothing to do. Nobody reads a gather
+buffer outside `wait .. release`, and nobody writes one outside `claim .. all_gather`.
+
+Every method is collective unless it says otherwise: all ranks of the group call it in the same order.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class BufferKind(enum.Enum):
+    """What a buffer is for."""
+
+    GATHER = "gather"
+    """Parameters: every rank writes its slice, every rank reads all of it."""
+    REDUCE = "reduce"
+    """Gradients: every rank writes all of it, every rank reads its own slice of everybody's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """Memory that collectives work in, in place. Allocated once, by `Collectives.allocate`."""
+
+    bytes: Tensor
+    """1-D uint8, local. Its storage starts on a 64-byte boundary and belongs to this buffer alone."""
+    kind: BufferKind
+    index: int
+    """Position among all buffers of this `Collectives`; the same on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One flat buffer inside a gather buffer: rank r's slice is bytes [start + r*shard_bytes, start + (r+1)*shard_bytes)."""
+
+    start: int
+    shard_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """One flat buffer to be reduced: out[:] = (out if accumulate else 0) + sum over ranks of their flat[rank*S:(rank+1)*S]."""
+
+    flat: Tensor
+    """1-D view of a reduce buffer, world_size * S elements, local, in the dtype that travels."""
+    out: Tensor
+    """1-D, S elements, this rank's slice of the sum, possibly of another dtype; may be `flat`'s own slice."""
+    accumulate: bool
+    """Add to `out` instead of overwriting it."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when (or, on a GPU, order the current stream after) the result is in place. Not collective; idempotent."""
+
+
+class Finished:
+    """A `Work` that was over when it was returned."""
+
+    def wait(self) -> None:
+        return None
+
+
+FINISHED = Finished()
+
+
+class Collectives(Protocol):
+    """A group of ranks that exchange bytes. Sums are taken in rank order, in fp32 or wider."""
+
+    name: str
+    """"nccl", "gloo", "shm" or "dry"."""
+    rank: int
+    """This rank's position in the group."""
+    world_size: int
+    device: torch.device
+
+    def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
+        """A new buffer of `nbytes` (a multiple of 64 is reserved; `bytes` has exactly `nbytes`). Contents unspecified."""
+
+    def claim(self, buffer: Buffer) -> None:
+        """Wait until this rank may write into `buffer`."""
+
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
+        """Complete every region of a gather buffer, in place, from the slices that the ranks wrote."""
+
+    def release(self, buffer: Buffer) -> None:
+        """This rank has read (or enqueued its last reader of) a gather buffer. Poisons it with 0xFF bytes (NaN in every
+        float dtype) when `poison` is set, once no rank can be reading it."""
+
+    def detach(self, buffer: Buffer) -> Buffer:
+        """A replacement for `buffer` in its role (same index); the old storage and its contents are left, privately, to
+        whoever on this rank still holds views of it. Not collective. Called between `wait` and `release`; the
+        replacement is then the one to be released."""
+
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+        """Sum each flat buffer over the ranks, each rank keeping its own slice in `out`."""
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+        """In place on any contiguous tensor (need not be in a buffer), op "sum" or "max". Large tensors travel as
+        reduce-scatter + all-gather. Sums are bit-identical on all ranks."""
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Rank `src`'s contiguous tensor to all, in place; complete on return."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    def close(self) -> None:
+        """Give back what the operating system would not. Idempotent; not collective."""

@@ -1,0 +1,68 @@
+"""Which implementation serves a process group."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.dry import DryCollectives
+from shardwise.comm.gloo import GlooCollectives
+from shardwise.comm.protocol import Collectives
+from shardwise.errors import ConfigError
+
+CHOICES = ("nccl", "gloo", "shm", "dry")
+
+
+def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str) -> Collectives:
+    """The collectives for a group's ranks. Every rank of the group must call this.
+
+    Args:
+        group: None is the default group, or a world of one where torch.distributed is not initialised.
+        device: where this rank's buffers are to lie.
+
+    Returns:
+        nccl on CUDA; on CPUs shm where all ranks can share memory, else gloo; dry for a world of one and under torch's
+        `fake` process group. `SHARDWISE_COLLECTIVES` overrides this for a larger world.
+
+    Raises:
+        ConfigError: `SHARDWISE_COLLECTIVES` names none of them, or one that does not serve the device.
+    """
+    device = torch.device(device)
+    asked = os.environ.get("SHARDWISE_COLLECTIVES", "")
+    if asked and asked not in CHOICES:
+        raise ConfigError(f"SHARDWISE_COLLECTIVES={asked!r}: choose one of {', '.join(CHOICES)}")
+    if group is None:
+        if not dist.is_initialized():
+            return DryCollectives(0, 1, device)
+        group = dist.group.WORLD
+        assert group is not None
+    if group.size() == 1 or asked == "dry" or dist.get_backend(group) == "fake":
+        return DryCollectives(group.rank(), group.size(), device)
+    if asked and (asked == "nccl") != (device.type == "cuda"):
+        raise ConfigError(f"SHARDWISE_COLLECTIVES={asked!r} does not serve ranks on {device.type}")
+    if device.type == "cuda":
+        from shardwise.comm.nccl import NcclCollectives
+
+        return NcclCollectives(group, device)
+    return GlooCollectives(group) if asked == "gloo" else _on_cpus(group, must_share=asked == "shm")
+
+
+def _on_cpus(group: dist.ProcessGroup, must_share: bool) -> Collectives:
+    # The ranks decide together: first whether all could, then (in the constructor) whether it works.
+    from shardwise.comm.segment import exchange
+
+    suitable = platform.system() == "Linux" and platform.machine() == "x86_64"
+    if all(able for (able,) in exchange(group, [suitable])):
+        from shardwise.comm.shm import ShmCollectives
+
+        try:
+            return ShmCollectives(group)
+        except OSError as error:
+            if must_share:
+                raise ConfigError(f"SHARDWISE_COLLECTIVES='shm' is not possible here: {error}") from error
+    elif must_share:
+        raise ConfigError("SHARDWISE_COLLECTIVES='shm' needs x86-64 Linux on every rank")
+    return GlooCollectives(group)

@@ -1,0 +1,269 @@
+"""Collectives of CPU ranks on one x86-64 Linux host, through memory that they share.
+
+A gather buffer is one piece of memory for all ranks: whoever writes a slice has thereby gathered it, and all that is
+left of an all_gather is to say so and to see that the others did. A reduce buffer is one piece per rank which all can
+read: every rank sums its own slice of all of them. Neither copies; the counters of `counters.py` order them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.buffers import POISON_BYTE, check_reductions, pieces_of, poison_asked, shares, slice_of
+from shardwise.comm.counters import Counter, Watch, sign
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Region, Work
+from shardwise.comm.segment import Segment, make_private
+from shardwise.comm.summation import RankOrderSum
+from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+STAGE_BYTES = 2**20
+"""What each rank can show the others at once, in an all_reduce or broadcast of memory that is in no buffer."""
+SMALL_BYTES = 64 * 2**10
+"""Up to here every rank sums all of a staged all_reduce; beyond, each sums a share and shows the result."""
+
+
+class ShmCollectives:
+    """CPU ranks of one host."""
+
+    name = "shm"
+
+    def __init__(self, group: dist.ProcessGroup, poison: bool | None = None) -> None:
+        """Every rank must call this.
+
+        Raises:
+            OSError: on every rank, if any rank cannot reach the others' memory.
+        """
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.device = torch.device("cpu")
+        self.poison = poison_asked() if poison is None else poison
+        self._group = group
+        self._watch = Watch(group, _timeout_s(group))
+        self._slots: list[_Slot] = []
+        self._reduce_slots: dict[int, _Slot] = {}  # by the address of this rank's own memory
+        self._sum = RankOrderSum()
+        stage = Segment(group, lines=self.world_size, parts=self.world_size, part_bytes=2 * STAGE_BYTES)
+        self._stages = stage.map(0, self.world_size, populate=False).view(self.world_size, 2, STAGE_BYTES)
+        self._turns = Counter(stage.head, 0, self.world_size, self._watch)
+        self._turn = 0
+
+    def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
+        self._meet("allocate", sign(nbytes, kind))  # ranks that disagree here would map each other's memory wrong
+        slot = _Slot(self._group, self._watch, len(self._slots), nbytes, kind)
+        self._slots.append(slot)
+        buffer = self._map(slot)
+        if self.poison:
+            buffer.bytes.fill_(POISON_BYTE)
+            self.barrier()
+        return buffer
+
+    def claim(self, buffer: Buffer) -> None:
+        slot = self._slots[buffer.index]
+        slot.pending.wait()
+        slot.finished.wait(slot.uses, f"claim of buffer {buffer.index}")
+
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
+        return self._slots[buffer.index].post("all_gather", sign(regions))
+
+    def release(self, buffer: Buffer) -> None:
+        slot = self._slots[buffer.index]
+        slot.finished.post(slot.uses)
+        if self.poison:
+            slot.finished.wait(slot.uses, f"release of buffer {buffer.index}")
+            share = -(-buffer.bytes.numel() // self.world_size)
+            buffer.bytes[self.rank * share : (self.rank + 1) * share].fill_(POISON_BYTE)
+            slot.poisoned.post(slot.uses)
+            slot.poisoned.wait(slot.uses, f"release of buffer {buffer.index}")
+
+    def detach(self, buffer: Buffer) -> Buffer:
+        replacement = self._map(self._slots[buffer.index])
+        self._reduce_slots.pop(buffer.bytes.data_ptr(), None)
+        make_private(buffer.bytes)
+        return replacement
+
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+        check_reductions(reductions, self.world_size)
+        slot = self._slots[buffer.index]
+        slot.pending.wait()
+        what = tuple((r.flat.storage_offset(), r.flat.dtype, r.out.numel()) for r in reductions)
+        slot.pending = _Reduce(slot, slot.post("reduce_scatter", sign(what)), reductions, self._sum)
+        return slot.pending
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+        flat = tensor.detach().view(-1)
+        slot = self._reduce_slots.get(flat.untyped_storage().data_ptr())
+        if slot is None:
+            for chunk in pieces_of(flat, STAGE_BYTES // flat.itemsize):
+                self._all_reduce_staged(chunk, op)
+            return FINISHED
+        slot.pending.wait()
+        what = (flat.storage_offset(), flat.dtype, flat.numel(), op)
+        slot.pending = _AllReduceInPlace(slot, slot.post("all_reduce", sign(what)), flat, op, self._sum)
+        return slot.pending
+
+    @torch.no_grad()
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        flat = tensor.detach().view(-1)
+        for chunk in pieces_of(flat, STAGE_BYTES // flat.itemsize):
+            mine = chunk if self.rank == src else None
+            shown = self._meet("broadcast", sign(chunk.numel(), chunk.dtype, src), mine)
+            if self.rank != src:
+                chunk.copy_(shown[src, : chunk.numel() * chunk.itemsize].view(chunk.dtype))
+
+    def barrier(self) -> None:
+        self._meet("barrier", sign())
+
+    def close(self) -> None:
+        """Forget every segment. Memory and file descriptors go when the last view of a buffer does."""
+        self._slots.clear()
+        self._reduce_slots.clear()
+
+    def _map(self, slot: _Slot) -> Buffer:
+        buffer = Buffer(slot.map_own(), slot.kind, slot.index)
+        if slot.kind is BufferKind.REDUCE:
+            self._reduce_slots[buffer.bytes.data_ptr()] = slot
+        return buffer
+
+    def _meet(self, op: str, signature: int, mine: Tensor | None = None) -> Tensor:
+        """Wait for every rank's turn, showing them `mine`. Returns what each shows, [world_size, STAGE_BYTES] uint8,
+        which stands until the next turn but one: a rank that has come to the next has read this one's."""
+        self._turn += 1
+        stages = self._stages[:, self._turn % 2]
+        if mine is not None and mine.numel():
+            stages[self.rank, : mine.numel() * mine.itemsize].view(mine.dtype).copy_(mine)
+        signature = sign(op, signature)
+        self._turns.post(self._turn, signature)
+        self._turns.wait(self._turn, op, signature)
+        return stages
+
+    def _all_reduce_staged(self, chunk: Tensor, op: str) -> None:
+        signature = sign(chunk.numel(), chunk.dtype, op)
+        nbytes = chunk.numel() * chunk.itemsize
+        shown = self._meet("all_reduce", signature, chunk)[:, :nbytes].view(chunk.dtype)
+        if nbytes <= SMALL_BYTES:
+            self._sum(list(shown), chunk, op=op)
+            return
+        parts = shares(chunk, self.world_size)
+        self._sum([shares(theirs, self.world_size)[self.rank] for theirs in shown], parts[self.rank], op=op)
+        shown = self._meet("all_reduce", signature, parts[self.rank])
+        for part, theirs in zip(parts, shown, strict=True):
+            part.copy_(theirs[: part.numel() * part.itemsize].view(part.dtype))
+
+
+class _Slot:
+    """One buffer's shared memory and how far each rank is with it."""
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch, index: int, nbytes: int, kind: BufferKind) -> None:
+        self.rank = group.rank()
+        self.world_size = world_size = group.size()
+        self.index = index
+        self.kind = kind
+        self.uses = 0
+        """How often this rank has posted the buffer: gathers, or reductions (an all_reduce counts twice)."""
+        self.pending: Work = FINISHED
+        self._nbytes = nbytes
+        parts = world_size if kind is BufferKind.REDUCE else 1
+        self._segment = Segment(group, lines=3 * world_size, parts=parts, part_bytes=nbytes)
+        self._all = self._segment.map(0, parts, populate=False).view(parts, -1)
+        self.posted = Counter(self._segment.head, 0, world_size, watch)
+        self.finished = Counter(self._segment.head, 1, world_size, watch)
+        """Uses after which this rank no longer reads what others wrote."""
+        self.poisoned = Counter(self._segment.head, 2, world_size, watch)
+
+    def map_own(self) -> Tensor:
+        first = self.rank if self.kind is BufferKind.REDUCE else 0
+        return self._segment.map(first, 1, populate=True)[: self._nbytes]
+
+    def post(self, op: str, signature: int) -> _Arrival:
+        self.uses += 1
+        signature = sign(op, signature)
+        self.posted.post(self.uses, signature)
+        return _Arrival(self, f"{op} of buffer {self.index}", signature)
+
+    def everybodys(self, flat: Tensor) -> list[Tensor]:
+        """Each rank's memory where this rank has `flat`, a view of its own reduce buffer."""
+        start = flat.storage_offset() * flat.itemsize
+        theirs = self._all[:, start : start + flat.numel() * flat.itemsize].view(flat.dtype)
+        return [flat if rank == self.rank else tensor for rank, tensor in enumerate(theirs)]
+
+
+class _Arrival:
+    """Everybody's post of one use of a buffer."""
+
+    def __init__(self, slot: _Slot, op: str, signature: int) -> None:
+        self.use = slot.uses
+        self.op = op
+        self._posted = slot.posted
+        self._signature = signature
+
+    def wait(self) -> None:
+        self._posted.wait(self.use, self.op, self._signature)
+
+
+class _Reduce:
+    """A reduce_scatter that was posted. The sums are formed in `wait`: later, so that fewer peers are late."""
+
+    def __init__(self, slot: _Slot, arrival: _Arrival, reductions: tuple[Reduction, ...], add: RankOrderSum) -> None:
+        self._slot: _Slot | None = slot
+        self._arrival = arrival
+        self._reductions = reductions
+        self._sum = add
+
+    def wait(self) -> None:
+        if self._slot is None:
+            return
+        slot, self._slot = self._slot, None
+        slot.pending = FINISHED
+        self._arrival.wait()
+        for r in self._reductions:
+            terms = [slice_of(theirs, slot.rank, slot.world_size) for theirs in slot.everybodys(r.flat)]
+            self._sum(terms, r.out, r.accumulate)
+        slot.finished.post(self._arrival.use)
+
+
+class _AllReduceInPlace:
+    """An all_reduce of memory that the peers can read: each sums its share, then fetches the others'."""
+
+    def __init__(self, slot: _Slot, arrival: _Arrival, flat: Tensor, op: str, add: RankOrderSum) -> None:
+        slot.uses += 1
+        self._slot: _Slot | None = slot
+        self._arrival = arrival
+        self._flat = flat
+        self._op = op
+        self._sum = add
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        if self._slot is None:
+            return
+        slot, self._slot = self._slot, None
+        slot.pending = FINISHED
+        self._arrival.wait()
+        use, op = self._arrival.use, self._arrival.op
+        by_rank = [shares(theirs, slot.world_size) for theirs in slot.everybodys(self._flat)]
+        self._sum([parts[slot.rank] for parts in by_rank], by_rank[slot.rank][slot.rank], op=self._op)
+        slot.finished.post(use)
+        slot.finished.wait(use, op)
+        for rank, parts in enumerate(by_rank):
+            if rank != slot.rank:
+                by_rank[slot.rank][rank].copy_(parts[rank])
+        # The caller may write to the tensor at once, so nobody may still be reading it.
+        slot.finished.post(use + 1)
+        slot.finished.wait(use + 1, op)
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """How long to wait for a peer: `SHARDWISE_TIMEOUT_S`, else the process group's own timeout."""
+    asked = os.environ.get("SHARDWISE_TIMEOUT_S")
+    try:
+        return float(asked) if asked else group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    except ValueError:
+        raise ConfigError(f"SHARDWISE_TIMEOUT_S={asked!r} is not a number of seconds") from None
