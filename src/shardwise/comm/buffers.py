@@ -52,6 +52,14 @@ def same_memory(left: Tensor, right: Tensor) -> bool:
     return storages[0] == storages[1] and starts[0] == starts[1]
 
 
+def deliver(summed: Tensor, reduction: Reduction) -> None:
+    """Bring a sum that was formed in the own slice of `reduction.flat` to `reduction.out`."""
+    if reduction.accumulate:
+        reduction.out.add_(summed)
+    elif not same_memory(summed, reduction.out):
+        reduction.out.copy_(summed)
+
+
 def check_reductions(reductions: tuple[Reduction, ...], world_size: int) -> None:
     """The engine's part of the bargain: sizes agree, and an output that lies in its input is not accumulated into."""
     for r in reductions:

@@ -8,9 +8,9 @@ from torch import Tensor
 from shardwise.comm.buffers import (
     POISON_BYTE,
     check_reductions,
+    deliver,
     poison_asked,
     private_buffer,
-    same_memory,
     slice_of,
 )
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Region, Work
@@ -53,11 +53,7 @@ class DryCollectives:
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
         check_reductions(reductions, self.world_size)
         for r in reductions:
-            own = slice_of(r.flat, self.rank, self.world_size)
-            if r.accumulate:
-                r.out.add_(own)
-            elif not same_memory(own, r.out):
-                r.out.copy_(own)
+            deliver(slice_of(r.flat, self.rank, self.world_size), r)
         return FINISHED
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:

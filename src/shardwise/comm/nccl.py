@@ -1,0 +1,159 @@
+"""Collectives of GPU ranks, in place, as NCCL defines it: a rank's slice lies at buffer + rank * count.
+
+Gathers run on one stream and reductions on another. What orders memory is events, never `record_stream`, so that the
+allocator sees every block free at the moment the engine says so. `current_stream()` is taken at each call.
+
+Not run on a GPU by its author yet; treat every claim below as unproven.
+
+Unlike on CPUs, the order of a sum is NCCL's, and terms narrower than fp32 are added in their own dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.buffers import (
+    POISON_BYTE,
+    check_reductions,
+    deliver,
+    poison_asked,
+    private_buffer,
+    slice_of,
+)
+from shardwise.comm.protocol import Buffer, BufferKind, Reduction, Region, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+# torch 2.13 renamed them.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class NcclCollectives:
+    """CUDA ranks, one GPU each."""
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        separate_reductions: bool = False,
+        poison: bool | None = None,
+    ) -> None:
+        """Every rank of the default group must call this where `separate_reductions` is set.
+
+        Args:
+            group: the ranks; its backend serves CUDA.
+            device: this rank's GPU.
+            separate_reductions: give reductions a second communicator, so that they and gathers do not queue behind
+                one another. It costs NCCL's buffers a second time.
+            poison: fill released buffers with 0xFF; None asks the environment.
+        """
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.device = device
+        self.poison = poison_asked() if poison is None else poison
+        self._group = group
+        ranks = dist.get_process_group_ranks(group)
+        self._reduce_group = dist.new_group(ranks, backend="nccl") if separate_reductions else group
+        self._gather_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._reduce_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._allocated = 0
+        self._free: dict[int, torch.cuda.Event] = {}  # by buffer: after its last reader
+
+    def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
+        self._allocated += 1
+        return private_buffer(nbytes, kind, self._allocated - 1, self.device, self.poison)
+
+    def claim(self, buffer: Buffer) -> None:
+        # The engine writes on the current stream: not before a gather buffer's last reader, which may be on another
+        # stream, nor before the reduce stream is through with a reduce buffer.
+        if buffer.index in self._free:
+            self._current().wait_event(self._free.pop(buffer.index))
+
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
+        with self._on(self._gather_stream), self._together(self._group, len(regions)):
+            for region in regions:
+                nbytes = region.shard_bytes * self.world_size
+                whole = buffer.bytes[region.start : region.start + nbytes]
+                _all_gather(whole, slice_of(whole, self.rank, self.world_size), group=self._group)
+        return _OnStream(self._gather_stream, keep=buffer)
+
+    def release(self, buffer: Buffer) -> None:
+        if self.poison:
+            buffer.bytes.fill_(POISON_BYTE)
+        self._free[buffer.index] = self._current().record_event()
+
+    def detach(self, buffer: Buffer) -> Buffer:
+        # The next gather into the new memory waits for the current stream, whose freed block it may be. The old memory
+        # may be freed at any time: the gather into it is behind the current stream, as the caller has waited.
+        return private_buffer(buffer.bytes.numel(), buffer.kind, buffer.index, self.device, self.poison)
+
+    @torch.no_grad()
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+        check_reductions(reductions, self.world_size)
+        with self._on(self._reduce_stream):
+            own = [slice_of(r.flat, self.rank, self.world_size) for r in reductions]
+            with self._together(self._reduce_group, len(reductions)):
+                for r, part in zip(reductions, own, strict=True):
+                    _reduce_scatter(part, r.flat, group=self._reduce_group)
+            for r, part in zip(reductions, own, strict=True):
+                deliver(part, r)
+        work = _OnStream(self._reduce_stream, keep=reductions)
+        self._free[buffer.index] = work.event
+        return work
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+        with self._on(self._reduce_stream):
+            dist.all_reduce(tensor.detach(), _OPS[op], group=self._reduce_group)
+        return _OnStream(self._reduce_stream, keep=tensor)
+
+    @torch.no_grad()
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        dist.broadcast(tensor.detach(), group=self._group, group_src=src)
+
+    def barrier(self) -> None:
+        dist.barrier(self._group, device_ids=[self._gather_stream.device_index])
+
+    def close(self) -> None:
+        if self._reduce_group is not self._group:
+            dist.destroy_process_group(self._reduce_group)
+            self._reduce_group = self._group
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Enqueue on `stream`, behind everything that the current stream has so far."""
+        stream.wait_stream(self._current())
+        with torch.cuda.stream(stream):
+            yield
+
+    @staticmethod
+    def _together(group: dist.ProcessGroup, count: int) -> contextlib.AbstractContextManager[Any]:
+        """Launch the block's `count` collectives as one."""
+        return dist.distributed_c10d._coalescing_manager(group) if count > 1 else contextlib.nullcontext()
+
+
+class _OnStream:
+    """What a stream has been given to do so far."""
+
+    def __init__(self, stream: torch.cuda.Stream, keep: object) -> None:
+        """`keep` holds memory that the stream uses until the current stream is behind it, when freeing it is safe."""
+        self.event = stream.record_event()
+        self._stream = stream
+        self._keep: object | None = keep
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_event(self.event)
+        self._keep = None

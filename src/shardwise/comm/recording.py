@@ -1,0 +1,106 @@
+"""Collectives that keep an account of what they were asked to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shardwise.comm.protocol import Buffer, BufferKind, Collectives, Reduction, Region, Work
+
+if TYPE_CHECKING:
+    import torch
+
+CONTROL_BYTES = 4096
+"""An all_reduce of up to this much carries norms, flags and counts: it is control, not traffic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call, as this rank saw it."""
+
+    sequence: int
+    """Position among this group's recorded calls."""
+    op: str
+    """all_gather, reduce_scatter, all_reduce, control (small all_reduce, broadcast, barrier), or what happens to a
+    buffer: allocate, claim, release, detach."""
+    buffer: int | None
+    """`Buffer.index`, where the call works in one."""
+    bytes_sent: int
+    """What this rank sends to its peers, under the exchange that is best for large messages."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    """What was summed."""
+
+
+class RecordingCollectives:
+    """Another `Collectives` and the list of calls that went through."""
+
+    def __init__(self, inner: Collectives) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.device = inner.device
+        self.events: list[Event] = []
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that this rank sent, by op, for the ops that send any."""
+        total: Counter[str] = Counter()
+        for event in self.events:
+            total[event.op] += event.bytes_sent
+        return {op: nbytes for op, nbytes in total.items() if nbytes}
+
+    def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
+        buffer = self.inner.allocate(nbytes, kind)
+        self._record("allocate", buffer)
+        return buffer
+
+    def claim(self, buffer: Buffer) -> None:
+        self._record("claim", buffer)
+        self.inner.claim(buffer)
+
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
+        # Each rank sends its slice to every other.
+        self._record("all_gather", buffer, sum(r.shard_bytes for r in regions) * (self.world_size - 1))
+        return self.inner.all_gather(buffer, regions)
+
+    def release(self, buffer: Buffer) -> None:
+        self._record("release", buffer)
+        self.inner.release(buffer)
+
+    def detach(self, buffer: Buffer) -> Buffer:
+        self._record("detach", buffer)
+        return self.inner.detach(buffer)
+
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+        # Each rank sends every other the slice that is theirs, in the dtype that travels.
+        nbytes = sum(r.out.numel() * r.flat.itemsize for r in reductions) * (self.world_size - 1)
+        self._record("reduce_scatter", buffer, nbytes, tuple(r.flat.dtype for r in reductions))
+        return self.inner.reduce_scatter(buffer, reductions)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+        # As a reduce-scatter and an all-gather.
+        nbytes = tensor.numel() * tensor.itemsize
+        sent = 2 * nbytes * (self.world_size - 1) // self.world_size
+        self._record("control" if nbytes <= CONTROL_BYTES else "all_reduce", None, sent, (tensor.dtype,))
+        return self.inner.all_reduce(tensor, op)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        sent = tensor.numel() * tensor.itemsize * (self.world_size - 1) if src == self.rank else 0
+        self._record("control", None, sent)
+        self.inner.broadcast(tensor, src)
+
+    def barrier(self) -> None:
+        self._record("control", None)
+        self.inner.barrier()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _record(
+        self, op: str, buffer: Buffer | None, bytes_sent: int = 0, dtypes: tuple[torch.dtype, ...] = ()
+    ) -> None:
+        index = None if buffer is None else buffer.index
+        self.events.append(Event(len(self.events), op, index, bytes_sent, dtypes))
