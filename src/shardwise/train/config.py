@@ -28,7 +28,9 @@ from pydantic_core import ErrorDetails
 
 from shardwise.errors import ConfigError, MeshError
 
-StrategyName = Literal["no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2"]
+StrategyName = Literal[
+    "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2"
+]
 DtypeName = Literal["fp32", "bf16", "fp16"]
 HYBRID_STRATEGIES: frozenset[StrategyName] = frozenset({"hybrid_shard", "hybrid_shard_zero2"})
 
@@ -344,7 +346,7 @@ def _explain_one(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> str:
         return _unknown(name)
     label = ".".join(name)
     if detail["type"] == "missing":
-        return f"{label} is required"
+        return f"{label} is required" if len(detail["loc"]) == len(name) else f"{label} has too few items"
     if detail["type"] == "value_error":
         return f"[{label}] {detail['ctx']['error']}"
     # A union fails once per member: say them all.
@@ -399,7 +401,8 @@ def _known_names() -> Iterator[str]:
     """Every `section.key`."""
     for section, field in Config.model_fields.items():
         kind = field.annotation
-        assert isinstance(kind, type) and issubclass(kind, Section)
+        assert isinstance(kind, type)
+        assert issubclass(kind, Section)
         for key in kind.model_fields:
             yield f"{section}.{key}"
 

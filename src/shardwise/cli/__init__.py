@@ -1,0 +1,1 @@
+"""The command line: parse, start the ranks, report how they ended. No logic of training lives here."""

@@ -1,0 +1,206 @@
+"""Starting the ranks of a run through torchrun's launcher, and finding out how they ended."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from shardwise.cli import report
+from shardwise.cli.exit import Exit
+from shardwise.errors import UserError
+from shardwise.train.config import Config, dump_toml
+
+LOOPBACK = "127.0.0.1"
+STRAGGLER_GRACE_S = 20.0
+"""After an interrupt: how long ranks may run on once the first of them has ended."""
+
+
+def launch(config: Config, debug: bool = False) -> Exit:
+    """Run a configuration on ranks of this machine and wait for their end.
+
+    Args:
+        config: fitted to its ranks (`Config.for_ranks`).
+        debug: print the traceback of a user's mistake too.
+
+    Returns:
+        The exit status. What went wrong, of the rank where it went wrong first, has been printed.
+
+    Raises:
+        UserError: MASTER_PORT is set and taken.
+    """
+    assert config.parallel.ranks != "auto"
+    port = _given_port()
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+        directory = Path(name)
+        path = directory / "config.toml"
+        path.write_text(dump_toml(config), encoding="utf-8")
+        _set_environment(name)
+        interrupt = _Interrupt(directory, config.parallel.ranks)
+        failures: Mapping[int, ProcessFailure] = {}
+        try:
+            with interrupt.handled(), _quiet_torchrun():
+                elastic_launch(_launch_config(port, config.parallel.ranks, directory), sys.executable)(
+                    "-m", "shardwise.cli.worker", str(path)
+                )
+        except ChildFailedError as error:
+            failures = error.failures
+        except (KeyboardInterrupt, SignalException):
+            interrupt.received = True
+        return _conclude(report.read(directory), failures, interrupt.received, debug)
+
+
+def _set_environment(reports: str) -> None:
+    """What the ranks inherit."""
+    os.environ[report.ENVIRONMENT] = reports
+    if not torch.cuda.device_count():
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank per core, not a thread pool per rank
+
+
+def _given_port() -> int | None:
+    """MASTER_PORT where the user set it, for a firewall's sake perhaps."""
+    given = os.environ.get("MASTER_PORT")
+    if given is None:
+        return None
+    port = int(given) if given.isdecimal() else 0
+    if not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={given} is not a port (1 to 65535); unset it to have a free one chosen")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            reason = error.strerror
+            raise UserError(
+                f"MASTER_PORT={port} cannot be used ({reason}); unset it to have a free one chosen"
+            ) from None
+    return port
+
+
+def _launch_config(port: int | None, ranks: int, directory: Path) -> LaunchConfig:
+    """One host, no restarts. Only the c10d rendezvous takes a free port, and only the static one takes the given."""
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d" if port is None else "static",
+        rdzv_endpoint=f"{LOOPBACK}:{port or 0}",
+        rdzv_configs={} if port is None else {"rank": 0},
+        local_addr=LOOPBACK,
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(directory / "torchrun")),
+        signals_to_handle="SIGHUP,SIGQUIT",  # SIGINT and SIGTERM are _Interrupt's
+    )
+
+
+class _Interrupt:
+    """Passes the first SIGINT or SIGTERM on to the ranks, which may save; the second ends everything.
+
+    Ranks live in sessions of their own, so a terminal's Ctrl-C reaches only the launcher.
+    """
+
+    def __init__(self, directory: Path, ranks: int) -> None:
+        self.received = False
+        self._directory = directory
+        self._ranks = ranks
+        self._ended = threading.Event()
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the signals inside this context."""
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            self._ended.set()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        pids = report.read_pids(self._directory)
+        if self.received or len(pids) < self._ranks:  # the second time, or before all ranks could listen
+            self.received = True
+            raise KeyboardInterrupt
+        self.received = True
+        for pid in pids:
+            with suppress(ProcessLookupError):  # ended by itself: torchrun is about to notice
+                os.kill(pid, signal.SIGINT)
+        threading.Thread(target=self._end_stragglers, daemon=True).start()
+
+    def _end_stragglers(self) -> None:
+        """A rank that was interrupted outside the training loop leaves its peers waiting: do not wait with them."""
+        while not report.read(self._directory):
+            if self._ended.wait(0.5):
+                return
+        if not self._ended.wait(STRAGGLER_GRACE_S):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _quiet_torchrun() -> Iterator[None]:
+    """Mute the agent's log lines in this process: they would bury the one message that matters."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _conclude(
+    reports: list[report.Report], failures: Mapping[int, ProcessFailure], interrupted: bool, debug: bool
+) -> Exit:
+    """Print the first cause, and return the status."""
+    causes = [ending for ending in reports if ending.kind == "failed" and not ending.consequence]
+    mistakes = [ending for ending in reports if ending.kind == "mistake"]
+    reported = {ending.rank for ending in reports}
+    silent = {rank: failure.exitcode for rank, failure in failures.items() if rank not in reported}
+    if mistakes:
+        _say(f"error: {mistakes[0].line}")
+        if debug:
+            _say(mistakes[0].traceback)
+        return Exit.USER_MISTAKE
+    if -signal.SIGKILL in silent.values() and not interrupted:
+        _say_silent(silent)
+    elif causes:
+        _say_traceback(causes[0])
+    elif interrupted or any(ending.kind == "interrupted" for ending in reports):
+        _say("interrupted")
+        return Exit.INTERRUPTED
+    elif not failures:
+        return Exit.DONE
+    elif set(silent.values()) <= {-signal.SIGTERM} and reports:
+        _say_traceback(reports[0])  # every rank lost a peer that nobody saw end
+    else:
+        _say_silent(silent)
+    return Exit.FAILED
+
+
+def _say_silent(silent: Mapping[int, int]) -> None:
+    """Name the ranks that ended without a report. torchrun ends the others by SIGTERM: no cause where another is."""
+    others = {rank: status for rank, status in silent.items() if status != -signal.SIGTERM}
+    for rank, status in sorted((others or silent).items()):
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        hint = "; the machine may be out of memory" if status == -signal.SIGKILL else ""
+        _say(f"error: rank {rank} {how}{hint}")
+
+
+def _say_traceback(ending: report.Report) -> None:
+    _say(f"error: rank {ending.rank} failed:\n{ending.traceback}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,88 @@
+"""What each rank leaves for the launcher: its process id when it starts, and how it ended if not well.
+
+One directory holds `rank-N.pid` and `rank-N.json` for every rank N of this machine.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardwise.cli.exit import full_traceback, mistake
+from shardwise.errors import CollectiveTimeout
+
+ENVIRONMENT = "SHARDWISE_REPORTS"
+"""The environment variable by which a rank knows the directory, and that shardwise launched it."""
+
+_PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How one rank ended."""
+
+    rank: int
+    kind: Literal["mistake", "failed", "interrupted"]
+    line: str
+    """One line for a user's mistake; empty otherwise."""
+    traceback: str
+    time_s: float
+    """Seconds since the epoch."""
+    consequence: bool
+    """The rank failed because another was gone: not the cause."""
+
+
+def describe(error: BaseException, rank: int) -> Report:
+    """Turn what ended a rank into its report."""
+    line = mistake(error)
+    kind: Literal["mistake", "failed", "interrupted"] = "failed"
+    if line is not None:
+        kind = "mistake"
+    elif isinstance(error, KeyboardInterrupt):
+        kind = "interrupted"
+    return Report(rank, kind, line or "", full_traceback(error), time.time(), _lost_a_peer(error))
+
+
+def write(directory: Path, report: Report) -> None:
+    """Write a report; readers see all of it or nothing."""
+    _write_atomically(directory / f"rank-{report.rank}.json", json.dumps(asdict(report)))
+
+
+def read(directory: Path) -> list[Report]:
+    """The reports written so far, the earliest first."""
+    reports = [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in directory.glob("rank-*.json")]
+    return sorted(reports, key=lambda report: report.time_s)
+
+
+def write_pid(directory: Path, rank: int) -> None:
+    """Tell the launcher where to send signals."""
+    _write_atomically(directory / f"rank-{rank}.pid", str(os.getpid()))
+
+
+def read_pids(directory: Path) -> list[int]:
+    """The process ids of the ranks that have started."""
+    return [int(path.read_text(encoding="utf-8")) for path in directory.glob("rank-*.pid")]
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    return any(
+        isinstance(link, CollectiveTimeout | ConnectionError)
+        or type(link).__name__ in ("DistNetworkError", "DistStoreError")
+        or any(words in str(link).lower() for words in _PEER_IS_GONE)
+        for link in _chain(error)
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

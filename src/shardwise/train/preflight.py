@@ -1,0 +1,55 @@
+"""What can be wrong with a run before any rank is started: files, devices, ranks that do not fit."""
+
+from pathlib import Path
+
+import torch
+
+from shardwise.errors import ConfigError, MeshError
+from shardwise.train.config import Config
+from shardwise.train.corpus import BUILTIN_PREFIX
+from shardwise.train.sources import find_files
+from shardwise.train.suggest import nearest_path
+
+DEFAULT_CPU_RANKS = 2
+
+
+def check(config: Config) -> Config:
+    """The configuration fitted to the ranks of this machine, its files found.
+
+    Raises:
+        ConfigError: a file or directory that it names is missing.
+        MeshError: more ranks than GPUs, or a number of ranks that does not fit the strategy.
+    """
+    fitted = config.for_ranks(_ranks(config))
+    _check_files(fitted)
+    return fitted
+
+
+def check_devices(local_ranks: int) -> None:
+    """Raise MeshError where this machine has GPUs, but fewer than its ranks."""
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < local_ranks:
+        raise MeshError(
+            f"parallel.ranks={local_ranks}, but this machine has {gpus} GPU{'s' if gpus > 1 else ''}; "
+            f"ask for at most {gpus}, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+
+
+def _ranks(config: Config) -> int:
+    if config.parallel.ranks == "auto":
+        return torch.cuda.device_count() or DEFAULT_CPU_RANKS
+    check_devices(config.parallel.ranks)
+    return config.parallel.ranks
+
+
+def _check_files(config: Config) -> None:
+    named = {"model.path": config.model.path, "model.weights": config.model.weights}
+    if config.data.tokenizer != "bytes":
+        named["data.tokenizer"] = config.data.tokenizer
+    if config.checkpoint.resume not in ("auto", "never"):
+        named["checkpoint.resume"] = config.checkpoint.resume
+    for key, name in named.items():
+        if name is not None and not Path(name).exists():
+            raise ConfigError(f"{key}={name!r}: nothing is there{nearest_path(Path(name))}")
+    if not config.data.source.startswith(BUILTIN_PREFIX):
+        find_files(config.data.source)

@@ -1,0 +1,89 @@
+"""What the command line prints and returns, in this process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import bench, main
+from shardwise.cli.app import run
+from shardwise.errors import UserError
+
+from .conftest import CONFIG
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert run([]) == 0
+    assert capsys.readouterr().out == shown
+    assert all(f"  {command}" in shown for command in ("train", "inspect", "bench"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("shardwise 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["trian"], "error: No such command 'trian'."),
+        (["train"], "error: Missing argument 'CONFIG.toml'."),
+        (["train", "x.toml", "--slots=3"], "error: No such option: --slots"),
+        (["train", "x.toml"], "error: no configuration file at x.toml"),
+        (["inspect", "x.toml"], "error: no configuration file at x.toml"),
+        (["inspect", "."], "error: . is a directory: this version inspects configurations (.toml) only"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(line)
+    assert shown.err.count("\n") == 1
+
+
+def test_debug_shows_where_a_mistake_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "x.toml", "--debug"]) == 2
+    assert "ConfigError: no configuration file" in capsys.readouterr().err
+
+
+def test_more_ranks_than_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    assert run(["train", str(tmp_path / "run.toml"), "parallel.ranks=2"]) == 2
+    assert capsys.readouterr().err == (
+        "error: parallel.ranks=2, but this machine has 1 GPU; ask for at most 1, "
+        "or set CUDA_VISIBLE_DEVICES= to run on the CPU\n"
+    )
+
+
+def test_without_the_extra_one_line_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "shardwise.cli.app")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 2
+    line = "error: the module 'typer' is missing; install it with: pip install 'shardwise[train]'\n"
+    assert capsys.readouterr().err == line
+
+
+def test_bench_hands_its_options_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "peers.py").write_text("import sys; sys.exit(sys.argv[1:] != ['--layers', '2', '--help'])")
+    monkeypatch.setattr(bench, "SCRIPT", tmp_path / "peers.py")
+    assert run(["bench", "--layers", "2", "--help"]) == 0
+    assert run(["bench", "--layers", "3"]) == 1
+
+
+def test_bench_outside_a_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SCRIPT", Path("nowhere") / "peers.py")
+    with pytest.raises(UserError, match="not part of the installed package"):
+        bench.find_script()

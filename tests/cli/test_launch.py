@@ -1,0 +1,221 @@
+"""How runs end: the status, and what the user reads."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import Start, Started
+
+ON_RANK_1 = """
+if rank == 0:
+    time.sleep(600)
+{}
+"""
+
+
+def test_ranks_run_the_resolved_configuration(start: Start) -> None:
+    ended = start("train", "run.toml", "parallel.strategy=shard_grad_op", "train.micro_batch=3").end()
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out == "strategy shard_grad_op batch 6\n"
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        ("raise ValueError('out of cheese')", "ValueError: out of cheese"),
+        ("sys.exit(0)", "SystemExit: 0"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
+        ("os._exit(7)", "rank 1 ended with status 7"),
+    ],
+)
+def test_a_failing_rank_ends_all_and_is_shown(start: Start, failure: str, words: str) -> None:
+    ended = start("train", "run.toml", scenario=ON_RANK_1.format(failure)).end(timeout_s=30)
+    assert ended.status == 1
+    assert "rank 1" in ended.err.splitlines()[0]
+    assert words in ended.err
+    assert "rank 0" not in ended.err
+
+
+def test_no_rank_outlives_a_failure(start: Start, tmp_path: Path) -> None:
+    scenario = f"""
+open(r"{tmp_path}/rank-" + str(rank), "w").write(str(os.getpid()))
+while len([name for name in os.listdir(r"{tmp_path}") if name.startswith("rank-")]) < 2:
+    time.sleep(0.01)
+if rank == 1:
+    raise ValueError
+time.sleep(600)
+"""
+    assert start("train", "run.toml", scenario=scenario).end(timeout_s=30).status == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "rank-0").read_text()), 0)
+
+
+def test_the_cause_is_shown_and_not_what_its_peers_say(start: Start) -> None:
+    """Rank 0 ends first, because rank 1 has already closed its connections and is slow to end."""
+    scenario = """
+from shardwise.cli import report
+directory = report.Path(os.environ[report.ENVIRONMENT])
+if rank == 1:
+    report.write(directory, report.describe(ValueError("the cause"), 1))
+    time.sleep(600)
+while not report.read(directory):
+    time.sleep(0.01)
+raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
+"""
+    ended = start("train", "run.toml", scenario=scenario).end(timeout_s=30)
+    assert ended.status == 1
+    assert "ValueError: the cause" in ended.err
+    assert "gloo" not in ended.err
+
+
+def test_a_mistake_that_every_rank_finds_is_one_line(start: Start) -> None:
+    ended = start("train", "run.toml", scenario="raise ConfigError('no such\\ntokenizer')").end()
+    assert (ended.status, ended.err) == (2, "error: no such tokenizer\n")
+
+
+def test_debug_adds_the_traceback_of_a_mistake(start: Start) -> None:
+    ended = start("train", "run.toml", "--debug", scenario="raise ConfigError('no such tokenizer')").end()
+    assert ended.status == 2
+    assert ended.err.startswith("error: no such tokenizer\nTraceback")
+    assert ended.err.count("Traceback") == 1
+
+
+def test_a_missing_extra_is_one_line(start: Start) -> None:
+    missing = "raise ModuleNotFoundError('No module', name='transformers.models')"
+    ended = start("train", "run.toml", scenario=missing).end()
+    line = "error: the module 'transformers' is missing; install it with: pip install 'shardwise[train]'\n"
+    assert (ended.status, ended.err) == (2, line)
+
+
+def test_another_missing_module_is_no_mistake(start: Start) -> None:
+    ended = start("train", "run.toml", scenario="raise ModuleNotFoundError('No module', name='shardwise.x')").end()
+    assert ended.status == 1
+    assert "Traceback" in ended.err
+
+
+SAVES_ON_INTERRUPT = """
+asked = []
+signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+print("training", flush=True)
+while not asked:
+    time.sleep(0.01)
+time.sleep(0.2 + rank)
+open(f"saved-{rank}", "w").close()
+raise KeyboardInterrupt
+"""
+
+
+def _start_and_wait(start: Start, scenario: str, setup: str = "") -> Started:
+    """Return once both ranks have printed that they train."""
+    command = start("train", "run.toml", scenario=scenario, setup=setup)
+    assert command.process.stdout is not None
+    for _ in range(2):
+        while (line := command.process.stdout.readline()) != "training\n":
+            assert line, command.end().err
+    return command
+
+
+def test_an_interrupt_lets_every_rank_save(start: Start, tmp_path: Path) -> None:
+    command = _start_and_wait(start, SAVES_ON_INTERRUPT)
+    command.interrupt()
+    ended = command.end(timeout_s=30)
+    assert (ended.status, ended.err) == (130, "interrupted\n")
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
+def test_a_second_interrupt_does_not_wait(start: Start) -> None:
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print('training', flush=True); time.sleep(600)"
+    command = _start_and_wait(start, deaf)
+    command.interrupt()
+    time.sleep(0.5)
+    assert command.process.poll() is None
+    command.interrupt()
+    assert command.end(timeout_s=30).status == 130
+
+
+def test_an_interrupt_before_the_ranks_listen(start: Start) -> None:
+    command = start("train", "run.toml", scenario="time.sleep(600)")
+    time.sleep(0.5)
+    command.interrupt()
+    ended = command.end(timeout_s=30)
+    assert ended.status == 130
+    assert "Traceback" not in ended.err
+
+
+def test_a_failure_while_saving_is_not_an_interrupt(start: Start) -> None:
+    command = _start_and_wait(start, SAVES_ON_INTERRUPT.replace("raise KeyboardInterrupt", "raise OSError('full')"))
+    command.interrupt()
+    ended = command.end(timeout_s=30)
+    assert ended.status == 1
+    assert "OSError: full" in ended.err
+
+
+def test_a_straggler_is_not_waited_for(start: Start) -> None:
+    """Rank 1 is interrupted where nobody handles it and leaves rank 0 waiting for it in native code."""
+    scenario = """
+if rank == 0:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("training", flush=True)
+time.sleep(600)
+"""
+    shorter = "from shardwise.cli import launch; launch.STRAGGLER_GRACE_S = 1.0"
+    command = _start_and_wait(start, scenario, shorter)
+    command.interrupt()
+    ended = command.end(timeout_s=15)
+    assert (ended.status, ended.err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (("train.lrr=1",), "error: run.toml: unknown key train.lrr; did you mean train.lr?\n"),
+        (
+            ("parallel.strategy=hybrid_shard", "parallel.shard_group=3"),
+            "error: parallel.shard_group=3 does not divide the 2 ranks; use one of 1, 2 or another number of ranks\n",
+        ),
+        (
+            ("train.global_batch=3",),
+            "error: train.global_batch=3 is not a multiple of train.micro_batch x ranks = 1 x 2 = 2\n",
+        ),
+        (("data.source=./corpus",), "error: data.source='./corpus': no files there\n"),
+        (
+            ("data.tokenizer=stand_out",),
+            "error: data.tokenizer='stand_out': nothing is there; did you mean stand_in?\n",
+        ),
+        (("model.config=none", "model.path=llama"), "error: model.path='llama': nothing is there\n"),
+    ],
+)
+def test_mistakes_found_before_any_rank_starts(start: Start, overrides: tuple[str, ...], line: str) -> None:
+    ended = start("train", "run.toml", *overrides, scenario="print('started')").end()
+    assert (ended.status, ended.out, ended.err) == (2, "", line)
+
+
+def test_a_taken_port_is_named(start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = start("train", "run.toml", MASTER_PORT=port).end()
+    assert ended.status == 2
+    assert ended.err.startswith(f"error: MASTER_PORT={port} cannot be used (Address already in use)")
+    assert ended.err.count("\n") == 1
+
+
+def test_a_free_port_is_used(start: Start) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ended = start("train", "run.toml", scenario="print(os.environ['MASTER_PORT'])", MASTER_PORT=port).end()
+    assert ended.status == 0, ended.err
+    assert ended.out.split()[-1] == port
+
+
+def test_inside_torchrun_it_is_a_rank(start: Start) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    ended = start("train", "run.toml", **torchrun).end()
+    assert (ended.status, ended.out) == (0, "strategy full_shard batch 4\n")
+    ended = start("train", "run.toml", scenario="raise ConfigError('no')", **torchrun).end()
+    assert (ended.status, ended.err) == (2, "error: rank 0: no\n")

@@ -1,0 +1,118 @@
+"""Imports point down the layers of the design, wherever in a module they stand."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "src" / "shardwise"
+
+# What each package may import besides itself. Packages of one layer may not import each other.
+LAYERS = [
+    {"errors"},
+    {"layout", "policy"},
+    {"comm"},
+    {"engine"},
+    {"plan", "checkpoint", "offload", "optim"},
+    {"train", "integrations"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+SELF = {"jax": {"errors", "layout", "policy", "checkpoint"}}  # beside the layers
+NO_TORCH = {"errors", "layout", "policy"}
+TOP = "the package itself"
+
+
+def imports_of(source: str, module: str) -> Iterator[str]:
+    """Absolute names of everything that a module imports, at any depth.
+
+    Args:
+        source: its text.
+        module: its dotted name; of a package, with `.__init__`.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def package_of(name: str) -> str | None:
+    """The part of shardwise that a dotted name belongs to; None for other libraries."""
+    parts = name.split(".")
+    if parts[0] != "shardwise":
+        return None
+    if len(parts) == 1 or (parts[1] not in LEVEL and parts[1] not in SELF):
+        return TOP
+    return parts[1]
+
+
+def violations(source: str, module: str) -> list[str]:
+    """Every import of a module that does not point down."""
+    own = package_of(module)
+    found = []
+    for name in imports_of(source, module):
+        if name.split(".")[0] == "torch" and own in NO_TORCH:
+            found.append(f"{module} imports {name}: {own} may not know torch")
+        target = package_of(name)
+        if target is None or target == own or own == TOP or allowed(own, target):
+            continue
+        found.append(f"{module} imports {name}: {own} may not import {target}")
+    return found
+
+
+def allowed(own: str | None, target: str) -> bool:
+    if target == TOP:  # `import shardwise as sw` brings every layer up to the engine's facade
+        return own in LAYERS[-1] | LAYERS[-2]
+    if own in SELF:
+        return target in SELF[own]
+    return own in LEVEL and target in LEVEL and LEVEL[target] < LEVEL[own]
+
+
+MODULES = {
+    ".".join(("shardwise", *path.relative_to(ROOT).with_suffix("").parts)): path for path in sorted(ROOT.rglob("*.py"))
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    assert violations(MODULES[module].read_text(encoding="utf-8"), module) == []
+
+
+def test_every_package_has_a_layer() -> None:
+    packages = {path.name for path in ROOT.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    assert packages <= LEVEL.keys() | SELF.keys()
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("shardwise.layout.flat", "import torch"),
+        ("shardwise.layout.flat", "def f():\n    from torch import Tensor"),
+        ("shardwise.layout.flat", "from ..policy import strategy"),
+        ("shardwise.engine.unit", "from shardwise import train"),
+        ("shardwise.engine.unit", "if TYPE_CHECKING:\n    from shardwise.optim.clip import clip"),
+        ("shardwise.engine.unit", "import shardwise"),
+        ("shardwise.optim.clip", "from shardwise.checkpoint import save"),
+        ("shardwise.jax.shard", "import shardwise.engine.unit"),
+        ("shardwise.errors", "from shardwise.policy import strategy"),
+    ],
+)
+def test_an_import_that_points_up_or_aside_is_found(module: str, source: str) -> None:
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("shardwise.engine.unit", "from ..layout.flat import FlatLayout\nfrom . import arena\nimport torch"),
+        ("shardwise.cli.app", "from shardwise.train.config import load"),
+        ("shardwise.train.trainer", "import shardwise as sw"),
+        ("shardwise.layout.__init__", "from .flat import FlatLayout"),
+    ],
+)
+def test_an_import_that_points_down_is_fine(module: str, source: str) -> None:
+    assert violations(source, module) == []
