@@ -113,6 +113,8 @@ def _deepspeed(model: GPT, job: Job) -> Trainer:
         "stage3_param_persistence_threshold": engine.zero_param_persistence_threshold(),
         "stage3_prefetch_bucket_size": engine.zero_prefetch_bucket_size(),
         "reduce_bucket_size": engine.zero_reduce_bucket_size(),
+        "stage3_max_live_parameters": engine.zero_max_live_parameters(),
+        "stage3_max_reuse_distance": engine.zero_max_reuse_distance(),
         "overlap_comm": engine.zero_overlap_comm(),
         "optimizer": f"torch AdamW, fused, inside {type(engine.optimizer).__name__}",
         "backend": dist.get_backend(),
@@ -135,18 +137,17 @@ _BUILDERS: dict[str, Callable[[GPT, Job], Trainer]] = {
     "shardwise": _shardwise,
 }
 ENGINES = tuple(_BUILDERS)
-_PACKAGES = {"deepspeed": "deepspeed", "shardwise": "shardwise"}
+_EXTRAS = {"deepspeed": "shardwise[bench]", "shardwise": "shardwise"}
 
 
 def missing(engine: str) -> str | None:
     """Say why an engine cannot run here, in one line; None if it can."""
-    package = _PACKAGES.get(engine)
-    if package is None:
+    if engine not in _EXTRAS:
         return None
-    found = importlib.util.find_spec(package)
+    found = importlib.util.find_spec(engine)
     if found is not None and found.origin is not None:
         return None
-    return f"{engine} is skipped: the package `{package}` is not installed (pip install {package})"
+    return f"{engine} is skipped: it is not installed (pip install '{_EXTRAS[engine]}')"
 
 
 def build(job: Job) -> Trainer:

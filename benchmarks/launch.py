@@ -36,7 +36,13 @@ def run(command: list[str], env: dict[str, str], timeout_s: float) -> str:
     """Run a Python command line to its end and return its standard output."""
     try:
         done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
+            [sys.executable, *command],
+            check=False,
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as error:
         raise JobFailed(f"no end after {timeout_s:.0f} s") from error

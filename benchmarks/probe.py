@@ -72,9 +72,7 @@ def _step_s(probe: Probe) -> float:
 
 def _local_rows(width: int, world_size: int) -> int:
     if width % world_size:
-        raise ValueError(
-            f"world size {world_size} must divide {width}, so that all three kinds hold equal pieces"
-        )
+        raise ValueError(f"world size {world_size} must divide {width}, so that all three kinds hold equal pieces")
     return width // world_size
 
 
@@ -107,7 +105,7 @@ def _adamw_s(probe: Probe) -> float:
         assert parameter.grad is not None
         parameter.grad.zero_()  # garbage from the fake world may hold slow subnormal numbers
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-    return _median_s(lambda: optimizer.step(), lambda: None, probe)
+    return _median_s(optimizer.step, lambda: None, probe)
 
 
 def main(text: str) -> None:

@@ -13,8 +13,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     rule = ["-" * width for width in widths]
     lines = [
-        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [header, rule, *rows]
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, rule, *rows]
     ]
     return "\n".join(f"| {line} |" for line in lines)
 

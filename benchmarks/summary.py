@@ -14,7 +14,9 @@ class EngineSummary:
     engine: str
     settings: dict[str, Any] = field(default_factory=dict)
     step_s: list[float] = field(default_factory=list)
-    """By round: the median step of the slowest rank."""
+    """By round: the median over steps of the step's slowest rank."""
+    steps_s: list[list[float]] = field(default_factory=list)
+    """By round and step: the slowest rank's time."""
     peak_rss_bytes: list[int] = field(default_factory=list)
     """By round: the largest rank's."""
     losses: list[float] = field(default_factory=list)
@@ -29,7 +31,8 @@ class EngineSummary:
 
     def add_timed(self, reports: list[RankReport]) -> None:
         self.settings = reports[0].settings
-        self.step_s.append(max(median(report.step_s) for report in reports))
+        self.steps_s.append([max(step) for step in zip(*(report.step_s for report in reports), strict=True)])
+        self.step_s.append(median(self.steps_s[-1]))
         self.peak_rss_bytes.append(max(report.peak_rss_bytes for report in reports))
         losses = [sum(step) / len(step) for step in zip(*(report.losses for report in reports), strict=True)]
         self.rounds_agree = self.rounds_agree and self.losses in ([], losses)

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from benchmarks import gpt
 from benchmarks.engines import Trainer, build
 from benchmarks.facts import peak_rss_bytes
 from benchmarks.job import Job, RankReport, error_path
-from benchmarks.wire import counting, loopback_sent_bytes
+from benchmarks.wire import Wire, counting, loopback_sent_bytes
 
 
 def _batch(job: Job, rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -43,16 +44,15 @@ def _loopback_when_all_wait() -> int:
     return sent
 
 
-def _count_bytes(job: Job, trainer: Trainer, report: RankReport) -> None:
-    with counting() as wire:
-        for step in range(job.warmup, job.warmup + job.steps):
-            before = _loopback_when_all_wait()
-            wire.reset()
-            loss = trainer.step(*_batch(job, report.rank, step))
-            report.sent_bytes.append(wire.total_sent_bytes)
-            report.sent_calls = dict(wire.calls)
-            report.loopback_bytes.append(_loopback_when_all_wait() - before)
-            report.losses.append(loss.item())
+def _count_bytes(job: Job, trainer: Trainer, report: RankReport, wire: Wire) -> None:
+    for step in range(job.warmup, job.warmup + job.steps):
+        before = _loopback_when_all_wait()
+        wire.reset()
+        loss = trainer.step(*_batch(job, report.rank, step))
+        report.sent_bytes.append(wire.total_sent_bytes)
+        report.sent_calls = dict(wire.calls)
+        report.loopback_bytes.append(_loopback_when_all_wait() - before)
+        report.losses.append(loss.item())
 
 
 def train(job: Job, rank: int) -> RankReport:
@@ -60,11 +60,15 @@ def train(job: Job, rank: int) -> RankReport:
     torch.set_num_threads(job.threads)
     dist.init_process_group("gloo")
     report = RankReport(rank)
-    trainer = build(job)
-    report.settings = trainer.settings
-    _warm_up(job, trainer, report)
-    measure = _count_bytes if job.count_bytes else _take_times
-    measure(job, trainer, report)
+    # Counting starts before the engine is built, which may keep bound methods of its process group.
+    with counting() if job.count_bytes else nullcontext() as wire:
+        trainer = build(job)
+        report.settings = trainer.settings
+        _warm_up(job, trainer, report)
+        if wire is None:
+            _take_times(job, trainer, report)
+        else:
+            _count_bytes(job, trainer, report, wire)
     dist.barrier()
     dist.destroy_process_group()
     return report

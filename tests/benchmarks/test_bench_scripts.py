@@ -33,6 +33,7 @@ def _result(directory: Path) -> dict[str, object]:
     return result
 
 
+@pytest.mark.slow
 def test_peers_agree_on_losses_and_bytes(tmp_path: Path) -> None:
     done = _run("peers.py", *TINY_GPT, "--engines", "ddp,fsdp2", "--out", str(tmp_path / "peers.json"))
     assert done.returncode == 0, done.stderr
@@ -43,6 +44,7 @@ def test_peers_agree_on_losses_and_bytes(tmp_path: Path) -> None:
     assert engines["fsdp2"]["sent_bytes"] > engines["ddp"]["sent_bytes"]
 
 
+@pytest.mark.slow
 def test_overhead_measures_fsdp2_over_plain(tmp_path: Path) -> None:
     out = str(tmp_path / "overhead.json")
     done = _run("overhead.py", *TINY_OVERHEAD, "--engines", "plain,fsdp2", "--out", out)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from benchmarks.wire import Wire, counting, loopback_sent_bytes, python_all_redu
 
 RANKS = 2
 NUMEL = 6  # fp32, so 24 bytes
+
+
+def _world() -> Any:
+    return dist.group.WORLD
 
 
 def _full() -> Tensor:
@@ -62,12 +67,12 @@ OPERATIONS: dict[str, tuple[Callable[[], object], tuple[float, float]]] = {
     "gather": (_gather, (0, 24)),
     "scatter": (_scatter, (24, 0)),
     "batch_isend_irecv": (_swap_by_p2p, (24, 24)),
-    "group's own method": (lambda: dist.group.WORLD.allreduce(_full()).wait(), (24, 24)),
+    "group's own method": (lambda: _world().allreduce(_full()).wait(), (24, 24)),
     "backend's own method": (
-        lambda: dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([_full()]).wait(),
+        lambda: _world()._get_backend(torch.device("cpu")).allreduce([_full()]).wait(),
         (24, 24),
     ),
-    "barrier": (lambda: dist.barrier(), (0, 0)),
+    "barrier": (dist.barrier, (0, 0)),
     "DDP's hook": (_one_ddp_backward, (24, 24)),
 }
 
