@@ -7,7 +7,7 @@ tensor of the global shape has no piece (and one of the piece's shape would be s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,7 +42,9 @@ def handler(func: OpOverload) -> Handler | None:
     if name in _SAME_ELEMENTS:
         return _same_elements
     if name in _FUSED or (name.startswith("aten::_foreach_") and name not in _NOT_FOREACH):
-        return _on_lists
+        return _OnLists(func)
+    if name == "aten::index_put_":
+        return _put_by_mask
     if torch.Tag.pointwise in func.tags or name in _UNTAGGED:
         return _Elementwise(func)
     return None
@@ -58,10 +60,14 @@ def first_sharded(cls: type[ShardedParameter], args: Sequence[Any], kwargs: Mapp
 
 
 def same_cut(a: Placement, b: Placement) -> bool:
-    """Whether two tensors have the same elements on this rank, and the same shape."""
-    return a is b or (
-        a.shape == b.shape and a.fragment.start == b.fragment.start and a.fragment.stop == b.fragment.stop
-    )
+    """Whether two tensors of one shape have the same elements on every rank. All ranks answer alike, so that an error
+    is everybody's."""
+    if a is b:
+        return True
+    if a.shape != b.shape or a.layout.world_size != b.layout.world_size:
+        return False
+    start_a, start_b = (placement.layout.entries[placement.index].start for placement in (a, b))
+    return a.layout.world_size == 1 or (start_a == start_b and a.layout.shard_numel == b.layout.shard_numel)
 
 
 def _same_elements(
@@ -84,7 +90,8 @@ class _Elementwise:
     ) -> Any:
         first = first_sharded(cls, args, kwargs)
         written = [args[i] for i in self._positions] + [kwargs[name] for name in self._keywords]
-        _need_sharded(cls, written, first.placement, func)
+        if any(type(target) is not cls for target in written):
+            _not_into_plain(first.placement, func)
         local_args = [_piece(value, first, func) if isinstance(value, Tensor) else value for value in args]
         local_kwargs = {
             name: _piece(value, first, func) if isinstance(value, Tensor) else value for name, value in kwargs.items()
@@ -96,6 +103,23 @@ class _Elementwise:
         if isinstance(result, Tensor):
             return cls(result, first.placement)
         return tuple(cls(part, first.placement) for part in result)
+
+
+def _put_by_mask(
+    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ShardedParameter:
+    """`tensor[mask] = number` (Rprop): the only indexing that is elementwise."""
+    target, indices, value = args[:3]
+    by_mask = len(indices) == 1 and type(indices[0]) is cls and indices[0].dtype == torch.bool
+    if type(target) is not cls or not by_mask:
+        sharded = first_sharded(cls, (target, indices, value), {})
+        raise UsageError(
+            f"{func} of the sharded {sharded.fqn!r}: only tensor[mask] = number works, with a mask made from the tensor. "
+            "Use sw.unsharded(model, writeback=True)"
+        )
+    func(target.local, [_piece(indices[0], target, func)], _piece(value, target, func), *args[3:])
+    torch.autograd.graph.increment_version([target.local])
+    return target
 
 
 def _piece(value: Tensor, first: ShardedParameter, func: OpOverload) -> Tensor:
@@ -110,25 +134,21 @@ def _piece(value: Tensor, first: ShardedParameter, func: OpOverload) -> Tensor:
     return value.reshape(1) if first.ndim == 0 else value
 
 
-def _need_sharded(
-    cls: type[ShardedParameter], written: Sequence[Tensor], sharded: Placement, func: OpOverload
-) -> None:
-    for target in written:
-        if type(target) is not cls:
-            raise UsageError(
-                f"{func} would write pieces of the sharded {sharded.fqn!r} into a plain tensor of shape "
-                f"{tuple(target.shape)}: use .full_tensor() (collective) as the source"
-            )
-
-
-def _differently_cut(a: Placement, b: Placement, func: OpOverload) -> None:
+def _not_into_plain(sharded: Placement, func: OpOverload) -> NoReturn:
     raise UsageError(
-        f"{func} of {a.fqn!r} {a.shape} and {b.fqn!r} {b.shape}: their pieces on rank {a.shard_group.rank} hold "
-        "different elements. Use .full_tensor() of both (collective)"
+        f"{func} would write a piece of the sharded {sharded.fqn!r} {sharded.shape} into a plain tensor: use its "
+        ".full_tensor() (collective) as the source"
     )
 
 
-def _not_a_number(sharded: Placement, plain: Tensor, func: OpOverload) -> None:
+def _differently_cut(a: Placement, b: Placement, func: OpOverload) -> NoReturn:
+    raise UsageError(
+        f"{func} of {a.fqn!r} {a.shape} and {b.fqn!r} {b.shape}: their pieces hold different "
+        "elements. Use .full_tensor() of both (collective)"
+    )
+
+
+def _not_a_number(sharded: Placement, plain: Tensor, func: OpOverload) -> NoReturn:
     raise UsageError(
         f"{func} of the sharded {sharded.fqn!r} {sharded.shape} and a plain tensor of shape {tuple(plain.shape)}: only "
         "single numbers combine with a piece. Make the other from this one (torch.zeros_like), or work in "
@@ -136,32 +156,34 @@ def _not_a_number(sharded: Placement, plain: Tensor, func: OpOverload) -> None:
     )
 
 
-def _on_lists(
-    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Any] | None:
-    """Foreach and fused operations: position i of every list belongs together; positions without a sharded tensor are
-    left alone, so that sharded and ignored parameters share an optimizer."""
-    lists = [value for value in args if _is_tensor_list(value)]
-    placements = _placements(cls, func, lists)
-    some = next(placement for placement in placements if placement is not None)
-    local_args = [_locals(value) if _is_tensor_list(value) else value for value in args]
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and (type(value) is cls or not _per_call_number(value, len(placements))):
-            _not_a_number(some, value, func)
-    if func._schema.is_mutable:
-        _need_sharded(cls, [item for item, at in zip(args[0], placements, strict=True) if at is not None], some, func)
-    result = func(*local_args, **kwargs)
-    if not result:
-        torch.autograd.graph.increment_version(local_args[0])
-        return None
-    return [part if at is None else cls(part, at) for part, at in zip(result, placements, strict=True)]
+class _OnLists:
+    """Runs one foreach or fused operation: position i of every list belongs together. Positions without a sharded
+    tensor are left alone, so that sharded and ignored parameters share an optimizer."""
+
+    def __init__(self, func: OpOverload) -> None:
+        self._writes = func._schema.is_mutable
+
+    def __call__(
+        self, cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Any] | None:
+        lists = [value for value in args if _is_tensor_list(value)]
+        placements = _placements(func, lists, self._writes)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and (type(value) is cls or not _numbers(value, len(placements))):
+                _not_a_number(first_sharded(cls, args, kwargs).placement, value, func)
+        local_args = [_locals(value) if _is_tensor_list(value) else value for value in args]
+        result = func(*local_args, **kwargs)
+        if self._writes:
+            torch.autograd.graph.increment_version(local_args[0])
+            return None
+        return [part if at is None else cls(part, at) for part, at in zip(result, placements, strict=True)]
 
 
 def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Tensor)
 
 
-def _per_call_number(value: Tensor, count: int) -> bool:
+def _numbers(value: Tensor, count: int) -> bool:
     """A learning rate, a scale; or the `scalars` of an overload that takes one number for each position."""
     return value.numel() == 1 or (value.ndim == 1 and value.numel() == count)
 
@@ -173,13 +195,15 @@ def _locals(items: Sequence[Any]) -> list[Tensor]:
         return [getattr(item, "local", item) for item in items]
 
 
-def _placements(
-    cls: type[ShardedParameter], func: OpOverload, lists: Sequence[Sequence[Any]]
-) -> Sequence[Placement | None]:
+def _placement_of(item: Tensor) -> Placement | None:
+    return getattr(item, "placement", None)
+
+
+def _placements(func: OpOverload, lists: Sequence[Sequence[Tensor]], writes: bool) -> Sequence[Placement | None]:
     """For each position its placement, None where all is plain. Raises where a position does not belong together."""
-    by_list = [[getattr(item, "placement", None) for item in items] for items in lists]
-    merged = next((found for found in by_list if None not in found), None)
-    if merged is None:
+    by_list = [list(map(_placement_of, items)) for items in lists]
+    merged = by_list[0]  # what is written decides; results lie where any operand does
+    if not writes and None in merged:
         merged = [next((p for p in column if p is not None), None) for column in zip(*by_list, strict=True)]
     for items, found in zip(lists, by_list, strict=True):
         if found != merged:  # placements compare by identity: usually nothing is left to do
@@ -188,13 +212,16 @@ def _placements(
 
 
 def _check_positions(
-    func: OpOverload, items: Sequence[Any], found: Sequence[Placement | None], merged: Sequence[Placement | None]
+    func: OpOverload, items: Sequence[Tensor], found: Sequence[Placement | None], merged: Sequence[Placement | None]
 ) -> None:
     for item, own, common in zip(items, found, merged, strict=True):
         if own is common:
             continue
-        assert common is not None
-        if own is None and (item.ndim > 1 or item.numel() != 1):
-            _not_a_number(common, item, func)
-        elif own is not None and not same_cut(own, common):
+        if common is None:
+            assert own is not None
+            _not_into_plain(own, func)
+        elif own is None:
+            if item.ndim > 1 or item.numel() != 1:
+                _not_a_number(common, item, func)
+        elif not same_cut(own, common):
             _differently_cut(common, own, func)

@@ -10,19 +10,24 @@ the global ones, while the memory is one rank's. Operations fall in three classe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Self
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils.hooks import RemovableHandle
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 
 from shardwise.engine import elementwise, reductions
 from shardwise.engine.placement import Placement
 from shardwise.errors import UsageError
 from shardwise.layout.fragment import Fragment
+
+if TYPE_CHECKING:
+    from shardwise.engine.unit import Unit
 
 
 class ShardedParameter(Tensor):
@@ -44,8 +49,13 @@ class ShardedParameter(Tensor):
     local: Tensor
     """This rank's piece: 1-D, row-major order. Writing to it writes the parameter; bump versions as usual."""
     placement: Placement
+    unit: Unit | None = None
+    """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
+    inner: torch.nn.Parameter | None = None
+    """The leaf that modules compute with while the unit is gathered; None as for `unit`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # no Python before the dispatcher: a third of the cost
+    # No Python before the dispatcher: a third of the cost.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, local: Tensor, placement: Placement, requires_grad: bool = False) -> Self:
         if local.shape != (placement.fragment.numel,):
@@ -86,8 +96,27 @@ class ShardedParameter(Tensor):
                 group.broadcast(flat[piece.start : piece.stop], rank)
         return flat.view(placement.shape)
 
+    def receive_grad(self, grad: ShardedParameter) -> None:
+        """Make `grad` the reduced gradient and run the post-accumulate hooks. Called by the engine."""
+        if self.grad is not grad:
+            self.grad = grad
+        for hook in tuple(getattr(self, "_grad_hooks", {}).values()):
+            hook(self)
+
+    def register_hook(self, hook: Any) -> Any:
+        """As torch's; the hook sees this rank's full gradient before it is reduced."""
+        return super().register_hook(hook) if self.inner is None else self.inner.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """As torch's; the hook runs with this parameter once its reduced gradient is in `.grad`."""
+        if "_grad_hooks" not in self.__dict__:
+            self._grad_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
+        handle = RemovableHandle(self._grad_hooks)
+        self._grad_hooks[handle.id] = hook
+        return handle
+
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         handler = _handlers.get(func)
@@ -96,7 +125,7 @@ class ShardedParameter(Tensor):
         return handler(cls, func, args, kwargs or {})
 
     @property
-    def data(self) -> Self:
+    def data(self) -> Tensor:
         """The same piece without autograd, as for any tensor."""
         return self.detach()
 
@@ -113,7 +142,7 @@ class ShardedParameter(Tensor):
         with torch.no_grad():
             self.detach().copy_(value)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         piece = self.fragment
         return (
             f"ShardedParameter({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
@@ -173,4 +202,4 @@ _handlers: dict[OpOverload, elementwise.Handler] = {}
 
 for _supported in (_clip_types, _optimizer_types):
     if ShardedParameter not in _supported:  # else clipping and optimizers go one parameter, and one collective, at a time
-        _supported.append(ShardedParameter)
+        _supported.append(ShardedParameter)  # type: ignore[arg-type]

@@ -1,0 +1,63 @@
+"""Clipping by the global gradient norm, in one pass over this rank's pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from shardwise.engine.parameter import ShardedParameter
+from shardwise.engine.reductions import global_norms
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients in place so that their joint norm is at most `max_norm`. Every rank must call this.
+
+    The same arithmetic as `torch.nn.utils.clip_grad_norm_`, so the same bits, with one collective whatever the number
+    of dtypes and without waiting for the device (unless `error_if_nonfinite`).
+
+    Args:
+        model: whose parameters' gradients to clip; or parameters. Plain ones (`sw.shard(ignored=...)`) may be among
+            them and count once: their gradients must be equal on all ranks.
+        max_norm: the largest norm to leave.
+        norm_type: order of the norm, at least 0; `math.inf` is the largest magnitude.
+        error_if_nonfinite: raise where the norm is infinite or NaN (waits for the device).
+
+    Returns:
+        The norm before clipping: plain, 0-d, global, equal on all ranks; 0 if there are no gradients.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
+    """
+    gradients = [p.grad for p in _parameters(model) if p.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    groups = [lists[0] for lists, _ in _group_tensors_by_device_and_dtype([gradients]).values()]
+    ordered = [gradient for group in groups for gradient in group if gradient is not None]
+    pieces = [g.local if isinstance(g, ShardedParameter) else g for g in ordered]
+    placements = [g.placement if isinstance(g, ShardedParameter) else None for g in ordered]
+    norms = [norm.to(gradients[0].device) for norm in global_norms(pieces, placements, float(norm_type))]
+    total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped")
+    scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    done = 0
+    for group in groups:  # one kernel for each device and dtype
+        same = pieces[done : done + len(group)]
+        torch._foreach_mul_(same, scale.to(same[0].device))
+        done += len(group)
+    return total
+
+
+def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(model, nn.Module):
+        return list(model.parameters())
+    return [model] if isinstance(model, Tensor) else list(model)

@@ -1,0 +1,89 @@
+"""Ranks as threads of this process: a group with the collectives that sharded parameters use, cheap enough for hypothesis."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.protocol import FINISHED, Finished
+from shardwise.engine.parameter import ShardedParameter
+from shardwise.engine.placement import Placement
+from shardwise.layout.flat import build_layout
+
+
+class _Meeting:
+    """Where the threads of one group exchange tensors."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=30)
+        self.board: list[Tensor | None] = [None] * world_size
+
+
+class ThreadGroup:
+    """One rank's end of a group. `calls` counts its collectives."""
+
+    name = "threads"
+    device = torch.device("cpu")
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self.rank, self.world_size = rank, len(meeting.board)
+        self.calls = 0
+        self._meeting = meeting
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self.calls += 1
+        assert tensor.is_contiguous()
+        self._meeting.board[self.rank] = tensor.clone()
+        self._meeting.barrier.wait()
+        seen = [shown.clone() for shown in self._meeting.board if shown is not None]
+        self._meeting.barrier.wait()
+        return seen
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Finished:
+        seen = torch.stack(self._exchange(tensor))
+        tensor.copy_(seen.sum(0) if op == "sum" else seen.amax(0))
+        return FINISHED
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        tensor.copy_(self._exchange(tensor)[src])
+
+
+def on_threads(world_size: int, work: Callable[[Any], Any]) -> list[Any]:
+    """`work(group)` on every rank; the results, by rank. The first error of any rank is raised."""
+    meeting = _Meeting(world_size)
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadGroup(meeting, rank))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
+
+
+def cut(group: Any, tensors: Sequence[Tensor], align: int = 4) -> list[ShardedParameter]:
+    """This rank's handles on `tensors`, laid one after another in one flat buffer as p0, p1, ..."""
+    layout = build_layout([(f"p{i}", tuple(t.shape)) for i, t in enumerate(tensors)], group.world_size, align)
+    placements = [Placement(layout, i, group) for i in range(len(tensors))]
+    return [
+        ShardedParameter(t.detach().reshape(-1)[at.fragment.start : at.fragment.stop].clone(), at)
+        for t, at in zip(tensors, placements, strict=True)
+    ]
+
+
+def randn(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Numbers that no other thread's drawing changes."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
