@@ -1,0 +1,89 @@
+"""What ranks must agree on before they train together: the same layout, and the same initial numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.unit import Unit
+from shardwise.errors import MismatchError
+
+_HASH_BITS = 62
+"""Hashes are compared as positive int64."""
+
+
+def agree_on_layout(units: Sequence[Unit], mesh: Mesh) -> None:
+    """Raise MismatchError on every rank if any two ranks laid out different models.
+
+    Every rank must call this, before the first collective that depends on the model: it exchanges a few bytes of fixed
+    size, so ranks with different models learn of it instead of waiting for one another.
+    """
+    if mesh.is_dry:
+        return
+    text = "\n".join(
+        f"{unit.fqn}|{group.dtypes}|{group.trainable}|{[(e.fqn, e.shape) for e in group.layout.entries]}"
+        for unit in units
+        for group in unit.groups
+    )
+    digest = xxhash.xxh3_64_intdigest(text) >> (64 - _HASH_BITS)
+    parameters = sum(len(group.fqns) for unit in units for group in unit.groups)
+    numel = sum(group.layout.used_numel for unit in units for group in unit.groups)
+    mine = torch.tensor([digest, parameters, numel], dtype=torch.int64, device=mesh.device)
+    lowest, highest = _extremes(mine, mesh)
+    if not torch.equal(lowest, highest):
+        rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
+        raise MismatchError(
+            f"ranks built different models: rank {rank} has {parameters} parameters ({numel} elements); over all ranks "
+            f"there are {int(lowest[1])} to {int(highest[1])} parameters ({int(lowest[2])} to {int(highest[2])} "
+            "elements). Build the same model, with the same dtypes and requires_grad, on every rank"
+        )
+
+
+def agree_on_values(named: Sequence[tuple[str, Tensor]], mesh: Mesh) -> list[str]:
+    """Broadcast rank 0's numbers for every tensor in which some rank differs, and say so; returns their names.
+
+    `named`: full (unsharded) tensors, local copies of what should be the same everywhere; changed in place. Every rank
+    must call this with equal names and shapes.
+    """
+    if mesh.is_dry or not named:
+        return []
+    sums = [_checksum(tensor) for _, tensor in named]
+    lowest, highest = _extremes(torch.tensor(sums, dtype=torch.int64, device=mesh.device), mesh)
+    different = (lowest != highest).tolist()
+    names = [name for (name, _), differs in zip(named, different, strict=True) if differs]
+    for (_, tensor), differs in zip(named, different, strict=True):
+        if differs:
+            _broadcast(tensor, mesh)
+    if names and mesh.replicate.rank == mesh.shard.rank == 0:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warnings.warn(
+            f"shardwise: initial values differ between ranks for {shown}; rank 0's were broadcast", stacklevel=2
+        )
+    return names
+
+
+def _extremes(mine: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    both = torch.cat([mine, -mine])
+    mesh.shard.all_reduce(both, "max").wait()
+    mesh.replicate.all_reduce(both, "max").wait()
+    highest, lowest = both.chunk(2)
+    return -lowest, highest
+
+
+def _checksum(tensor: Tensor) -> int:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return int(xxhash.xxh3_64_intdigest(data.numpy())) >> (64 - _HASH_BITS)
+
+
+def _broadcast(tensor: Tensor, mesh: Mesh) -> None:
+    """From rank 0 along both axes; the result is written into `tensor`, wherever that is."""
+    moving = tensor.detach().to(mesh.device).contiguous()
+    mesh.replicate.broadcast(moving, 0)
+    mesh.shard.broadcast(moving, 0)
+    if moving.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(moving)

@@ -1,0 +1,140 @@
+"""The arena: memory for gathered parameters and for gradients on their way, allocated once.
+
+Units of about the same size share a *size class* with a fixed number of *slots*. Unit i of a class prefers slot
+i mod K, so a steady order of units meets the same addresses at every step, and the number of slots is the limit on
+how many units are gathered at once: nothing is allocated or freed after the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.protocol import Buffer, BufferKind, Collectives
+from shardwise.layout.flat import round_up
+
+T = TypeVar("T")
+
+SLOT_ALIGN_BYTES = 64
+"""Regions inside a slot start on this boundary: a cache line, and enough for every collective."""
+
+SAME_CLASS = 0.8
+"""A unit joins a size class when it fills at least this share of its slots."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of a tensor's storage. Not its address: fake tensors have none."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+class Slot(Generic[T]):
+    """One buffer and who is in it."""
+
+    __slots__ = ("_bases", "baseline", "buffer", "collectives", "generation", "holder", "key")
+
+    def __init__(self, collectives: Collectives, buffer: Buffer) -> None:
+        self.collectives = collectives
+        self.holder: T | None = None
+        self.generation = 0
+        """Counts replacements of the storage: what was cached for another generation is void."""
+        self.baseline = 0
+        """Storage references when the holder's views were attached; more at release means somebody kept one."""
+        self._set(buffer)
+
+    def _set(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.key = storage_key(buffer.bytes)
+        self._bases: dict[torch.dtype, Tensor] = {}
+
+    def base(self, dtype: torch.dtype) -> Tensor:
+        """The whole slot as a 1-D tensor of `dtype`."""
+        base = self._bases.get(dtype)
+        if base is None:
+            base = self._bases[dtype] = self.buffer.bytes.view(dtype)
+        return base
+
+    def flat(self, start_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """`numel` elements of `dtype` from byte `start_bytes` on; 1-D, a view."""
+        start = start_bytes // dtype.itemsize
+        return self.base(dtype)[start : start + numel]
+
+    def references(self) -> int:
+        """How many tensors (not Python names) refer to the storage."""
+        count: int = torch._C._storage_Use_Count(self.key)
+        return count
+
+    def replace_storage(self) -> None:
+        """Leave the storage to those who still hold views of it and go on with another."""
+        self._set(self.collectives.detach(self.buffer))
+        self.generation += 1
+
+
+@dataclass(frozen=True, slots=True)
+class SizeClass(Generic[T]):
+    """Units that share slots, in order, and how many slots they share."""
+
+    members: tuple[T, ...]
+    slot_bytes: int
+    slot_count: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.slot_bytes * self.slot_count
+
+
+def size_classes(sizes: Sequence[tuple[T, int]], slots: Callable[[Sequence[T]], int]) -> list[SizeClass[T]]:
+    """Group (unit, bytes) pairs, given in forward order, into size classes.
+
+    Args:
+        sizes: units of 0 bytes are left out.
+        slots: how many slots a class of the given units should have; it gets no more than it has units.
+    """
+    open_classes: list[tuple[int, list[tuple[int, T]]]] = []
+    for order, (unit, nbytes) in sorted(enumerate(sizes), key=lambda item: (-item[1][1], item[0])):
+        if nbytes == 0:
+            continue
+        if open_classes and nbytes >= SAME_CLASS * open_classes[-1][0]:
+            open_classes[-1][1].append((order, unit))
+        else:
+            open_classes.append((nbytes, [(order, unit)]))
+    classes = []
+    for nbytes, members in open_classes:
+        units = tuple(unit for _, unit in sorted(members, key=lambda member: member[0]))
+        classes.append(SizeClass(units, round_up(nbytes, SLOT_ALIGN_BYTES), min(slots(units), len(units))))
+    return classes
+
+
+class Arena(Generic[T]):
+    """All slots of one kind, on one group of ranks."""
+
+    def __init__(self, collectives: Collectives, kind: BufferKind, classes: Sequence[SizeClass[T]]) -> None:
+        """Allocates everything. Every rank must call this with equal classes."""
+        self.collectives = collectives
+        self.slots: list[Slot[T]] = []
+        self._choices: dict[int, tuple[Slot[T], ...]] = {}
+        for size_class in classes:
+            slots = tuple(
+                Slot[T](collectives, collectives.allocate(size_class.slot_bytes, kind))
+                for _ in range(size_class.slot_count)
+            )
+            self.slots.extend(slots)
+            for position, unit in enumerate(size_class.members):
+                first = position % len(slots)
+                self._choices[id(unit)] = slots[first:] + slots[:first]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(slot.buffer.bytes.numel() for slot in self.slots)
+
+    def choices(self, unit: T) -> tuple[Slot[T], ...]:
+        """The slots that may hold `unit`, the preferred one first; depends on the unit alone."""
+        return self._choices[id(unit)]
+
+    def preferred(self, unit: T) -> Slot[T]:
+        """The slot that `unit` takes in a steady order."""
+        return self._choices[id(unit)][0]

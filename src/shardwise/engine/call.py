@@ -1,0 +1,98 @@
+"""One call of a unit's forward, from its beginning to the end of its backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardwise.engine.saved import Hooks
+    from shardwise.engine.unit import Unit
+
+
+class Call:
+    """What hooks of one forward call remember for its backward."""
+
+    __slots__ = ("__weakref__", "entered", "exited", "has_marker", "recompute", "token", "unit")
+
+    def __init__(self, unit: Unit, recompute: bool) -> None:
+        self.unit = unit
+        self.recompute = recompute
+        """Inside a backward: a checkpoint runs the forward again."""
+        self.token: Hooks | None = None
+        self.has_marker = False
+        """An input's gradient will tell when the call's backward is over."""
+        self.entered = False
+        self.exited = False
+
+
+class Place(NamedTuple):
+    """Where a tensor stands among a call's arguments: a path of positions and keys."""
+
+    tensor: Tensor
+    in_kwargs: bool
+    path: tuple[Any, ...]
+
+    def replace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with `tensor` in this place; containers that are not on the path are the same objects."""
+        if self.in_kwargs:
+            return args, {**kwargs, self.path[0]: _replaced(kwargs[self.path[0]], self.path[1:], tensor)}
+        first = self.path[0]
+        return (*args[:first], _replaced(args[first], self.path[1:], tensor), *args[first + 1 :]), kwargs
+
+
+def _replaced(value: Any, path: tuple[Any, ...], tensor: Tensor) -> Any:
+    if not path:
+        return tensor
+    items = [_replaced(item, path[1:], tensor) if i == path[0] else item for i, item in enumerate(value)]
+    return tuple(items)
+
+
+def first_differentiable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Place | None:
+    """The first tensor that requires a gradient, among arguments and inside plain tuples (which nobody can be
+    sharing and mutating, so one may be rebuilt)."""
+    for position, value in enumerate(args):
+        found = _find(value)
+        if found is not None:
+            return Place(found[0], False, (position, *found[1]))
+    for key, value in kwargs.items():
+        found = _find(value)
+        if found is not None:
+            return Place(found[0], True, (key, *found[1]))
+    return None
+
+
+def _find(value: Any) -> tuple[Tensor, tuple[int, ...]] | None:
+    if isinstance(value, Tensor):
+        return (value, ()) if value.requires_grad else None
+    if type(value) is tuple:
+        for position, item in enumerate(value):
+            found = _find(item)
+            if found is not None:
+                return found[0], (position, *found[1])
+    return None
+
+
+def output_tensors(output: object, depth: int = 0) -> Iterator[Tensor]:
+    """Every tensor in a module's output: in tuples, lists, mappings, dataclasses and plain objects, a few levels deep."""
+    if isinstance(output, Tensor):
+        yield output
+    elif depth > 4 or output is None or isinstance(output, (str, bytes, int, float, bool)):
+        return
+    elif isinstance(output, (tuple, list, set, frozenset)):
+        for item in output:
+            yield from output_tensors(item, depth + 1)
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from output_tensors(item, depth + 1)
+    elif dataclasses.is_dataclass(output):
+        for field in dataclasses.fields(output):
+            yield from output_tensors(getattr(output, field.name, None), depth + 1)
+    elif hasattr(output, "__dict__"):
+        for item in vars(output).values():
+            yield from output_tensors(item, depth + 1)

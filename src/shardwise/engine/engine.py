@@ -1,0 +1,476 @@
+"""The engine of one sharded model: when each unit is gathered, used, reduced and released.
+
+It acts at five moments, all of them hooks: before and after a unit's forward, when the gradient of a unit's output
+arrives (its backward begins), when the gradient of its first input is complete (its backward is over), and when
+autograd is done. Whatever is gathered at other times is gathered on demand, by a saved tensor being unpacked.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm.protocol import BufferKind
+from shardwise.engine.arena import Arena, Slot, size_classes
+from shardwise.engine.call import Call, first_differentiable, output_tensors
+from shardwise.engine.gradients import Gradients
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.parameter import ShardedParameter
+from shardwise.engine.saved import SavedTensors
+from shardwise.engine.schedule import Event, Phase, Schedule
+from shardwise.engine.unit import Unit, UnitState
+from shardwise.errors import ConfigError, UsageError
+from shardwise.policy.precision import Precision
+from shardwise.policy.strategy import Strategy
+
+Forward = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch.compile break the graph here: hooks traced into a graph would run once, at tracing."""
+    return torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined, no-any-return]
+
+
+class Engine:
+    """Units of one model, the slots they share and the order in which they are needed."""
+
+    def __init__(self, mesh: Mesh, strategy: Strategy, precision: Precision, slots: int, keeps_params: bool) -> None:
+        self.mesh = mesh
+        self.strategy = strategy
+        self.precision = precision
+        self.slots = slots
+        self.keeps_params = keeps_params
+        self.units: list[Unit] = []
+        self.schedule = Schedule()
+        self.saved = SavedTensors(self._ensure)
+        self.gradients = Gradients(mesh, strategy.keeps_grads)
+        self.depth = 0
+        """Units whose forward is under way."""
+        self.in_backward = False
+        self.replaced_slots = 0
+        """Slots left to somebody who still held a view of them when their unit was released."""
+        self.suspended = False
+        """`sw.unsharded` is inside: modules hold full parameters and the hooks stand still."""
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Those that stepped any of the units."""
+        self._arena: Arena[Unit] | None = None
+        self._secondary: Arena[Unit] | None = None
+        self._planned = False
+        self._open_calls: set[Call] = set()
+
+    # Setting up ---------------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> Unit:
+        return self.units[0]
+
+    def install(self, units: Sequence[Unit]) -> None:
+        """Take over `units`, outermost first, and hook their modules."""
+        self.units = list(units)
+        self._planned = False
+        for index, unit in enumerate(self.units):
+            unit.index = index
+            unit.keeps_params = self.keeps_params or unit.is_pinned
+            unit.hook(self)
+
+    @property
+    def nesting(self) -> int:
+        """How deep units lie inside one another, the root not counted."""
+        return max((len(unit.ancestors) - 1 for unit in self.units), default=0) if len(self.units) > 1 else 0
+
+    def plan(self) -> None:
+        """Allocate every slot, once. Called before the first forward; every rank does so at the same point."""
+        if self._planned:
+            return
+        if self.slots < self.nesting + 2:
+            raise ConfigError(
+                f"slots={self.slots} is fewer than this model's nesting of units needs; the minimum is {self.nesting + 2}"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            self._plan_gathering()
+            self.gradients.plan(self.units, self.nesting)
+        self._planned = True
+
+    def _plan_gathering(self) -> None:
+        if self._arena is not None:
+            return
+        moving = [(unit, unit.gather_bytes) for unit in self.units if not unit.is_pinned]
+        kept = [unit for unit, _ in moving if unit.keeps_params]
+
+        def slots(units: Sequence[Unit]) -> int:
+            return len(units) if kept else self.slots
+
+        self._arena = Arena(self.mesh.shard, BufferKind.GATHER, size_classes(moving, slots))
+        if self.mesh.secondary is not None:
+            self._secondary = Arena(self.mesh.secondary, BufferKind.GATHER, size_classes(moving, slots))
+            for unit, _ in moving:
+                unit.allocate_secondary(self.mesh.secondary)
+        for arena in self.arenas:
+            for slot in arena.slots:
+                self.saved.slots[slot.key] = slot
+        for unit in self.units:
+            if unit.is_pinned:
+                slot = unit.pin(self.mesh.shard)
+                self.saved.slots[slot.key] = slot
+
+    def retire(self) -> None:
+        """Give up everything but the units: another engine takes them over."""
+        self.release_all()
+        self._arena = self._secondary = None
+        for unit in self.units:
+            unit.forget_slots()
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this is the first rank of the first replica."""
+        return self.mesh.shard.rank == 0 and self.mesh.replicate.rank == 0
+
+    @property
+    def sites(self) -> list[tuple[nn.Module, str]]:
+        """Every place in the module tree that holds a sharded parameter."""
+        return [
+            (site.module, site.name)
+            for unit in self.units
+            for group in unit.groups
+            for sites in group.sites
+            for site in sites
+        ]
+
+    def optimizer_bytes(self) -> int:
+        """State of the optimizers that stepped any unit: local bytes."""
+        return sum(
+            value.local.numel() * value.itemsize if isinstance(value, ShardedParameter) else value.numel() * value.itemsize
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+
+    @property
+    def arenas(self) -> list[Arena[Unit]]:
+        """Of gathered parameters."""
+        return [arena for arena in (self._arena, self._secondary) if arena is not None]
+
+    # Gathering ----------------------------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit, again: bool) -> None:
+        """Have `unit` gathered with the weights of now. `again`: after its forward, so from the secondary shard."""
+        if unit.state is UnitState.GATHERING:
+            unit.land()
+        if unit.state is UnitState.GATHERED and not unit.is_fresh:
+            self._release(unit)
+        if unit.state is UnitState.SHARDED:
+            arena = self._arena_of(unit, again)
+            unit.issue(self._take_slot(arena, unit))
+            unit.land()
+
+    def _arena_of(self, unit: Unit, again: bool) -> Arena[Unit]:
+        arena = self._secondary if again and unit.has_secondary else self._arena
+        assert arena is not None
+        return arena
+
+    def _take_slot(self, arena: Arena[Unit], unit: Unit) -> Slot[Unit]:
+        choices = arena.choices(unit)
+        for slot in choices:
+            if slot.holder is None:
+                return slot
+        for evictable in (self._is_idle, self._is_only_in_backward):
+            for slot in choices:
+                holder = slot.holder
+                assert holder is not None
+                if evictable(holder):
+                    self._release(holder)
+                    return slot
+        raise ConfigError(
+            f"unit {unit.fqn!r} finds all {len(choices)} slots of its size taken by units whose forward is under way; "
+            f"raise slots (now {self.slots}) to at least {len(choices) + 1}"
+        )
+
+    @staticmethod
+    def _is_idle(unit: Unit) -> bool:
+        return unit.state is not UnitState.ACTIVE
+
+    @staticmethod
+    def _is_only_in_backward(unit: Unit) -> bool:
+        return unit.forward_depth == 0
+
+    def _release(self, unit: Unit) -> None:
+        """Give the unit's slot back, whatever it was doing."""
+        if unit.state is UnitState.GATHERING:
+            unit.land()
+        if unit.state is UnitState.ACTIVE:
+            unit.show_sharded()
+        if unit.state is not UnitState.GATHERED or unit.is_pinned:
+            return
+        slot = unit.slot
+        assert slot is not None
+        key = slot.key
+        if not unit.vacate():
+            self.saved.slots[slot.key] = self.saved.slots.pop(key)
+            self.replaced_slots += 1
+            warnings.warn(
+                f"shardwise: something still holds a view of unit {unit.fqn!r}'s gathered parameters after its forward "
+                "or backward; that memory was left to it and the slot replaced. Keep a .clone() instead of the view",
+                stacklevel=2,
+            )
+
+    def _prefetch(self) -> None:
+        """Start gathers that the recorded order says come next, as far as there are free slots."""
+        wanted = max(1, self.slots - 2)
+        for event in islice(self.schedule.upcoming(), wanted + 2):
+            unit = self.units[event.unit]
+            if unit.state is UnitState.SHARDED:
+                arena = self._arena_of(unit, event.phase is Phase.BACKWARD)
+                slot = arena.preferred(unit)
+                if slot.holder is not None:
+                    return
+                unit.issue(slot)
+            if unit.state is UnitState.GATHERING:
+                wanted -= 1
+            if wanted <= 0:
+                return
+
+    # Forward --------------------------------------------------------------------------------------------------------
+
+    @hide_from_dynamo
+    def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+        """A unit's forward begins."""
+        if self.suspended:
+            return args, kwargs
+        recompute = torch._C._current_graph_task_id() != -1
+        if unit is self.root and not recompute:
+            self._begin_step()
+        self.plan()
+        call = Call(unit, recompute)
+        unit.calls.append(call)
+        self.depth += 1
+        self.schedule.record(Event(Phase.FORWARD, unit.index))
+        unit.forward_depth += 1
+        self._gather(unit, again=False)
+        if unit.state is UnitState.GATHERED:
+            unit.show_inner()
+        self._prefetch()
+        if unit is self.root and self.precision.cast_inputs and self.precision.param is not None:
+            args, kwargs = _cast((args, kwargs), self.precision.param)
+        if torch.is_grad_enabled():
+            call.token = self.saved.push()
+            args, kwargs = self._mark_input(call, args, kwargs)
+        return args, kwargs
+
+    @hide_from_dynamo
+    def post_forward(self, unit: Unit, output: object) -> object:
+        """A unit's forward is over, or raised (then `output` is None and what is returned is ignored)."""
+        if not unit.calls:
+            return output  # somebody's pre-forward hook raised before ours ran
+        call = unit.calls.pop()
+        self.saved.pop(call.token)
+        self.depth -= 1
+        unit.forward_depth -= 1
+        if unit is self.root and self.precision.output is not None:
+            output = _cast(output, self.precision.output)
+        if torch.is_grad_enabled():
+            output = self._watch_outputs(call, output)
+        if unit.forward_depth == 0 and unit.backward_depth == 0:
+            self._leave_forward(unit, call)
+        return output
+
+    def _leave_forward(self, unit: Unit, call: Call) -> None:
+        if unit.state is UnitState.ACTIVE:
+            unit.show_sharded()
+        if unit.keeps_params or call.recompute:
+            return
+        if torch.is_grad_enabled():
+            if unit is self.root or self._backward_follows(unit):
+                return
+            unit.store_secondary()
+        self._release(unit)
+
+    def _backward_follows(self, unit: Unit) -> bool:
+        """Whether the unit's own backward is the next thing any unit is needed for, apart from those around it."""
+        around = {ancestor.index for ancestor in unit.ancestors}
+        for event in self.schedule.upcoming():
+            if event.phase is Phase.FORWARD:
+                return False
+            if event.unit not in around:
+                return event.unit == unit.index
+        return False
+
+    def _begin_step(self) -> None:
+        """The root's forward begins: clear up after an interrupted step and follow what the user changed."""
+        if self.in_backward:
+            self._abandon_backward()
+        if self.depth:
+            self._abandon_forward()
+        self.saved.drain()
+        self._check_autocast()
+        changed = [unit for unit in self.units if any([group.follow_requires_grad() for group in unit.groups])]
+        if changed:
+            for unit in changed:
+                unit.hook_gradients()
+            self._planned = False
+        self.schedule.begin((torch.is_grad_enabled(), self.root.module.training))
+
+    def _check_autocast(self) -> None:
+        kind = self.mesh.device.type
+        if not torch.is_autocast_enabled(kind):
+            return
+        compute = torch.get_autocast_dtype(kind)
+        if compute is not torch.float32 and any(
+            group.dtypes.compute is torch.float32 for unit in self.units for group in unit.groups
+        ):
+            raise UsageError(
+                f"torch.autocast({kind!r}) over fp32 units keeps a cast copy of every weight alive until backward; "
+                f'give sw.shard precision=sw.Precision(param="{str(compute).removeprefix("torch.")}") instead'
+            )
+
+    def _mark_input(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+        """Have autograd tell when the call's backward is over: the gradient of its first input is then complete.
+
+        The input is replaced by a view of itself, made first. Autograd runs ready nodes newest first, so the view's
+        node comes after everything else that the unit's forward recorded, and users of the same tensor outside the unit
+        do not delay it.
+        """
+        place = first_differentiable(args, kwargs)
+        if place is None:
+            return args, kwargs
+        marked = place.tensor.view_as(place.tensor)
+        call.has_marker = True
+        marked.register_hook(lambda grad: self._on_exit(call))
+        return place.replace(args, kwargs, marked)
+
+    def _watch_outputs(self, call: Call, output: object) -> object:
+        leaves = call.unit.leaf_ids
+        if any(id(tensor) in leaves for tensor in output_tensors(output)):
+            # A leaf itself loses its data when the unit is released; a view of it keeps the storage.
+            output = tree_map_only(nn.Parameter, lambda leaf: leaf.view_as(leaf) if id(leaf) in leaves else leaf, output)
+        for tensor in output_tensors(output):
+            if tensor.requires_grad and id(tensor) not in leaves:
+                tensor.register_hook(lambda grad: self._on_enter(call))
+        return output
+
+    # Backward -------------------------------------------------------------------------------------------------------
+
+    def _on_enter(self, call: Call) -> None:
+        """The gradient of one of the call's outputs has arrived."""
+        if call.entered:
+            return
+        call.entered = True
+        self._begin_backward()
+        unit = call.unit
+        unit.backward_depth += 1
+        self._open_calls.add(call)
+        self.schedule.record(Event(Phase.BACKWARD, unit.index))
+        self._gather(unit, again=True)
+        if unit.state is UnitState.GATHERED:
+            unit.show_inner()
+        self._prefetch()
+
+    def _on_exit(self, call: Call) -> None:
+        """The call's backward is over."""
+        if call.exited:
+            return
+        call.exited = True
+        unit = call.unit
+        if call in self._open_calls:
+            self._open_calls.discard(call)
+            unit.backward_depth -= 1
+        call.entered = True  # a gradient of an output that comes later must not gather the unit again
+        if unit.backward_depth == 0 and unit.forward_depth == 0:
+            self._leave_backward(unit)
+
+    def _leave_backward(self, unit: Unit) -> None:
+        if unit.state is UnitState.ACTIVE:
+            unit.show_sharded()
+        if not unit.keeps_params:
+            self._release(unit)
+
+    def _ensure(self, unit: Unit) -> None:
+        """A saved tensor of `unit` is about to be used by backward."""
+        self._begin_backward()
+        if unit.state in (UnitState.SHARDED, UnitState.GATHERING):
+            if unit.backward_depth == 0:
+                self.schedule.record(Event(Phase.BACKWARD, unit.index))
+            self._gather(unit, again=True)
+
+    def _begin_backward(self) -> None:
+        if not self.in_backward:
+            self.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
+
+    def on_gradient(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> None:
+        """Autograd has accumulated a gradient into a leaf."""
+        if self.suspended:
+            raise UsageError("backward() inside sw.unsharded(model): leave it first, or use torch.autograd.grad")
+        self._begin_backward()
+        if self.gradients.add(unit, key, leaf):
+            if self.gradients.sync:
+                self.gradients.reduce(unit)
+            open_calls = [call for call in self._open_calls if call.unit is unit]
+            if not any(call.has_marker for call in open_calls):
+                for call in open_calls:  # nothing upstream wants a gradient, so there is nothing left to do in here
+                    self._on_exit(call)
+
+    def _finish_backward(self) -> None:
+        """Autograd is done with this backward."""
+        for unit in self.units:
+            unit.backward_depth = 0
+            if unit.forward_depth == 0 and unit.state is not UnitState.SHARDED:
+                self._leave_backward(unit)
+        self._open_calls.clear()
+        self.gradients.finish(self.units)
+        self.in_backward = False
+
+    # After interruptions --------------------------------------------------------------------------------------------
+
+    def _abandon_backward(self) -> None:
+        self._open_calls.clear()
+        self.gradients.abandon(self.units)
+        self.in_backward = False
+        self.release_all()
+
+    def _abandon_forward(self) -> None:
+        self.depth = 0
+        for unit in self.units:
+            unit.forward_depth = 0
+            unit.calls.clear()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Give every slot back. Only between steps."""
+        for unit in self.units:
+            unit.backward_depth = 0
+            if unit.state is not UnitState.SHARDED:
+                self._release(unit)
+
+    # Outside forward and backward -----------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Gather `unit` and let its modules hold full parameters until `reshard`. Every rank must call this."""
+        self.plan()
+        unit.forward_depth += 1
+        self._gather(unit, again=False)
+        if unit.state is UnitState.GATHERED:
+            unit.show_inner()
+
+    def reshard(self, unit: Unit) -> None:
+        """Undo `unshard`. Every rank must call this."""
+        unit.forward_depth -= 1
+        if unit.forward_depth == 0 and unit.backward_depth == 0:
+            self._leave_backward(unit)
+
+
+def _cast(tree: Any, name: str) -> Any:
+    """Floating-point tensors of a pytree in another dtype."""
+    dtype: torch.dtype = getattr(torch, name)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return tree_map_only(Tensor, cast, tree)

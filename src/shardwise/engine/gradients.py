@@ -1,0 +1,243 @@
+"""Gradients on their way: from the leaf, through a reduce slot, to the shard.
+
+A gradient is copied (cast, scaled) into its unit's reduce slot as it arrives and the leaf lets go of it. When a unit
+has all of them, or when backward ends, the slot is reduced in one collective. The sum is taken in rank order over
+values scaled by 1 / world_size, so a step's result does not depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.protocol import Buffer, BufferKind, Reduction, Work
+from shardwise.engine.arena import Arena, Slot, size_classes
+from shardwise.engine.group import Group
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.unit import Unit
+from shardwise.errors import UsageError
+
+REDUCE_SLOTS = 2
+"""One unit collects gradients while the one before is being reduced."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InFlight:
+    unit: Unit
+    slot: Slot[Unit]
+    work: Work
+
+
+class Gradients:
+    """Reduce slots and reductions of one engine. Everything here happens in graph order, alike on every rank."""
+
+    def __init__(self, mesh: Mesh, keeps_full: bool) -> None:
+        """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1)."""
+        self._mesh = mesh
+        self._keeps_full = keeps_full
+        # Replicas exchange straight out of the slots when nothing is scattered before.
+        self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
+        self._scale = 1.0 / (mesh.shard.world_size * mesh.replicate.world_size)
+        self._arena: Arena[Unit] | None = None
+        self._own: list[Slot[Unit]] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._flags = torch.zeros(0, dtype=torch.int32)
+        self.sync = True
+        """Whether backward reduces; `no_sync` turns it off."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Reduce slots, allocated."""
+        own = sum(slot.buffer.bytes.numel() for slot in self._own)
+        return own + (self._arena.total_bytes if self._arena is not None else 0)
+
+    def plan(self, units: Sequence[Unit], nesting: int) -> None:
+        """Allocate reduce slots and gradient shards for the parameters that are trainable now."""
+        for unit in units:
+            unit.place_groups()
+            for group in unit.groups:
+                group.allocate_gradients()
+        classes = size_classes([(unit, unit.reduce_bytes) for unit in units], lambda _: REDUCE_SLOTS + nesting)
+        if self._keeps_full:
+            for unit in units:
+                if unit.reduce_bytes:
+                    self._give_own_slot(unit)
+        else:
+            self._arena = Arena(self._collectives, BufferKind.REDUCE, classes)
+        count = sum(len(group.sharded) for unit in units for group in unit.groups)
+        self._flags = torch.zeros(count, dtype=torch.int32)
+
+    def add(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> bool:
+        """Take the gradient off `leaf`. Returns whether the unit now has all its gradients of this backward."""
+        grad = leaf.grad
+        leaf.grad = None
+        if torch.is_grad_enabled():
+            fqn = unit.groups[key[0]].fqns[key[1]]
+            raise UsageError(
+                f"backward(create_graph=True) reached {fqn!r}: a reduced gradient cannot be differentiated again. "
+                "Use torch.autograd.grad over sw.unsharded(model) for second derivatives"
+            )
+        assert grad is not None
+        if unit.reduce_slot is None:
+            self._open(unit)
+        unit.add_gradient(key, grad, self._scale)
+        return len(unit.arrived) == unit.expected
+
+    def reduce(self, unit: Unit) -> None:
+        """Start reducing what lies in the unit's slot; missing gradients count as zeros. One reduction stays in flight,
+        so a slow peer is waited for a unit later."""
+        slot = unit.reduce_slot
+        assert slot is not None
+        unit.zero_missing()
+        unit.written.clear()
+        unit.reduce_slot = None
+        self._in_flight.append(_InFlight(unit, slot, self._start(unit, slot)))
+        while len(self._in_flight) > 1:
+            self._finish_oldest()
+
+    def finish(self, units: Sequence[Unit]) -> None:
+        """Backward is over: reduce what is left, wait for everything and agree on which parameters were used."""
+        if self.sync:
+            for unit in units:
+                if unit.written:
+                    self.reduce(unit)
+            while self._in_flight:
+                self._finish_oldest()
+            self._hand_out(units)
+        for unit in units:
+            unit.arrived.clear()
+
+    def abandon(self, units: Sequence[Unit]) -> None:
+        """Backward raised: finish what peers may be waiting for and forget the rest."""
+        while self._in_flight:
+            self._finish_oldest()
+        for unit in units:
+            if unit.reduce_slot is not None and unit.reduce_slot is not unit.own_reduce_slot:
+                unit.reduce_slot.holder = None
+            unit.reduce_slot = None
+            unit.written.clear()
+            unit.arrived.clear()
+            unit.used.clear()
+
+    # Slots ------------------------------------------------------------------------------------------------------
+
+    def _open(self, unit: Unit) -> None:
+        if unit.own_reduce_slot is None and not self.sync:
+            self._give_own_slot(unit)
+        slot = unit.own_reduce_slot or self._take(unit)
+        slot.holder = unit
+        slot.collectives.claim(slot.buffer)
+        unit.reduce_slot = slot
+
+    def _give_own_slot(self, unit: Unit) -> None:
+        buffer: Buffer = self._collectives.allocate(unit.reduce_bytes, BufferKind.REDUCE)
+        unit.own_reduce_slot = Slot(self._collectives, buffer)
+        self._own.append(unit.own_reduce_slot)
+
+    def _take(self, unit: Unit) -> Slot[Unit]:
+        assert self._arena is not None
+        choices = self._arena.choices(unit)
+        while True:
+            for slot in choices:
+                if slot.holder is None:
+                    return slot
+            if self._in_flight:
+                self._finish_oldest()
+            else:  # units whose gradients are still incomplete hold them all: reduce the first one's in part
+                victim = choices[0].holder
+                assert victim is not None
+                self.reduce(victim)
+
+    # Reductions -------------------------------------------------------------------------------------------------
+
+    def _start(self, unit: Unit, slot: Slot[Unit]) -> Work:
+        reductions = []
+        for group in unit.groups:
+            if group.trainable:
+                flat = slot.flat(group.reduce_start, group.layout.numel, group.dtypes.reduce)
+                reductions.append(self._reduction(group, flat))
+        if self._mesh.shard.world_size == 1 and self._mesh.replicate.world_size > 1:
+            return _Several([self._mesh.replicate.all_reduce(reduction.flat) for reduction in reductions])
+        return self._mesh.shard.reduce_scatter(slot.buffer, tuple(reductions))
+
+    def _reduction(self, group: Group, flat: Tensor) -> Reduction:
+        if self._mesh.replicate.world_size > 1:  # summed over the replicas before it is added to the shard's gradient
+            start, stop = group.layout.slice_of(self._mesh.shard.rank)
+            return Reduction(flat, flat[start:stop], accumulate=False)
+        assert group.grad_shard is not None
+        return Reduction(flat, group.grad_shard, accumulate=self._prepare(group))
+
+    def _finish_oldest(self) -> None:
+        flight = self._in_flight.popleft()
+        flight.work.wait()
+        mesh = self._mesh
+        if mesh.replicate.world_size > 1:
+            for group in flight.unit.groups:
+                if not group.trainable:
+                    continue
+                start, stop = group.layout.slice_of(mesh.shard.rank)
+                flat = flight.slot.flat(group.reduce_start, group.layout.numel, group.dtypes.reduce)[start:stop]
+                if mesh.shard.world_size > 1:
+                    mesh.replicate.all_reduce(flat).wait()
+                assert group.grad_shard is not None
+                if self._prepare(group):
+                    group.grad_shard.add_(flat)
+                else:
+                    group.grad_shard.copy_(flat)
+        flight.slot.holder = None
+
+    def _prepare(self, group: Group) -> bool:
+        """Whether the coming reduction is to be added to the shard's gradient; makes that hold what p.grad says."""
+        if not group.grad_is_fresh:
+            return True
+        group.grad_is_fresh = False
+        if all(sharded.grad is None for sharded in group.sharded):
+            return False
+        for sharded, own in zip(group.sharded, group.grads, strict=True):
+            if sharded.grad is None:
+                own.local.zero_()
+            elif sharded.grad is not own:
+                own.local.copy_(sharded.grad.local)  # type: ignore[attr-defined]
+        return True
+
+    # Handing out ------------------------------------------------------------------------------------------------
+
+    def _hand_out(self, units: Sequence[Unit]) -> None:
+        """Give every parameter that some rank used its gradient; the others keep what they had."""
+        keys = [(unit, g, i) for unit in units for g, group in enumerate(unit.groups) for i in range(len(group.sharded))]
+        used = self._agree([(g, i) in unit.used for unit, g, i in keys])
+        for (unit, g, i), is_used in zip(keys, used, strict=True):
+            group = unit.groups[g]
+            if is_used and group.grads:
+                group.sharded[i].receive_grad(group.grads[i])
+        for unit in units:
+            unit.used.clear()
+            for group in unit.groups:
+                group.grad_is_fresh = True
+
+    def _agree(self, used: list[bool]) -> Sequence[bool]:
+        mesh = self._mesh
+        if mesh.shard.world_size * mesh.replicate.world_size == 1:
+            return used
+        if not mesh.is_dry:
+            self._flags.numpy()[:] = np.asarray(used, dtype=np.int32)
+        flags = self._flags.to(mesh.device)
+        mesh.shard.all_reduce(flags, "max").wait()
+        mesh.replicate.all_reduce(flags, "max").wait()
+        return used if mesh.is_dry else flags.tolist()
+
+
+class _Several:
+    """Works that are waited for together."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()

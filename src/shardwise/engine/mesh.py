@@ -1,0 +1,142 @@
+"""The groups that one sharded model exchanges bytes over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.dry import DryCollectives
+from shardwise.comm.protocol import Collectives
+from shardwise.comm.select import collectives_for
+from shardwise.errors import MeshError
+from shardwise.layout.groups import consecutive_groups, hybrid_groups
+from shardwise.policy.strategy import Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """Shard group x replicate group. A group of one rank moves nothing."""
+
+    shard: Collectives
+    """Ranks that hold different slices of one copy."""
+    replicate: Collectives
+    """Ranks that hold the same slice of different copies."""
+    device: torch.device
+    secondary: Collectives | None = None
+    """Part of the shard group, over which units are re-sharded after forward."""
+
+    @property
+    def world_size(self) -> int:
+        return self.shard.world_size * self.replicate.world_size
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether bytes for other ranks go nowhere: one process plays one rank of a larger world."""
+        return all(group.name == "dry" for group in (self.shard, self.replicate))
+
+    def describe(self) -> str:
+        text = f"{self.shard.world_size}-way shards"
+        return f"{text} x {self.replicate.world_size} replicas" if self.replicate.world_size > 1 else text
+
+
+def build_mesh(
+    strategy: Strategy, mesh: DeviceMesh | None, secondary_size: int | None, device: torch.device | None
+) -> Mesh:
+    """The groups that `strategy` asks for. Every rank must call this.
+
+    Args:
+        mesh: data axes only: 1 axis = shard; 2 axes = (replicate, shard). None: all ranks, or for hybrid strategies
+            one shard group per host.
+        secondary_size: ranks in a group for re-sharding after forward; must divide the shard group.
+    Raises:
+        MeshError: the strategy, the mesh and the number of ranks do not fit together.
+    """
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    device = device or _default_device()
+    if world_size == 1 and mesh is None:
+        return Mesh(_alone(device), _alone(device), device)
+    if mesh is not None:
+        shard, replicate = _from_device_mesh(strategy, mesh)
+    elif strategy.replicated and strategy.sharded:
+        shard, replicate = _per_host(world_size)
+    elif strategy.replicated:
+        shard, replicate = None, dist.group.WORLD
+    else:
+        shard, replicate = dist.group.WORLD, None
+    over_shard = _alone(device) if shard is None else collectives_for(shard, device)
+    over_replicas = _alone(device) if replicate is None else collectives_for(replicate, device)
+    secondary = None
+    if secondary_size is not None and secondary_size < over_shard.world_size:
+        secondary = collectives_for(_subgroup(shard, over_shard.world_size, secondary_size), device)
+    return Mesh(over_shard, over_replicas, device, secondary)
+
+
+def _alone(device: torch.device) -> Collectives:
+    return DryCollectives(0, 1, device)
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _from_device_mesh(
+    strategy: Strategy, mesh: DeviceMesh
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    hybrid = strategy.replicated and strategy.sharded
+    if mesh.ndim != (2 if hybrid else 1):
+        wanted = "2 axes (replicate, shard)" if hybrid else "1 axis"
+        raise MeshError(f"strategy {strategy.value!r} needs a mesh of {wanted}; this one has {mesh.ndim}: {mesh}")
+    if hybrid:
+        return mesh.get_group(1), mesh.get_group(0)
+    return (mesh.get_group(0), None) if strategy.sharded else (None, mesh.get_group(0))
+
+
+def _per_host(world_size: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if size < 1 or world_size % size:
+        raise MeshError(
+            f"a hybrid strategy shards inside each host, but {size} ranks a host do not divide {world_size} ranks; "
+            "pass mesh= with axes (replicate, shard)"
+        )
+    groups = hybrid_groups(world_size, size)
+    return _own_group(groups.shard), _own_group(groups.replicate)
+
+
+def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Create every group (all ranks must) and return the one this rank is in; None for a group of one."""
+    own = None
+    for ranks in groups:
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks))
+            if dist.get_rank() in ranks:
+                own = group
+    return own
+
+
+def _subgroup(parent: dist.ProcessGroup | None, parent_size: int, size: int) -> dist.ProcessGroup | None:
+    try:
+        positions = consecutive_groups(parent_size, size)
+    except ValueError:
+        raise MeshError(
+            f"reshard_after_forward={size} does not divide the shard group of {parent_size} ranks; "
+            f"use one of {[n for n in range(1, parent_size) if parent_size % n == 0]}"
+        ) from None
+    ranks = dist.get_process_group_ranks(parent)
+    if parent is not dist.group.WORLD:
+        return _own_group_within(parent, [[ranks[i] for i in group] for group in positions])
+    return _own_group([[ranks[i] for i in group] for group in positions])
+
+
+def _own_group_within(parent: dist.ProcessGroup | None, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """As `_own_group` where other ranks have other parents: all parents' groups are created by everyone, in rank order."""
+    gathered: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [tuple(group) for group in groups])
+    every = sorted({group for part in gathered for group in part})  # type: ignore[attr-defined]
+    return _own_group(every)

@@ -1,0 +1,262 @@
+"""`shard`: the one call that turns an nn.Module into a sharded one, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.engine.agreement import agree_on_layout, agree_on_values
+from shardwise.engine.engine import Engine
+from shardwise.engine.group import Dtypes, Group, Site
+from shardwise.engine.materialize import materialize, on_meta
+from shardwise.engine.mesh import Mesh, build_mesh
+from shardwise.engine.parameter import ShardedParameter
+from shardwise.engine.unit import Unit
+from shardwise.engine.wrapping import UnitPlan, Units, assign_parameters, choose_units
+from shardwise.errors import ConfigError, LayoutError, UsageError
+from shardwise.policy.precision import Precision
+from shardwise.policy.strategy import Strategy
+
+M = TypeVar("M", bound=nn.Module)
+
+_ENGINE = "_shardwise_engine"
+
+
+def shard(
+    model: M,
+    strategy: Strategy | str = Strategy.FULL_SHARD,
+    mesh: DeviceMesh | None = None,
+    units: Units = None,
+    precision: Precision | None = None,
+    reshard_after_forward: bool | int | None = None,
+    slots: int = 3,
+    ignored: Iterable[nn.Parameter] = (),
+) -> M:
+    """Shard a model's parameters, gradients and optimizer state over ranks. Every rank must call this.
+
+    Args:
+        model: on any device, the meta device included. Changed in place; fully qualified names stay.
+        strategy: a `Strategy` or its lower-case name.
+        mesh: data axes only: 1 axis = shard, 2 axes = (replicate, shard). Default: all ranks; for hybrid strategies
+            one shard group per host.
+        units: what is gathered together. None = automatic (transformers' `_no_split_modules`, else repeated blocks of
+            a ModuleList or Sequential; large embeddings and heads alone); module classes; an int = the least numel of
+            a unit; a callable (fqn, module) -> bool. The rest belongs to the root.
+        precision: dtypes of compute, reduction and masters. Default: everything as stored.
+        reshard_after_forward: None = the strategy's; True or False; an int = re-shard to groups of so many ranks.
+        slots: arena slots for gathered units per size class: how many units are gathered at once, at most.
+        ignored: parameters left alone: neither moved, sharded nor reduced.
+
+    Returns:
+        The same module. Its parameters are now `ShardedParameter`s; build the optimizer from them.
+
+    Raises:
+        ConfigError: an argument cannot be used. MeshError: ranks, mesh and strategy do not fit together.
+        LayoutError: the model has no parameters, or one that cannot be laid out.
+        MismatchError: ranks built different models.
+
+    Ranks whose initial parameters or buffers differ get rank 0's, with a warning. A second call on an ancestor adopts
+    the units below it. Source: ZeRO (arXiv:1910.02054), PyTorch FSDP (arXiv:2304.11277).
+    """
+    strategy = Strategy.parse(strategy)
+    precision = _checked_precision(precision)
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise ConfigError(f"slots={slots!r}: a number of slots is at least 2")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"sw.shard takes an nn.Module, not a {type(model).__name__}")
+    if engine_of(model, below=False) is not None:
+        raise UsageError("this module is sharded already; sw.shard it once, or shard an ancestor to adopt it")
+    keeps, secondary = _resharding(strategy, reshard_after_forward)
+    skipped = {id(parameter) for parameter in ignored}
+    adopted = _adopt(model)
+    groups = adopted[0].mesh if adopted else build_mesh(strategy, mesh, secondary, None)
+    plans = assign_parameters(
+        model, choose_units(model, units), lambda p: id(p) in skipped or isinstance(p, ShardedParameter)
+    )
+    if not adopted and not any(plan.parameters for plan in plans):
+        raise LayoutError(f"{type(model).__name__} has no parameters to shard")
+    engine = Engine(groups, strategy, precision, slots, keeps)
+    own = _build_units(model, plans, groups, precision)
+    engine.install(_in_module_order(model, own, [unit for other in adopted for unit in other.units]))
+    model.__dict__[_ENGINE] = engine
+    _guard_conversions(model, engine)
+    return model
+
+
+def engine_of(model: nn.Module, below: bool = True) -> Engine | None:
+    """The engine that `shard` gave the module; with `below`, or else the one that a module below it has."""
+    for module in model.modules() if below else (model,):
+        engine: Engine | None = module.__dict__.get(_ENGINE)
+        if engine is not None:
+            return engine
+    return None
+
+
+def require_engine(model: nn.Module) -> Engine:
+    """As `engine_of`. Raises UsageError if there is none."""
+    engine = engine_of(model)
+    if engine is None:
+        raise UsageError(f"{type(model).__name__} is not sharded; call sw.shard(model, ...) first")
+    return engine
+
+
+def _checked_precision(precision: Precision | None) -> Precision:
+    if precision is None:
+        return Precision()
+    if not isinstance(precision, Precision):
+        raise ConfigError(f"precision={precision!r}: pass sw.Precision(param=..., reduce=...)")
+    return precision
+
+
+def _resharding(strategy: Strategy, asked: bool | int | None) -> tuple[bool, int | None]:
+    """(whether units stay gathered, size of the group to re-shard to)."""
+    if asked is None:
+        return strategy.keeps_params, None
+    if isinstance(asked, bool):
+        return not asked, None
+    if asked < 1:
+        raise ConfigError(f"reshard_after_forward={asked!r}: None, True, False or a number of ranks")
+    return (True, None) if asked == 1 else (False, asked)
+
+
+def _adopt(model: nn.Module) -> list[Engine]:
+    """Engines below the model give up their units to the one that is being made."""
+    engines = []
+    for module in model.modules():
+        engine = module.__dict__.pop(_ENGINE, None)
+        if engine is not None:
+            engine.retire()
+            engines.append(engine)
+    return engines
+
+
+def _build_units(model: nn.Module, plans: list[UnitPlan], mesh: Mesh, precision: Precision) -> list[tuple[Unit, UnitPlan]]:
+    units = [(Unit(plan.fqn, plan.module, _groups(plan, mesh, precision)), plan) for plan in plans]
+    agree_on_layout([unit for unit, _ in units], mesh)
+    with torch.no_grad(), torch.inference_mode(False):
+        if on_meta(model):
+            _materialize(model, units, plans, mesh, precision)
+        else:
+            for unit, plan in units:
+                agree_on_values([(fqn, parameter) for fqn, parameter, _ in plan.parameters], mesh)
+                unit.shard_parameters(mesh.device)
+        _prepare_buffers(model, mesh, precision)
+    return units
+
+
+def _materialize(
+    model: nn.Module, units: Sequence[tuple[Unit, UnitPlan]], plans: list[UnitPlan], mesh: Mesh, precision: Precision
+) -> None:
+    by_plan = {id(plan): unit for unit, plan in units}
+
+    def finish(plan: UnitPlan) -> None:
+        unit = by_plan[id(plan)]
+        replaced = {fqn: parameter for fqn, parameter, _ in plan.parameters}
+        for group in unit.groups:
+            group.originals = [replaced[fqn] for fqn in group.fqns]
+        unit.shard_parameters(mesh.device)
+
+    with _same_random_state(mesh):
+        materialize(model, plans, mesh.device, finish)
+    for unit, plan in units:
+        if not plan.parameters:
+            unit.shard_parameters(mesh.device)
+
+
+class _same_random_state:
+    """Rank 0's random state on every rank; afterwards other ranks have their own back."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __enter__(self) -> None:
+        self._before = torch.get_rng_state()
+        state = self._before.to(self._mesh.device)
+        if not self._mesh.is_dry:
+            self._mesh.replicate.broadcast(state, 0)
+            self._mesh.shard.broadcast(state, 0)
+            torch.set_rng_state(state.cpu())
+        self._shared = bool(torch.equal(state.cpu(), self._before)) or self._mesh.is_dry
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._shared:
+            torch.set_rng_state(self._before)
+
+
+def _groups(plan: UnitPlan, mesh: Mesh, precision: Precision) -> list[Group]:
+    """Parameters by (stored dtype, trainable), each in the order of the module tree."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter, tuple[Site, ...]]]] = {}
+    for item in plan.parameters:
+        kinds.setdefault((item[1].dtype, item[1].requires_grad), []).append(item)
+    return [
+        Group(items, _dtypes(dtype, trainable, precision), mesh.shard) for (dtype, trainable), items in kinds.items()
+    ]
+
+
+def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision) -> Dtypes:
+    if not stored.is_floating_point:
+        return Dtypes(stored, stored, stored)
+
+    def given(name: str | None, default: torch.dtype) -> torch.dtype:
+        return default if name is None else getattr(torch, name)  # type: ignore[no-any-return]
+
+    master = given(precision.master, stored) if trainable else stored
+    compute = given(precision.param, master)
+    return Dtypes(master, compute, given(precision.reduce, compute))
+
+
+def _prepare_buffers(model: nn.Module, mesh: Mesh, precision: Precision) -> None:
+    """Move buffers to the device, cast them if asked, and have rank 0's everywhere."""
+    dtype = None if precision.buffers is None else getattr(torch, precision.buffers)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                module._buffers[name] = buffer.to(mesh.device, cast)
+    agree_on_values([(name, buffer) for name, buffer in model.named_buffers() if buffer.numel()], mesh)
+
+
+def _in_module_order(model: nn.Module, own: Sequence[tuple[Unit, UnitPlan]], adopted: Sequence[Unit]) -> list[Unit]:
+    """All units, outermost first, each knowing those around it and its name from `model`."""
+    by_module: dict[int, list[Unit]] = {}
+    for unit in (*(unit for unit, _ in own), *(unit for unit in adopted if unit.groups)):
+        by_module.setdefault(id(unit.module), []).append(unit)
+    ordered: list[Unit] = []
+
+    def visit(fqn: str, module: nn.Module, around: tuple[Unit, ...]) -> None:
+        for unit in by_module.pop(id(module), ()):
+            unit.fqn, unit.ancestors = fqn, around
+            ordered.append(unit)
+            around = (*around, unit)
+        for name, child in module.named_children():
+            visit(f"{fqn}.{name}" if fqn else name, child, around)
+
+    visit("", model, ())
+    return ordered
+
+
+def _guard_conversions(model: nn.Module, engine: Engine) -> None:
+    """Have `.to()`, `.half()` and the like raise wherever they would move or cast sharded parameters."""
+
+    def apply(module: nn.Module) -> Callable[..., nn.Module]:
+        def guarded(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            for unit in engine.units:
+                for group in unit.groups:
+                    probe = torch.empty(0, dtype=group.dtypes.master, device=engine.mesh.device)
+                    result = fn(probe)
+                    if result.dtype != probe.dtype or result.device != probe.device:
+                        raise UsageError(
+                            f"a sharded model cannot be converted from {probe.dtype} on {probe.device} to "
+                            f"{result.dtype} on {result.device}: convert it before sw.shard, or pass "
+                            "sw.shard(precision=sw.Precision(...))"
+                        )
+            return module
+
+        return guarded
+
+    for unit in engine.units:
+        unit.module.__dict__["_apply"] = apply(unit.module)

@@ -1,0 +1,57 @@
+"""What happens around every optimizer step, whichever optimizer it is.
+
+Before: parameters that the optimizer was given before `sw.shard` are exchanged for their sharded faces. After: units
+whose weights were written get a newer version, since fused optimizers bump no tensor's version counter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardwise.engine.parameter import ShardedParameter
+from shardwise.errors import UsageError
+
+SHARDED_FACE = "_shardwise_sharded"
+"""Attribute of an inner parameter: its outer face."""
+
+
+def _exchange(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        for position, parameter in enumerate(parameters):
+            if type(parameter) is ShardedParameter:
+                continue
+            sharded = getattr(parameter, SHARDED_FACE, None)
+            if sharded is None:
+                continue
+            if optimizer.state.get(parameter):
+                raise UsageError(
+                    f"this {type(optimizer).__name__} took steps on {sharded.fqn!r} before sw.shard, so its state is "
+                    "unsharded; build the optimizer after sw.shard"
+                )
+            optimizer.state.pop(parameter, None)
+            parameters[position] = sharded
+
+
+def _bump(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    units = {
+        parameter.unit
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if type(parameter) is ShardedParameter and parameter.unit is not None
+    }
+    for unit in units:
+        unit.stepped_by(optimizer)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _exchange(optimizer, args, kwargs)
+
+
+register_optimizer_step_pre_hook(_pre_step)
+register_optimizer_step_post_hook(_bump)

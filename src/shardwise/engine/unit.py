@@ -1,0 +1,337 @@
+"""A unit: a module whose parameters are gathered, used and released together.
+
+    SHARDED --issue--> GATHERING --landed--> GATHERED <--enter / leave--> ACTIVE
+       ^                                        |
+       +----------------release-----------------+
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Region, Work
+from shardwise.engine.arena import Slot
+from shardwise.engine.group import Group
+from shardwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardwise.engine.call import Call
+    from shardwise.engine.engine import Engine
+
+
+class UnitState(enum.Enum):
+    """Where a unit's parameters are."""
+
+    SHARDED = "sharded"
+    """Only this rank's slice exists."""
+    GATHERING = "gathering"
+    """A slot is taken and the gather is under way."""
+    GATHERED = "gathered"
+    """The full parameters lie in a slot; modules hold the sharded face."""
+    ACTIVE = "active"
+    """The full parameters lie in a slot and modules hold them: forward, backward or `sw.unsharded` is inside."""
+
+
+_MOVES: dict[UnitState, tuple[UnitState, ...]] = {
+    UnitState.SHARDED: (UnitState.GATHERING,),
+    UnitState.GATHERING: (UnitState.GATHERED,),
+    UnitState.GATHERED: (UnitState.ACTIVE, UnitState.SHARDED),
+    UnitState.ACTIVE: (UnitState.GATHERED,),
+}
+
+
+class Unit:
+    """One module's own parameters (those of units below it are theirs)."""
+
+    def __init__(self, fqn: str, module: nn.Module, groups: Sequence[Group]) -> None:
+        self.fqn = fqn
+        """Of the module, from the model that was sharded first; "" is that model itself."""
+        self.module = module
+        self.groups = list(groups)
+        self.index = -1
+        """Position among the engine's units; orders everything that ranks must do alike."""
+        self.ancestors: tuple[Unit, ...] = ()
+        """Units around this one, outermost first."""
+        self.keeps_params = False
+        """Stays gathered until the weights change."""
+        self.state = UnitState.SHARDED
+        self.slot: Slot[Unit] | None = None
+        self.work: Work = FINISHED
+        self.content_version = -1
+        """Version of the weights that lie in the slot."""
+        self.updates = 0
+        """Optimizer steps seen; fused ones bump no tensor's version."""
+        self.forward_depth = 0
+        self.backward_depth = 0
+        self.calls: list[Call] = []
+        """Forward calls under way, outermost first."""
+        self.secondary: list[Tensor] = []
+        """By group: this rank's slice over the smaller group that backward gathers from, compute dtype."""
+        self.secondary_rank = 0
+        self.secondary_version = -1
+        self.reduce_slot: Slot[Unit] | None = None
+        self.own_reduce_slot: Slot[Unit] | None = None
+        """Kept by strategies with full-size gradients and by `no_sync`."""
+        self.written: set[tuple[int, int]] = set()
+        """(group, parameter) whose gradient lies in the reduce slot."""
+        self.arrived: set[tuple[int, int]] = set()
+        """(group, parameter) whose gradient came in this backward."""
+        self.used: set[tuple[int, int]] = set()
+        """(group, parameter) whose gradient came since gradients were last agreed on."""
+        self.leaf_ids: frozenset[int] = frozenset()
+        """Of the inner parameters."""
+        self._engine: Engine | None = None
+        self._hooked_leaves: set[int] = set()
+        self._pinned_bytes: Tensor | None = None
+        self._views: dict[int, tuple[int, list[list[Tensor]]]] = {}
+        self._reduce_views: dict[int, list[list[Tensor]]] = {}
+        self.is_pinned = all(
+            group.layout.numel == 0 or (group.layout.world_size == 1 and group.dtypes.master == group.dtypes.compute)
+            for group in groups
+        )
+        """Nothing to gather: the slot is the shard itself (a shard group of one and no cast, or no elements)."""
+        self.place_groups()
+
+    def place_groups(self) -> None:
+        """Lay the groups one after another in the unit's slots."""
+        gather = reduce = 0
+        for group in self.groups:
+            group.gather_start, group.reduce_start = gather, reduce
+            gather += group.gather_bytes
+            reduce += group.reduce_bytes
+        self.gather_bytes, self.reduce_bytes = gather, reduce
+        self.regions: tuple[Region, ...] = tuple(group.region for group in self.groups)
+        self._reduce_views.clear()
+
+    def move(self, state: UnitState) -> None:
+        """The only place where the state changes."""
+        assert state in _MOVES[self.state], f"unit {self.fqn!r}: {self.state.value} -> {state.value}"
+        self.state = state
+
+    @property
+    def version(self) -> int:
+        """Grows whenever this rank's weights are written."""
+        return self.updates + sum(group.shard._version for group in self.groups)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether what was gathered is still what the shards say."""
+        return self.is_pinned or self.content_version == self.version
+
+    @property
+    def has_secondary(self) -> bool:
+        """Whether the smaller group holds the weights of now."""
+        return bool(self.secondary) and self.secondary_version == self.version
+
+    @property
+    def expected(self) -> int:
+        """How many gradients a full backward brings."""
+        return sum(parameter.requires_grad for group in self.groups for parameter in group.sharded)
+
+    # Building -------------------------------------------------------------------------------------------------------
+
+    def shard_parameters(self, device: torch.device) -> None:
+        """Cut the original parameters into this rank's shards and free them. Local."""
+        if self.is_pinned:
+            self._pinned_bytes = torch.zeros(self.gather_bytes, dtype=torch.uint8, device=device)
+        for group in self.groups:
+            storage = None
+            if self._pinned_bytes is not None:
+                start, nbytes = group.gather_start, group.layout.numel * group.dtypes.master.itemsize
+                storage = self._pinned_bytes[start : start + nbytes].view(group.dtypes.master)
+            group.shard_parameters(device, storage)
+            for sharded in group.sharded:
+                sharded.unit = self
+        self.leaf_ids = frozenset(id(inner) for group in self.groups for inner in group.inner)
+
+    def pin(self, collectives: Collectives) -> Slot[Unit]:
+        """Make the shard the slot, for good. Only where `is_pinned`."""
+        assert self._pinned_bytes is not None
+        slot: Slot[Unit] = Slot(collectives, Buffer(self._pinned_bytes, BufferKind.GATHER, -1))
+        self.slot, slot.holder = slot, self
+        for group, views in zip(self.groups, self.views(slot), strict=True):
+            group.attach(views)
+        self.move(UnitState.GATHERING)
+        self.move(UnitState.GATHERED)
+        return slot
+
+    def allocate_secondary(self, collectives: Collectives) -> None:
+        """Room for a slice over the smaller group. Local."""
+        for group in self.groups:
+            numel = group.layout.numel // collectives.world_size
+            self.secondary_rank = collectives.rank
+            self.secondary.append(torch.empty(numel, dtype=group.dtypes.compute, device=group.shard.device))
+
+    def hook(self, engine: Engine) -> None:
+        """Have the module's forward and the leaves' gradients reported to `engine`, instead of whomever before."""
+        first = self._engine is None
+        self._engine = engine
+        if first:
+            self.module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            self.module.register_forward_hook(self._post_forward, always_call=True)
+        self.hook_gradients()
+
+    def hook_gradients(self) -> None:
+        """Hook leaves that want gradients and are not hooked yet."""
+        for g, group in enumerate(self.groups):
+            for i, leaf in enumerate(group.inner):
+                if leaf.requires_grad and id(leaf) not in self._hooked_leaves:
+                    self._hooked_leaves.add(id(leaf))
+                    leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
+
+    def forget_slots(self) -> None:
+        """Let go of everything that lies in an arena."""
+        self.own_reduce_slot = self.reduce_slot = None
+        self.secondary = []
+        self._views.clear()
+        self._reduce_views.clear()
+
+    def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has updated the shards."""
+        self.updates += 1
+        if self._engine is not None:
+            self._engine.optimizers.add(optimizer)
+
+    def _gradient_hook(self, key: tuple[int, int]) -> Any:
+        def on_gradient(leaf: nn.Parameter) -> None:
+            assert self._engine is not None
+            self._engine.on_gradient(self, key, leaf)
+
+        return on_gradient
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._engine is not None
+        return self._engine.pre_forward(self, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        assert self._engine is not None
+        return self._engine.post_forward(self, output)
+
+    # Gathering: each step is called by the engine, in graph order ----------------------------------------------------
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(f"a sharded model (unit {self.fqn!r}) cannot be deep-copied; copy it before sw.shard")
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a sharded model cannot be pickled or given to torch.save; save sw.full_state_dict(model), or call "
+            "sw.checkpoint.save"
+        )
+
+    def issue(self, slot: Slot[Unit]) -> None:
+        """Take `slot` (claimed by nobody else), write this rank's slice, cast, in its final place and start the gather."""
+        self.move(UnitState.GATHERING)
+        self.slot, slot.holder = slot, self
+        self.content_version = self.version
+        collectives = slot.collectives
+        collectives.claim(slot.buffer)
+        slices = [group.shard for group in self.groups]
+        regions = self.regions
+        if collectives is not self.groups[0].collectives:
+            slices = self.secondary
+            regions = tuple(
+                Region(group.gather_start, piece.numel() * piece.itemsize)
+                for group, piece in zip(self.groups, slices, strict=True)
+            )
+        for group, piece in zip(self.groups, slices, strict=True):
+            self._slice(slot, group, piece.numel(), collectives.rank).copy_(piece)
+        self.work = collectives.all_gather(slot.buffer, regions)
+
+    def store_secondary(self) -> None:
+        """Keep this rank's slice over the smaller group, for backward. Only while gathered."""
+        if not self.secondary or self.slot is None:
+            return
+        rank = self.secondary_rank
+        for group, piece in zip(self.groups, self.secondary, strict=True):
+            piece.copy_(self._slice(self.slot, group, piece.numel(), rank))
+        self.secondary_version = self.content_version
+
+    @staticmethod
+    def _slice(slot: Slot[Unit], group: Group, numel: int, rank: int) -> Tensor:
+        flat = slot.flat(group.gather_start, group.layout.numel, group.dtypes.compute)
+        return flat[rank * numel : (rank + 1) * numel]
+
+    def land(self) -> None:
+        """Wait for the gather and point the inner parameters at the slot."""
+        slot = self.slot
+        assert slot is not None
+        self.work.wait()
+        self.work = FINISHED
+        for group, views in zip(self.groups, self.views(slot), strict=True):
+            group.attach(views)
+        slot.baseline = slot.references()
+        self.move(UnitState.GATHERED)
+
+    def show_inner(self) -> None:
+        """Let modules hold the full parameters."""
+        for group in self.groups:
+            group.show_inner()
+        self.move(UnitState.ACTIVE)
+
+    def show_sharded(self) -> None:
+        """Let modules hold the sharded parameters again."""
+        for group in self.groups:
+            group.show_sharded()
+        self.move(UnitState.GATHERED)
+
+    def vacate(self) -> bool:
+        """Give the slot back. Returns False if somebody still held a view of it: the storage was left to them."""
+        slot = self.slot
+        assert slot is not None
+        self.move(UnitState.SHARDED)
+        clean = slot.references() <= slot.baseline
+        for group in self.groups:
+            group.detach()
+        if not clean:
+            self._views.pop(id(slot), None)
+            slot.replace_storage()
+        slot.collectives.release(slot.buffer)
+        slot.holder, self.slot = None, None
+        return clean
+
+    def views(self, slot: Slot[Unit]) -> list[list[Tensor]]:
+        """The parameters in `slot`, by group; cached."""
+        cached = self._views.get(id(slot))
+        if cached is None or cached[0] != slot.generation:
+            cached = slot.generation, [group.gather_views(slot) for group in self.groups]  # type: ignore[arg-type]
+            self._views[id(slot)] = cached
+        return cached[1]
+
+    # Gradients ------------------------------------------------------------------------------------------------------
+
+    def reduce_views(self, slot: Slot[Unit]) -> list[list[Tensor]]:
+        """Where gradients go in `slot`, by group; cached; nothing for frozen groups."""
+        views = self._reduce_views.get(id(slot))
+        if views is None:
+            views = [group.reduce_views(slot) if group.trainable else [] for group in self.groups]  # type: ignore[arg-type]
+            self._reduce_views[id(slot)] = views
+        return views
+
+    def add_gradient(self, key: tuple[int, int], grad: Tensor, scale: float) -> None:
+        """Add `scale` * grad, cast, to its place in the reduce slot; the first one overwrites."""
+        slot = self.reduce_slot
+        assert slot is not None
+        view = self.reduce_views(slot)[key[0]][key[1]]
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if key in self.written:
+            view.add_(grad, alpha=scale)
+        else:
+            self.written.add(key)
+            torch.mul(grad, scale, out=view)
+        self.arrived.add(key)
+        self.used.add(key)
+
+    def zero_missing(self) -> None:
+        """Zero the places of gradients that did not come."""
+        slot = self.reduce_slot
+        assert slot is not None
+        for g, views in enumerate(self.reduce_views(slot)):
+            for i, view in enumerate(views):
+                if (g, i) not in self.written:
+                    view.zero_()

@@ -1,0 +1,197 @@
+"""Which modules become units, and which parameters are whose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shardwise.engine.group import Site
+from shardwise.errors import ConfigError, LayoutError
+
+Units = None | int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Never called, so never units."""
+
+LARGE = 0.5
+"""An embedding or a head is a unit of its own from this share of the median unit on."""
+
+
+@dataclass
+class UnitPlan:
+    """A module that is to be a unit, with the parameters that are its own: (fqn, parameter, sites)."""
+
+    fqn: str
+    module: nn.Module
+    ancestors: tuple[UnitPlan, ...]
+    parameters: list[tuple[str, nn.Parameter, tuple[Site, ...]]] = field(default_factory=list)
+
+
+def choose_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
+    """The modules below `model` that become units, in module order; the model itself is always one besides.
+
+    Args:
+        units: None = automatic; module classes; an int = the least numel of a unit; a callable (fqn, module) -> bool.
+    Raises:
+        ConfigError: none of the classes occurs in the model, or `units` is none of these.
+    """
+    if units is None:
+        return _automatic(model)
+    if isinstance(units, bool) or (isinstance(units, int) and units < 1):
+        raise ConfigError(f"units={units!r}: a number of parameters is at least 1")
+    if isinstance(units, int):
+        return _by_size(model, units)
+    if isinstance(units, type) or not callable(units):
+        classes = (units,) if isinstance(units, type) else tuple(units)  # type: ignore[arg-type]
+        if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+            raise ConfigError(f"units={units!r}: expected module classes, a least numel or a callable")
+        chosen = _below(model, lambda fqn, module: isinstance(module, classes))
+        if not chosen and not isinstance(model, classes):
+            present = sorted({type(module).__name__ for module in model.modules()})
+            raise ConfigError(f"units={[c.__name__ for c in classes]}: no such module; it has {', '.join(present)}")
+        return chosen
+    return _below(model, units)
+
+
+def _below(model: nn.Module, wanted: Callable[[str, nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    return [
+        (fqn, module)
+        for fqn, module in model.named_modules()
+        if module is not model and not isinstance(module, _CONTAINERS) and wanted(fqn, module)
+    ]
+
+
+def _automatic(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    names = {
+        name
+        for module in model.modules()
+        for name in (getattr(module, "_no_split_modules", None) or ())
+        if isinstance(name, str)
+    }
+    blocks = _outermost(_below(model, lambda fqn, module: type(module).__name__ in names and _has_parameters(module)))
+    if not blocks:
+        blocks = _repeated_blocks(model)
+    if not blocks:
+        return []
+    sizes = sorted(_numel(module) for _, module in blocks)
+    least = max(1, int(LARGE * sizes[len(sizes) // 2]))
+    inside = {id(module) for _, block in blocks for module in block.modules()}
+    shared = _shared_parameters(model)
+    large = _below(
+        model,
+        lambda fqn, module: (
+            isinstance(module, (nn.Embedding, nn.Linear))
+            and id(module) not in inside
+            and _numel(module) >= least
+            and not any(id(parameter) in shared for parameter in module.parameters())
+        ),
+    )
+    chosen = {id(module) for _, module in (*blocks, *large)}
+    return _below(model, lambda fqn, module: id(module) in chosen)
+
+
+def _outermost(units: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    kept: list[tuple[str, nn.Module]] = []
+    for fqn, module in units:
+        if not any(fqn.startswith(f"{outer}.") for outer, _ in kept):
+            kept.append((fqn, module))
+    return kept
+
+
+def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Children of ModuleLists and Sequentials whose class occurs there more than once; the outermost ones."""
+    found = []
+    for fqn, container in model.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        children = [(name, child) for name, child in container.named_children() if _has_parameters(child)]
+        classes = Counter(type(child) for _, child in children)
+        found += [
+            (f"{fqn}.{name}" if fqn else name, child)
+            for name, child in children
+            if classes[type(child)] > 1 and not isinstance(child, _CONTAINERS)
+        ]
+    return _outermost(found)
+
+
+def _by_size(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
+    """From the leaves up: a module whose parameters outside units add up to `least` becomes one."""
+    chosen: set[int] = set()
+
+    def visit(module: nn.Module) -> int:
+        numel = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
+        if numel >= least and not isinstance(module, _CONTAINERS):
+            chosen.add(id(module))
+            return 0
+        return numel
+
+    visit(model)
+    return _below(model, lambda fqn, module: id(module) in chosen)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Parameters that stand in more than one place."""
+    counts = Counter(
+        id(parameter) for module in model.modules() for parameter in module._parameters.values() if parameter is not None
+    )
+    return {key for key, count in counts.items() if count > 1}
+
+
+def assign_parameters(
+    model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], skip: Callable[[nn.Parameter], bool]
+) -> list[UnitPlan]:
+    """Give every parameter to the innermost unit around it; a tied one to the lowest common ancestor of its users.
+
+    Returns the units in module order, the model first; those left without parameters (but for the model) are dropped.
+    """
+    plans: dict[int, UnitPlan] = {id(model): UnitPlan("", model, ())}
+    wanted = {id(module): fqn for fqn, module in chosen}
+    users: dict[int, list[tuple[str, nn.Parameter, Site, tuple[UnitPlan, ...]]]] = {}
+
+    def visit(fqn: str, module: nn.Module, around: tuple[UnitPlan, ...]) -> None:
+        if id(module) in wanted and id(module) not in plans:
+            plans[id(module)] = UnitPlan(fqn, module, around)
+        if id(module) in plans and plans[id(module)].module is module and plans[id(module)] not in around:
+            around = (*around, plans[id(module)])
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not skip(parameter):
+                path = f"{fqn}.{name}" if fqn else name
+                users.setdefault(id(parameter), []).append((path, parameter, Site(module, name), around))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(f"{fqn}.{name}" if fqn else name, child, around)
+
+    visit("", model, ())
+    for places in users.values():
+        fqn, parameter = places[0][:2]
+        sites = {(id(site.module), site.name): site for _, _, site, _ in places}
+        owner = _common([around for *_, around in places])
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, nn.Parameter):
+            raise LayoutError(f"parameter {fqn!r} is a {type(parameter).__name__}, not an nn.Parameter")
+        owner.parameters.append((fqn, parameter, tuple(sites.values())))
+    kept = [plan for plan in plans.values() if plan.parameters or plan.module is model]
+    for plan in kept:
+        plan.ancestors = tuple(ancestor for ancestor in plan.ancestors if ancestor in kept)
+    return kept
+
+
+def _common(chains: Sequence[tuple[UnitPlan, ...]]) -> UnitPlan:
+    """The innermost unit that is in every chain."""
+    common = chains[0]
+    for chain in chains[1:]:
+        length = 0
+        while length < min(len(common), len(chain)) and common[length] is chain[length]:
+            length += 1
+        common = common[:length]
+    return common[-1]

@@ -1,0 +1,50 @@
+"""Every exception that shardwise raises on purpose.
+
+    ShardwiseError
+    ├── UserError              a mistake in what was asked for; the CLI prints one line and exits 2
+    │   ├── ConfigError        a configuration key or value
+    │   ├── LayoutError        a model that cannot be laid out as asked (no parameters, meta tensors, ...)
+    │   ├── MeshError          ranks, groups and meshes that do not fit together
+    │   └── UsageError         a call that would be silently wrong on a sharded model
+    ├── MismatchError          ranks disagree (different models, different order); no collective was started
+    ├── StaleWeightsError      backward met weights newer than those its forward used
+    └── CollectiveTimeout      a peer did not arrive, or died
+
+Messages name the value, the rank or the fully qualified name at fault, and the way out.
+"""
+
+
+class ShardwiseError(Exception):
+    """Base class of every error raised on purpose."""
+
+
+class UserError(ShardwiseError):
+    """A mistake in what was asked for. The command line prints it as one line and exits with status 2."""
+
+
+class ConfigError(UserError):
+    """A configuration key or value that cannot be used."""
+
+
+class LayoutError(UserError):
+    """A model whose parameters cannot be laid out as asked."""
+
+
+class MeshError(UserError):
+    """Ranks, groups and meshes that do not fit together."""
+
+
+class UsageError(UserError, RuntimeError):
+    """A call that would be silently wrong on a sharded model; the message names the call to make instead."""
+
+
+class MismatchError(ShardwiseError):
+    """Ranks disagree about the model or the order of units. Raised on every rank."""
+
+
+class StaleWeightsError(ShardwiseError, RuntimeError):
+    """Backward met weights that were updated after the forward that saved them."""
+
+
+class CollectiveTimeout(ShardwiseError, RuntimeError):
+    """A peer did not arrive at a collective in time, or its process is gone."""

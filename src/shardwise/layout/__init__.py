@@ -1,0 +1,1 @@
+"""Where every element lives: pure arithmetic on ints and tuples. Imports no torch."""

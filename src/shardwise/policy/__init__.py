@@ -1,0 +1,1 @@
+"""Frozen choices: what is sharded, in which dtypes. Imports no torch."""

@@ -1,0 +1,51 @@
+"""Mixed precision as data: which dtype computes, travels and is kept."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+
+from shardwise.errors import ConfigError
+
+_ALIASES = {
+    "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16", "half": "float16",
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp64": "float64", "float64": "float64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of one sharded model. Every field takes a name ("bf16", "fp32", "fp16", "fp64") or a torch dtype.
+
+    After construction each is a torch name ("bfloat16") or None.
+    """
+
+    param: str | None = None
+    """Gathered parameters and compute. None: the dtype in which each parameter is stored."""
+    reduce: str | None = None
+    """Gradients while they travel. None: the compute dtype."""
+    master: str | None = None
+    """The shards that the optimizer updates. None: each parameter's stored dtype. Frozen parameters are never upcast."""
+    output: str | None = None
+    """Floating-point outputs of the root module are cast to it. None: left alone."""
+    buffers: str | None = None
+    """Floating-point buffers are cast to it when the model is sharded. None: left alone."""
+    cast_inputs: bool = True
+    """Cast floating-point inputs of the root module to `param`."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "cast_inputs":
+                object.__setattr__(self, field.name, dtype_name(getattr(self, field.name), f"precision.{field.name}"))
+
+
+def dtype_name(value: object, where: str) -> str | None:
+    """The torch name of a dtype given by name or as a torch dtype; None stays None. Raises ConfigError."""
+    if value is None:
+        return None
+    text = str(value).removeprefix("torch.")
+    if text in _ALIASES:
+        return _ALIASES[text]
+    near = difflib.get_close_matches(text, _ALIASES, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{where} = {value!r} is not a floating-point dtype that can be used{hint} (fp32, bf16, fp16, fp64)")
