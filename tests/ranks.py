@@ -1,0 +1,272 @@
+"""Processes that act as ranks for tests: started once, then asked to run one function after another.
+
+    def sums(numel: int) -> list[float]: ...            # module-level, so that ranks can import it
+
+    def test_sums(ranks):
+        first, second = ranks(2).run(sums, 5)           # one result per rank
+
+Every rank has a gloo default process group, one thread, poisoned released memory and a fixed seed. Groups that are
+left behind are destroyed. After a failure the ranks meet again in a new default group; ranks that hang are shown
+where they hang, killed and replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import IO, TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+START_TIMEOUT_S = 120
+GROUP_TIMEOUT_S = 30
+GRACE_S = 3.0
+"""How long the other ranks get after one has failed."""
+MOST_PROCESSES = 14
+
+
+class RanksHung(AssertionError):
+    """Ranks did not come back in time. The message holds their stacks."""
+
+
+class RankPools:
+    """Pools by world size and environment, started when first asked for, the least recently used ones stopped."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[int, tuple[tuple[str, str], ...]], RankPool] = {}
+
+    def __call__(self, world_size: int, **env: str) -> RankPool:
+        key = (world_size, tuple(sorted(env.items())))
+        pool = self._pools.pop(key, None) or RankPool(world_size, **env)
+        self._pools[key] = pool  # now the last
+        while len(self._pools) > 1 and sum(p.world_size for p in self._pools.values()) > MOST_PROCESSES:
+            self._pools.pop(next(iter(self._pools))).close()
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    stacks: IO[bytes]
+
+
+class RankPool:
+    """`world_size` rank processes. A context manager; usable again after `close`."""
+
+    def __init__(self, world_size: int, **env: str) -> None:
+        self.world_size = world_size
+        self._env = env
+        self._workers: list[_Worker] = []
+        self._store: Any = None
+        self._generation = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Call function(*arguments) on every rank. Returns the results by rank.
+
+        Raises:
+            the exception of a rank, with every rank's traceback as notes.
+            RanksHung: not all ranks came back.
+        """
+        self._start()
+        payload = pickle.dumps((function, arguments))
+        message = pickle.dumps((sys.path, self._generation, payload))
+        for worker in self._workers:
+            worker.connection.send_bytes(message)
+        replies = self._collect(timeout_s)
+        missing = [rank for rank in range(self.world_size) if rank not in replies]
+        hung = self._stacks(missing) if missing else ""
+        if missing:
+            self.close()
+        elif not all(reply.intact for reply in replies.values()):
+            self._generation += 1
+        failures = {rank: reply for rank, reply in replies.items() if reply.error is not None}
+        if failures:
+            raise _worst(failures, hung)
+        if missing:
+            raise RanksHung(f"ranks {missing} of {self.world_size} did not return in {timeout_s:g} s\n{hung}")
+        return [replies[rank].result for rank in range(self.world_size)]
+
+    def pids(self) -> list[int]:
+        """The processes, by rank; starts them if need be."""
+        self._start()
+        return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.wait()
+            worker.connection.close()
+            worker.stacks.close()
+        self._workers = []
+        self._store = None
+
+    def _collect(self, timeout_s: float) -> dict[int, _Reply]:
+        replies: dict[int, _Reply] = {}
+        waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
+        deadline = time.monotonic() + timeout_s
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                with contextlib.suppress(EOFError, ConnectionResetError):  # died: it stays missing
+                    replies[rank] = _Reply(*pickle.loads(connection.recv_bytes()))
+                if rank not in replies or replies[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return replies
+
+    def _stacks(self, ranks: list[int]) -> str:
+        for rank in ranks:
+            self._workers[rank].process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        text = []
+        for rank in ranks:
+            worker = self._workers[rank]
+            worker.stacks.seek(0)
+            state = "" if worker.process.poll() is None else f" (exited: {worker.process.returncode})"
+            text.append(f"rank {rank}{state} is at\n{worker.stacks.read().decode()}")
+        return "\n".join(text)
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._generation += 1
+        for rank in range(self.world_size):
+            ours, theirs = socket.socketpair()
+            stacks = tempfile.TemporaryFile()  # noqa: SIM115 (the worker's, closed with it)
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(self.world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                "SHARDWISE_POISON": "1",
+                **self._env,
+            }
+            fds = (theirs.fileno(), stacks.fileno())
+            process = subprocess.Popen([sys.executable, __file__, *map(str, fds)], env=env, pass_fds=fds)
+            theirs.close()
+            self._workers.append(_Worker(process, Connection(ours.detach()), stacks))
+        for worker in self._workers:  # importing torch is not to count against a test's time
+            assert worker.connection.poll(START_TIMEOUT_S), "a rank process did not start"
+            worker.connection.recv_bytes()
+
+
+@dataclass
+class _Reply:
+    result: Any
+    error: BaseException | None
+    trace: str
+    intact: bool
+    """Whether the rank's default process group can be used again."""
+
+
+def _worst(failures: dict[int, _Reply], hung: str) -> BaseException:
+    """The failure that explains the others: a peer's timeout follows from somebody else's mistake."""
+    rank = min(failures, key=lambda r: (type(failures[r].error).__name__ == "CollectiveTimeout", r))
+    error = failures[rank].error
+    assert error is not None
+    for other, reply in sorted(failures.items()):
+        error.add_note(f"On rank {other}:\n{reply.trace}")
+    if hung:
+        error.add_note(hung)
+    return error
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    connection.send_bytes(b"ready")
+    generation, modules = -1, 0
+    while True:
+        try:
+            sys.path[:], wanted, payload = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if wanted != generation:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+            prefixed = dist.PrefixStore(str(wanted), store)
+            dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+            generation = wanted
+        _drop_groups()  # only now: peers may have been connecting to them when this rank was done
+        torch.manual_seed(0)
+        reply = _call(payload)
+        gc.collect()  # collectives hold shared memory
+        if len(sys.modules) != modules:  # what is imported by now need not be searched for garbage each time
+            modules = len(sys.modules)
+            gc.freeze()
+        intact = reply.error is None and dist.is_initialized()
+        connection.send_bytes(pickle.dumps((reply.result, reply.error, reply.trace, intact)))
+
+
+def _call(payload: bytes) -> _Reply:
+    try:
+        function, arguments = pickle.loads(payload)
+        result = function(*arguments)
+        pickle.dumps(result)
+    except BaseException as error:
+        trace = traceback.format_exc()
+        try:
+            error = pickle.loads(pickle.dumps(error.with_traceback(None)))
+        except Exception:
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return _Reply(None, error, trace, intact=False)
+    return _Reply(result, None, "", intact=True)
+
+
+def _drop_groups() -> None:
+    """Destroy every process group but the default one."""
+    import torch.distributed as dist
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def _main(connection_fd: int, stacks_fd: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank does not outlive the test run
+    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
+    _serve(Connection(connection_fd))
+
+
+if __name__ == "__main__":
+    _main(*map(int, sys.argv[1:]))

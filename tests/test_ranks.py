@@ -1,0 +1,84 @@
+"""The harness itself: results, failures, hangs, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankPool, RankPools, RanksHung
+
+
+def describe(word: str) -> tuple[str, int, int, str | None]:
+    return word, dist.get_rank(), dist.get_world_size(), os.environ.get("EXTRA")
+
+
+def total() -> float:
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return one.item()
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("a mistake")
+    dist.barrier()
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(1000)
+
+
+def leave_groups() -> int:
+    before = len(dist.distributed_c10d._world.pg_map)
+    dist.new_group([0, 1])
+    return before
+
+
+def destroy() -> None:
+    dist.destroy_process_group()
+
+
+def test_results_by_rank(ranks: RankPools) -> None:
+    assert ranks(2).run(describe, "x") == [("x", 0, 2, None), ("x", 1, 2, None)]
+    assert ranks(2).pids() == ranks(2).pids()
+
+
+def test_environment(ranks: RankPools) -> None:
+    assert ranks(2, EXTRA="yes").run(describe, "x")[1] == ("x", 1, 2, "yes")
+    assert ranks(2).run(describe, "x")[1][3] is None
+
+
+def test_failure_is_raised_and_survived(ranks: RankPools) -> None:
+    with pytest.raises(KeyError, match="a mistake") as caught:
+        ranks(2).run(fail_on, 1)
+    assert any("fail_on" in note for note in caught.value.__notes__)
+    assert ranks(2).run(total) == [2.0, 2.0]
+
+
+def test_failure_on_all_keeps_processes(ranks: RankPools) -> None:
+    pids = ranks(2).pids()
+    with pytest.raises(ZeroDivisionError):
+        ranks(2).run(divmod, 1, 0)
+    assert ranks(2).run(total) == [2.0, 2.0]
+    assert ranks(2).pids() == pids
+
+
+def test_hang_shows_the_stack_and_is_survived() -> None:
+    with RankPool(2) as pool:
+        with pytest.raises(RanksHung, match=r"ranks \[1\] of 2(.|\n)*hang_on"):
+            pool.run(hang_on, 1, timeout_s=3)
+        assert pool.run(total) == [2.0, 2.0]
+
+
+def test_groups_do_not_pile_up(ranks: RankPools) -> None:
+    assert [ranks(2).run(leave_groups) for _ in range(3)] == [[1, 1]] * 3
+
+
+def test_destroyed_default_group_is_replaced(ranks: RankPools) -> None:
+    ranks(2).run(destroy)
+    assert ranks(2).run(total) == [2.0, 2.0]
