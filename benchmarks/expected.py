@@ -33,21 +33,22 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def gpt_units(shape: GPTShape) -> list[Unit]:
-    """Return the GPT's units: token embedding, each block, head, and what is left in the root."""
+    """Return the GPT's automatic units: each block, a large token embedding and head alone, the rest in the root."""
     with torch.device("meta"):
         model = GPT(shape)
+    block_numel = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     members: dict[str, list[int]] = {}
     for fqn, parameter in model.named_parameters():
-        members.setdefault(_unit_of(fqn), []).append(parameter.numel())
-    last = {"head", "root"}
-    return [Unit(name, tuple(numels), stays_gathered=name in last) for name, numels in members.items()]
+        members.setdefault(_unit_of(fqn, parameter.numel(), block_numel), []).append(parameter.numel())
+    last = [name for name in members if name != "root"][-1]
+    return [Unit(name, tuple(numels), name in (last, "root")) for name, numels in members.items()]
 
 
-def _unit_of(fqn: str) -> str:
+def _unit_of(fqn: str, numel: int, block_numel: int) -> str:
     first, second, *_ = fqn.split(".")
     if first == "blocks":
         return f"{first}.{second}"
-    return first if first in ("token_embedding", "head") else "root"
+    return first if first in ("token_embedding", "head") and 2 * numel >= block_numel else "root"
 
 
 def sent_bytes(units: list[Unit], strategy: str, ranks: int) -> int:

@@ -27,7 +27,7 @@ class EngineSummary:
     """Per rank and step, the largest rank's, as counted at c10d."""
     sent_calls: dict[str, int] = field(default_factory=dict)
     loopback_bytes: float | None = None
-    """Per rank and step: the median step on the loopback interface, shared out over the ranks."""
+    """Per rank and step: the step with the fewest on the loopback interface (other programs only add)."""
 
     def add_timed(self, reports: list[RankReport]) -> None:
         self.settings = reports[0].settings
@@ -41,7 +41,7 @@ class EngineSummary:
     def add_counted(self, reports: list[RankReport]) -> None:
         self.sent_bytes = max(max(report.sent_bytes) for report in reports)
         self.sent_calls = reports[0].sent_calls
-        self.loopback_bytes = median(reports[0].loopback_bytes) / len(reports)
+        self.loopback_bytes = min(reports[0].loopback_bytes) / len(reports)
 
     @property
     def loopback_ratio(self) -> float | None:

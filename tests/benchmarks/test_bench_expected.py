@@ -24,6 +24,15 @@ def test_the_gpt_has_98_million_parameters_in_units_that_hold_them_all() -> None
     assert sum(sum(unit.numels) for unit in units) == 97_835_520
 
 
+def test_small_embeddings_stay_in_the_root_and_the_last_block_is_last() -> None:
+    units = gpt_units(GPTShape(layers=2, width=64, heads=4, vocab=64, seq=8))
+    assert [(unit.name, unit.stays_gathered) for unit in units] == [
+        ("root", True),
+        ("blocks.0", False),
+        ("blocks.1", True),
+    ]
+
+
 def test_the_gpt_is_the_same_on_every_rank() -> None:
     shape = GPTShape(layers=1, width=16, heads=2, vocab=32, seq=8)
     first, second = GPT(shape), GPT(shape)
