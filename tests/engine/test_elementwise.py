@@ -1,4 +1,4 @@
-"""Elementwise operations on pieces equal those on the whole, bit for bit: arithmetic, foreach lists, whole optimizers."""
+"""Elementwise operations on pieces equal those on the whole, bit for bit: arithmetic, lists, whole optimizers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -82,7 +82,7 @@ def test_state_dict_gives_handles_that_load(sharded: ShardedParameter) -> None:
     doubled = {"p0": handle * 2}
     module.load_state_dict(doubled)
     assert torch.equal(sharded.local, doubled["p0"].local)
-    with pytest.raises(RuntimeError, match="sw.checkpoint"):
+    with pytest.raises(RuntimeError, match=r"sw\.checkpoint"):
         module.load_state_dict({"p0": torch.zeros(4, 6)})
 
 
@@ -215,9 +215,7 @@ def test_nothing_is_silently_local(sharded: ShardedParameter, operation: Callabl
         ("differently_cut", ["'p0' (4, 6)", "'p1' (4, 6)"]),
     ],
 )
-def test_errors_name_the_parameter_and_the_way_out(
-    sharded: ShardedParameter, operation: str, words: list[str]
-) -> None:
+def test_errors_name_the_parameter_and_the_way_out(sharded: ShardedParameter, operation: str, words: list[str]) -> None:
     with torch.no_grad(), pytest.raises(UsageError) as raised:
         REFUSED[operation](nn.Parameter(sharded))
     assert [word for word in words if word not in str(raised.value)] == []

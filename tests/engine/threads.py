@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: a group with the collectives that sharded parameters use, cheap enough for hypothesis."""
+"""Ranks as threads: a group with the collectives that sharded parameters use, cheap enough for hypothesis."""
 
 import threading
 from collections.abc import Callable, Sequence

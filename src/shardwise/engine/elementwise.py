@@ -22,15 +22,12 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[type[ShardedParameter], OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 
 _UNTAGGED = frozenset(
-    f"aten::{name}"
-    for name in (
-        "copy_ copy zero_ zero fill_ fill masked_fill_ masked_fill _to_copy lift_fresh "
-        "empty_like zeros_like ones_like full_like"
-    ).split()
-)
+    f"aten::{name}{in_place}" for name in ("copy", "zero", "fill", "masked_fill") for in_place in ("", "_")
+) | {f"aten::{name}" for name in ("_to_copy", "lift_fresh", "empty_like", "zeros_like", "ones_like", "full_like")}
 """Elementwise, but not tagged `pointwise` by torch."""
 _SAME_ELEMENTS = frozenset(("aten::detach", "aten::alias"))
 _FUSED = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
+_NUMBERS = frozenset((int, float, bool))  # isinstance of a tensor is slow to say no
 _NOT_FOREACH = frozenset(f"aten::_foreach_{name}" for name in ("norm", "max", "powsum", "mm"))
 
 
@@ -88,14 +85,12 @@ class _Elementwise:
     def __call__(
         self, cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        first = first_sharded(cls, args, kwargs)
+        first = args[0] if args and type(args[0]) is cls else first_sharded(cls, args, kwargs)
         written = [args[i] for i in self._positions] + [kwargs[name] for name in self._keywords]
         if any(type(target) is not cls for target in written):
             _not_into_plain(first.placement, func)
-        local_args = [_piece(value, first, func) if isinstance(value, Tensor) else value for value in args]
-        local_kwargs = {
-            name: _piece(value, first, func) if isinstance(value, Tensor) else value for name, value in kwargs.items()
-        }
+        local_args = [_piece(value, first, func) for value in args]
+        local_kwargs = {name: _piece(value, first, func) for name, value in kwargs.items()}
         result = func(*local_args, **local_kwargs)
         if written:
             torch.autograd.graph.increment_version([target.local for target in written])
@@ -114,7 +109,7 @@ def _put_by_mask(
     if type(target) is not cls or not by_mask:
         sharded = first_sharded(cls, (target, indices, value), {})
         raise UsageError(
-            f"{func} of the sharded {sharded.fqn!r}: only tensor[mask] = number works, with a mask made from the tensor. "
+            f"{func} of the sharded {sharded.fqn!r}: only tensor[mask] = number works, with a mask made from it. "
             "Use sw.unsharded(model, writeback=True)"
         )
     func(target.local, [_piece(indices[0], target, func)], _piece(value, target, func), *args[3:])
@@ -122,12 +117,14 @@ def _put_by_mask(
     return target
 
 
-def _piece(value: Tensor, first: ShardedParameter, func: OpOverload) -> Tensor:
-    """What stands for `value` in a call on pieces cut like `first`."""
+def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
+    """What stands for an argument in a call on pieces cut like `first`."""
     if type(value) is type(first):
         if not same_cut(value.placement, first.placement):
             _differently_cut(first.placement, value.placement, func)
         return value.local
+    if type(value) in _NUMBERS or not isinstance(value, Tensor):
+        return value
     if value.ndim > min(first.ndim, 1) or value.numel() != 1:
         _not_a_number(first.placement, value, func)
     # Among 0-d tensors dtypes promote as equals; a 0-d parameter's piece is 1-D, so its partners must be too.

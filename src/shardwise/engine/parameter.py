@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
-from torch.utils.hooks import RemovableHandle
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.engine import elementwise, reductions
 from shardwise.engine.placement import Placement
@@ -51,7 +51,7 @@ class ShardedParameter(Tensor):
     placement: Placement
     unit: Unit | None = None
     """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
-    inner: torch.nn.Parameter | None = None
+    inner: torch.nn.Parameter | None = None  # type: ignore[assignment]
     """The leaf that modules compute with while the unit is gathered; None as for `unit`."""
 
     # No Python before the dispatcher: a third of the cost.
@@ -105,7 +105,7 @@ class ShardedParameter(Tensor):
 
     def register_hook(self, hook: Any) -> Any:
         """As torch's; the hook sees this rank's full gradient before it is reduced."""
-        return super().register_hook(hook) if self.inner is None else self.inner.register_hook(hook)
+        return super().register_hook(hook) if self.inner is None else self.inner.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """As torch's; the hook runs with this parameter once its reduced gradient is in `.grad`."""
@@ -117,7 +117,11 @@ class ShardedParameter(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         handler = _handlers.get(func)
         if handler is None:
@@ -136,8 +140,8 @@ class ShardedParameter(Tensor):
             return
         if value.dtype != self.dtype or value.device != self.device:
             raise UsageError(
-                f"cannot turn {self.fqn!r} from {self.dtype} on {self.device} into {value.dtype} on {value.device}: its "
-                "memory belongs to its unit. Convert the model before sw.shard, or pass sw.shard(precision=...)"
+                f"cannot turn {self.fqn!r} from {self.dtype} on {self.device} into {value.dtype} on {value.device}: "
+                "its memory belongs to its unit. Convert the model before sw.shard, or pass sw.shard(precision=...)"
             )
         with torch.no_grad():
             self.detach().copy_(value)
@@ -184,12 +188,12 @@ _ANYTHING_ELSE = (
     "(sw.shard(units=...)) or call through it. Elsewhere: use sw.unsharded(model), .full_tensor() (collective), or "
     ".local for this rank's piece"
 )
-_RANDOM = (
-    "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
-)
+_RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
 
 
-def _refuse(cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
+def _refuse(
+    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> NoReturn:
     """Raise what a call that pieces cannot answer deserves."""
     name = func._schema.name
     random = torch.Tag.nondeterministic_seeded in func.tags
@@ -201,5 +205,5 @@ _handlers: dict[OpOverload, elementwise.Handler] = {}
 """Filled as operations are met: one lookup a call."""
 
 for _supported in (_clip_types, _optimizer_types):
-    if ShardedParameter not in _supported:  # else clipping and optimizers go one parameter, and one collective, at a time
+    if ShardedParameter not in _supported:  # else clipping goes one parameter, and one collective, at a time
         _supported.append(ShardedParameter)  # type: ignore[arg-type]

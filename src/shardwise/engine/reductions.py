@@ -1,8 +1,9 @@
 """Reductions of whole sharded tensors to numbers: local partial results, then one collective a call.
 
-The results are plain 0-d tensors, equal on every rank of the shard group; replicas hold equal pieces, so they get equal
-results without being asked. Every rank must make the call, in the same order. Partial results travel in float64 (integers
-in int64) and are rounded once, at the end; a group of one rank computes what torch would. Nothing here waits for a device.
+The results are plain 0-d tensors, equal on every rank of the shard group; replicas hold equal pieces, so they get
+equal results without being asked. Every rank must make the call, in the same order. Partial results travel in float64
+(integers in int64) and are rounded once, at the end; a group of one rank computes what torch would. Nothing here waits
+for a device.
 """
 
 from __future__ import annotations
@@ -40,29 +41,29 @@ def handler(func: OpOverload) -> Handler | None:
 
 
 def global_norms(
-    pieces: Sequence[Tensor], placements: Sequence[Placement | None], ord: float, dtype: torch.dtype | None = None
+    pieces: Sequence[Tensor], placements: Sequence[Placement | None], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The norm of order `ord` of each whole tensor: 0-d, plain, equal on all ranks. Every rank must call this.
+    """The norm of order `order` of each whole tensor: 0-d, plain, equal on all ranks. Every rank must call this.
 
     Args:
         pieces: this rank's pieces, 1-D; or a whole plain tensor, of any shape, where the placement is None.
         placements: one for each piece.
-        ord: at least 0; `math.inf` is the largest magnitude.
+        order: at least 0; `math.inf` is the largest magnitude.
         dtype: of the results; None is each tensor's own.
 
     One `all_reduce` for each shard group among the placements: one, in a model sharded by one call.
     """
-    if ord < 0:
-        raise UsageError(f"norms of order {ord} of sharded tensors are not to be had: use an order of at least 0")
-    norms = _local_norms(pieces, ord, dtype)
+    if order < 0:
+        raise UsageError(f"norms of order {order} of sharded tensors are not to be had: use an order of at least 0")
+    norms = _local_norms(pieces, order, dtype)
     for group, where in _by_group(placements).items():
         powers = torch.stack([norms[i].double() for i in where])
-        if ord not in (0, 1, 2, math.inf):
-            totals = _combine(group, powers.pow(ord), "sum").pow(1 / ord)
-        elif ord == 2:
+        if order not in (0, 1, 2, math.inf):
+            totals = _combine(group, powers.pow(order), "sum").pow(1 / order)
+        elif order == 2:
             totals = _combine(group, powers.square(), "sum").sqrt()
         else:
-            totals = _combine(group, powers, "max" if ord == math.inf else "sum")
+            totals = _combine(group, powers, "max" if order == math.inf else "sum")
         for i, total in zip(where, totals.unbind(), strict=True):
             norms[i] = total.to(norms[i].dtype)
     return [
@@ -71,7 +72,7 @@ def global_norms(
     ]
 
 
-def _local_norms(pieces: Sequence[Tensor], ord: float, dtype: torch.dtype | None) -> list[Tensor]:
+def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """Of what this rank holds; half precision is kept in fp32, to be rounded once, after the sum over ranks."""
     norms: dict[int, Tensor] = {}
     for kind in dict.fromkeys((piece.dtype, piece.device) for piece in pieces):
@@ -79,14 +80,14 @@ def _local_norms(pieces: Sequence[Tensor], ord: float, dtype: torch.dtype | None
         held = [i for i in where if pieces[i].numel()]
         wide = torch.float32 if (dtype or kind[0]) in _HALF else dtype
         if held:
-            norms.update(zip(held, torch._foreach_norm([pieces[i] for i in held], ord, wide), strict=True))
+            norms.update(zip(held, torch._foreach_norm([pieces[i] for i in held], order, wide), strict=True))
         zero = torch.zeros((), dtype=norms[held[0]].dtype if held else wide or kind[0], device=kind[1])
         norms.update((i, zero) for i in where if not pieces[i].numel())
     return [norms[i] for i in range(len(pieces))]
 
 
 def _by_group(placements: Sequence[Placement | None]) -> dict[Collectives, list[int]]:
-    """Positions by shard group, in order of first appearance: the same on every rank. Groups of one have nothing to add."""
+    """Positions by shard group, in order of first appearance (the same on every rank), without groups of one."""
     groups: dict[Collectives, list[int]] = {}
     for i, placement in enumerate(placements):
         if placement is not None and placement.shard_group.world_size > 1:
@@ -123,9 +124,7 @@ def _foreach_norm(
 def _whole(reduce: Reduce) -> Handler:
     """Run `reduce` where the call reduces every dim; some dims of a tensor are not a piece's to reduce."""
 
-    def run(
-        cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Tensor:
+    def run(cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         given = _by_name(func, args, kwargs)
         tensor: ShardedParameter = given["self"]
         dim = given.get("dim")
@@ -145,8 +144,10 @@ def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _norm(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    ord = given.get("ord", given.get("p", 2))
-    return global_norms([tensor.local], [tensor.placement], 2.0 if ord is None else float(ord), given.get("dtype"))[0]
+    order = given.get("ord", given.get("p", 2))
+    return global_norms([tensor.local], [tensor.placement], 2.0 if order is None else float(order), given.get("dtype"))[
+        0
+    ]
 
 
 def _total(tensor: ShardedParameter, dtype: torch.dtype) -> Tensor:

@@ -40,12 +40,12 @@ def clip_grad_norm_(
     gradients = [p.grad for p in _parameters(model) if p.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
-    groups = [lists[0] for lists, _ in _group_tensors_by_device_and_dtype([gradients]).values()]
+    groups = [lists[0] for lists, _ in _group_tensors_by_device_and_dtype([[*gradients]]).values()]
     ordered = [gradient for group in groups for gradient in group if gradient is not None]
     pieces = [g.local if isinstance(g, ShardedParameter) else g for g in ordered]
     placements = [g.placement if isinstance(g, ShardedParameter) else None for g in ordered]
     norms = [norm.to(gradients[0].device) for norm in global_norms(pieces, placements, float(norm_type))]
-    total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped")
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)

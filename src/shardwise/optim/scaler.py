@@ -28,7 +28,9 @@ class GradScaler(torch.amp.GradScaler):
         groups: dict[Collectives, torch.device] = {}
         for gradient in _gradients(optimizer):
             if gradient.dtype == torch.float16 and not allow_fp16:
-                raise ValueError('fp16 gradients cannot be unscaled: keep parameters in fp32 and compute in precision="fp16"')
+                raise ValueError(
+                    'fp16 gradients cannot be unscaled: keep parameters in fp32 and compute in precision="fp16"'
+                )
             piece = gradient.local if isinstance(gradient, ShardedParameter) else gradient
             by_kind.setdefault((piece.device, piece.dtype), []).append(piece)
             if isinstance(gradient, ShardedParameter) and gradient.placement.shard_group.world_size > 1:
