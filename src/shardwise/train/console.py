@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from shardwise.train.footprint import STATE_KINDS, Footprint
 from shardwise.train.metrics import StepMetrics
@@ -79,7 +80,7 @@ class RunConsole:
             return
         if self._live is not None:
             self._progress.update(self._task, completed=metrics.step)
-            self._live.update(Group(self._progress, step_line(metrics), memory_line(metrics.memory)))
+            self._live.update(Group(self._progress, Text(step_line(metrics)), Text(memory_line(metrics.memory))))
         elif last or now - self._last_line_s >= _PLAIN_INTERVAL_S:
             self._last_line_s = now
             left_s = (now - self._first_step_s) / metrics.step * (self._steps - metrics.step)

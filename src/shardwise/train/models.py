@@ -84,6 +84,7 @@ def _read_config(config: ModelConfig, text: TextShape) -> PreTrainedConfig:
 
 
 def _config_at(name: str) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = Path(name)
@@ -92,12 +93,13 @@ def _config_at(name: str) -> PreTrainedConfig:
         raise ConfigError(f"model.path={name!r}: there is no {missing}{nearest_path(path)}")
     try:
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"model.path={name!r} is no configuration of transformers: {_one_line(error)}") from None
     return loaded
 
 
 def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     values = copy.deepcopy(inline)  # transformers takes nested tables for its own
@@ -119,7 +121,7 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
         values.setdefault("max_position_embeddings", text.seq_len)
     try:
         filled: PreTrainedConfig = config_class(**values)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"model.config is not right for {model_type!r}: {_one_line(error)}") from None
     return filled
 

@@ -45,9 +45,9 @@ class Ranks:
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.world_size == 1:
             return [own.tolist()]
-        rows = torch.empty(self.world_size * own.numel(), dtype=own.dtype, device=self.device)
-        dist.all_gather_into_tensor(rows, own)
-        return rows.view(self.world_size, -1).tolist()
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(rows, own)
+        return [row.tolist() for row in rows]
 
     def first_says(self, decision: bool) -> bool:
         """Rank 0's answer to a question, on every rank, so that all take the same way. Every rank must call this."""

@@ -1,0 +1,29 @@
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.train.corpus import stdlib_documents
+from shardwise.train.sources import read_documents
+
+
+def test_packages_and_tests_are_left_out(tmp_path: Path) -> None:
+    names = ["zip.py", "json/tool.py", "site-packages/torch.py", "test/test_os.py", "lib2to3/tests/a.py"]
+    for name in [*names, "idlelib/idle_test/a.py", "notes.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "empty.py").touch()
+    assert [document.key for document in stdlib_documents(tmp_path)] == ["json/tool.py", "zip.py"]
+
+
+def test_this_python_has_its_sources() -> None:
+    documents = read_documents("builtin:python-stdlib")
+    keys = [document.key for document in documents]
+    assert keys == sorted(keys)
+    assert {"os.py", "json/decoder.py"} <= set(keys)
+    assert sum(len(document.segments[0].text) for document in documents) > 5_000_000
+
+
+def test_a_python_without_sources(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no sources"):
+        stdlib_documents(tmp_path)

@@ -1,0 +1,30 @@
+import torch
+
+from shardwise.train.ranks import Ranks, started
+from tests.ranks import RankPools
+
+
+def exchange() -> None:
+    rank = torch.distributed.get_rank()
+    with started() as ranks:
+        assert (ranks.rank, ranks.world_size, ranks.device.type) == (rank, 3, "cpu")
+        assert ranks.sum([rank + 0.5, 1.0]) == [3 * 0.5 + 3, 3.0]
+        assert ranks.count(2**53 + rank) == 3 * 2**53 + 3  # float64 would lose the last bit
+        assert ranks.gather([rank, -rank]) == [[0.0, 0.0], [1.0, -1.0], [2.0, -2.0]]
+        assert ranks.first_says(rank == 0) is True
+        assert ranks.first_says(rank != 0) is False
+    assert torch.distributed.is_initialized(), "a process group that was there before is left alone"
+
+
+def test_three_ranks_agree(ranks: RankPools) -> None:
+    ranks(3).run(exchange)
+
+
+def test_alone_there_is_no_process_group() -> None:
+    with started() as ranks:
+        assert not torch.distributed.is_initialized()
+        assert ranks == Ranks(0, 1, torch.device("cpu"))
+        assert ranks.sum([1.5]) == [1.5]
+        assert ranks.count(3) == 3
+        assert ranks.gather([1.0]) == [[1.0]]
+        assert ranks.first_says(True)

@@ -1,0 +1,26 @@
+import pytest
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import ModelConfig, ParallelConfig
+from shardwise.train.ranks import started
+from shardwise.train.sharding import needs_loss_scaling, shard_model
+
+
+def test_units_by_class_name_that_the_model_has_not() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(4, 1, 4), nn.Linear(4, 4))
+    with started() as ranks:
+        with pytest.raises(ConfigError, match="no module of class 'Linaer'; did you mean Linear"):
+            shard_model(model, ParallelConfig(units=["Linaer"]), ranks)
+        with pytest.raises(ConfigError, match=r"no module of class 'Xyz'; it has .*LayerNorm.*TransformerEncoderLayer"):
+            shard_model(model, ParallelConfig(units=["Xyz"]), ranks)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype", "scaled"),
+    [("fp32", None, False), ("fp32", "fp16", True), ("fp16", None, True), ("fp16", "bf16", False)],
+)
+def test_only_fp16_needs_loss_scaling(dtype: str, param_dtype: str | None, scaled: bool) -> None:
+    model = ModelConfig.model_validate({"config": {"model_type": "llama"}, "dtype": dtype})
+    parallel = ParallelConfig.model_validate({"param_dtype": param_dtype})
+    assert needs_loss_scaling(model, parallel) is scaled

@@ -1,0 +1,104 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.train.sources import read_documents
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    for name in ("b.txt", "a.py", "deep/c.md"):
+        (folder / name).write_text(name)
+    (folder / "empty.txt").touch()
+    (folder / ".hidden").write_text("no")
+    assert [document.segments[0].text for document in read_documents(str(folder))] == ["a.py", "b.txt", "deep/c.md"]
+    assert [document.segments[0].text for document in read_documents(f"{folder}/**/*.md")] == ["deep/c.md"]
+
+
+def test_line_ends_and_bytes_that_are_not_utf8_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x\r\ny\xff")
+    (document,) = read_documents(str(tmp_path / "a.txt"))
+    assert document.segments[0].text.encode(errors="surrogateescape") == b"x\r\ny\xff"
+
+
+def test_rows_of_jsonl(tmp_path: Path) -> None:
+    texts = read_documents(write_rows(tmp_path / "a.jsonl", {"text": "one"}, {"text": ""}, {"text": "three"}))
+    assert [document.segments[0].text for document in texts] == ["one", "three"]
+    assert [document.key.rpartition(":")[2] for document in texts] == ["1", "3"]
+
+    (pair,) = read_documents(write_rows(tmp_path / "b.jsonl", {"prompt": "q", "completion": "a"}))
+    assert [(segment.text, segment.is_target) for segment in pair.segments] == [("q", False), ("a", True)]
+    assert pair.whole
+
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (chat,) = read_documents(write_rows(tmp_path / "c.jsonl", {"messages": messages}))
+    assert list(chat.messages) == messages
+    assert chat.whole
+
+
+def test_rows_of_parquet(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["one", "two"], "id": [1, 2]}), tmp_path / "a.parquet")
+    documents = read_documents(str(tmp_path / "a.parquet"))
+    assert [document.segments[0].text for document in documents] == ["one", "two"]
+
+
+def test_the_format_may_be_said(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.data", {"text": "one"})
+    assert read_documents(path, "jsonl")[0].segments[0].text == "one"
+    assert read_documents(path)[0].segments[0].text == '{"text": "one"}\n'
+
+
+def test_a_missing_source_is_named_with_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"corups\.txt.*no files there; did you mean .*corpus\.txt"):
+        read_documents(str(tmp_path / "corups.txt"))
+
+
+def test_an_unknown_built_in_corpus() -> None:
+    with pytest.raises(ConfigError, match="no built-in corpus 'shakespeare'; there is builtin:python-stdlib"):
+        read_documents("builtin:shakespeare")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"content": "x"}, r"a\.jsonl:1: a row needs text, messages, or prompt and completion; this one has content"),
+        ({"text": 3}, r"a\.jsonl:1: text must be text, not 3"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "without a message of role assistant"),
+        ({"messages": [{"role": "assistant"}]}, "a role and a content"),
+    ],
+)
+def test_rows_that_are_not_documents(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_documents(write_rows(tmp_path / "a.jsonl", row))
+
+
+def test_a_file_that_is_not_its_format(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("no table")
+    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read as parquet"):
+        read_documents(str(tmp_path / "a.parquet"))
+
+
+def test_files_without_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ConfigError, match="holds no text"):
+        read_documents(str(tmp_path / "a.txt"))

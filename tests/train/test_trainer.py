@@ -1,0 +1,176 @@
+"""Whole runs, small enough for a few seconds: what they write, that they learn, and what they refuse."""
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError, UserError
+from shardwise.train import trainer
+from shardwise.train.config import load
+from tests.ranks import RankPools
+
+TINY = """
+[model.config]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+
+[data]
+source = "texts/*.txt"
+seq_len = 32
+eval_fraction = 0.2
+
+[train]
+steps = 6
+micro_batch = 2
+global_batch = 8
+lr = 1e-2
+eval_every = 3
+
+[parallel]
+units = ["LlamaDecoderLayer"]
+"""
+MEMORY_KINDS = {
+    "param_shards", "gathered_slots", "grad_shards", "reduce_slots", "optimizer", "buffers", "activations",
+    "temporaries", "other",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "texts").mkdir()
+    for i in range(20):
+        # Documents of unequal length, so that ranks and micro-batches have unequal numbers of targets.
+        (tmp_path / "texts" / f"{i}.txt").write_text(
+            f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5)
+        )
+    (tmp_path / "tiny.toml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+
+
+def run_alone(*overrides: str) -> None:
+    trainer.run(load("tiny.toml", overrides))
+
+
+def run_here(folder: str, overrides: tuple[str, ...]) -> str:
+    """What a rank prints while it runs in a folder."""
+    printed = io.StringIO()
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed):
+            run_alone(*overrides)
+    finally:
+        os.chdir(before)
+    return printed.getvalue()
+
+
+def read(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def losses(name: str) -> list[float]:
+    return [row["loss"] for row in read(f"runs/{name}/metrics.jsonl")]
+
+
+def test_a_run_writes_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_alone()
+    rows = read("runs/tiny/metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert set(row) == {
+            "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_time_s", "memory", "world_size",
+        }  # fmt: skip
+        assert set(row["memory"]) == MEMORY_KINDS
+        assert row["tokens"] == 8 * 32
+    assert rows[0]["lr"] == 1e-2
+    evaluations = read("runs/tiny/evaluations.jsonl")
+    assert [row["step"] for row in evaluations] == [0, 3, 6]
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"] - 1
+    assert load("runs/tiny/config.toml").train.global_batch == 8
+
+    loaded = AutoModelForCausalLM.from_pretrained("runs/tiny/final")
+    ids = torch.tensor([AutoTokenizer.from_pretrained("runs/tiny/final")("the quick brown foxes")["input_ids"]])
+    with torch.no_grad():
+        assert loaded(input_ids=ids, labels=ids).loss < evaluations[0]["loss"] - 1
+    printed = capsys.readouterr().out
+    assert "a sample" in printed
+    assert "of DDP's bytes per rank" in printed
+
+
+def test_a_finished_run_says_so_and_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    run_alone("train.steps=1", "train.eval_every=0")
+    before = Path("runs/tiny/metrics.jsonl").read_text()
+    capsys.readouterr()
+    run_alone("train.steps=2", "train.eval_every=0")
+    assert "runs/tiny is finished" in capsys.readouterr().out
+    assert Path("runs/tiny/metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_the_number_of_ranks_and_micro_batches_does_not_change_the_losses(ranks: RankPools, strategy: str) -> None:
+    run_alone("log.name=alone", "train.micro_batch=8")
+    overrides = ("log.name=two", f"parallel.strategy={strategy}")
+    printed, from_second = ranks(2).run(run_here, str(Path.cwd()), overrides, timeout_s=120)
+    assert losses("two") == pytest.approx(losses("alone"), rel=2e-4)
+    assert read("runs/two/evaluations.jsonl")[-1]["loss"] == pytest.approx(
+        read("runs/alone/evaluations.jsonl")[-1]["loss"], rel=1e-3
+    )
+    assert printed.count("held-out loss") == 3
+    assert from_second == "", "rank 0 speaks for all"
+    assert {row["world_size"] for row in read("runs/two/metrics.jsonl")} == {2}
+
+
+def test_dropout_and_weights_follow_the_seed() -> None:
+    for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
+        run_alone(f"log.name={name}", f"train.seed={seed}", "train.steps=2", "train.eval_every=0")
+    assert losses("a") == losses("b") != losses("c")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run() -> None:
+    with pytest.raises(UserError, match=r"step \d+: loss .*diverged; lower train\.lr \(1e\+30\)"):
+        run_alone("train.lr=1e30", "train.clip=0", "train.eval_every=0")
+    assert not Path("runs/tiny/final").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("checkpoint.every=5", r"checkpoint\.every=5: saving during a run is not there yet"),
+        ("checkpoint.resume=runs/old", r"checkpoint\.resume='runs/old': resuming is not there yet"),
+        ("train.global_batch=3", "global_batch=3 is not a multiple"),
+        ("data.source=nowhere", "no files there"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_written(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_alone(override)
+    assert not Path("runs").exists()
+
+
+def test_a_factory_with_its_own_loss(tmp_path: Path) -> None:
+    (tmp_path / "own_model.py").write_text(
+        "import torch\n"
+        "class Bigram(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.table = torch.nn.Embedding(320, 320)\n"
+        "    def forward(self, input_ids, labels):\n"
+        "        logits = self.table(input_ids)[:, :-1].flatten(0, 1)\n"
+        "        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())\n"
+    )
+    from safetensors.torch import load_file
+
+    run_alone("model.config=none", "model.factory=own_model:Bigram", "parallel.units=none", "train.lr=0.3")
+    assert losses("tiny")[-1] < losses("tiny")[0] - 1
+    assert load_file("runs/tiny/final/model.safetensors")["table.weight"].shape == (320, 320)
