@@ -30,7 +30,7 @@ def agree_on_layout(units: Sequence[Unit], mesh: Mesh) -> None:
         for unit in units
         for group in unit.groups
     )
-    digest = xxhash.xxh3_64_intdigest(text) >> (64 - _HASH_BITS)
+    digest = xxhash.xxh3_64_intdigest(text.encode()) >> (64 - _HASH_BITS)
     parameters = sum(len(group.fqns) for unit in units for group in unit.groups)
     numel = sum(group.layout.used_numel for unit in units for group in unit.groups)
     mine = torch.tensor([digest, parameters, numel], dtype=torch.int64, device=mesh.device)

@@ -192,13 +192,16 @@ def _locals(items: Sequence[Any]) -> list[Tensor]:
         return [getattr(item, "local", item) for item in items]
 
 
-def _placement_of(item: Tensor) -> Placement | None:
-    return getattr(item, "placement", None)
+def _placements_of(items: Sequence[Any]) -> list[Placement | None]:
+    try:
+        return [item.placement for item in items]
+    except AttributeError:
+        return [getattr(item, "placement", None) for item in items]
 
 
 def _placements(func: OpOverload, lists: Sequence[Sequence[Tensor]], writes: bool) -> Sequence[Placement | None]:
     """For each position its placement, None where all is plain. Raises where a position does not belong together."""
-    by_list = [list(map(_placement_of, items)) for items in lists]
+    by_list = [_placements_of(items) for items in lists]
     merged = by_list[0]  # what is written decides; results lie where any operand does
     if not writes and None in merged:
         merged = [next((p for p in column if p is not None), None) for column in zip(*by_list, strict=True)]

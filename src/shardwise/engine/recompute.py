@@ -1,0 +1,88 @@
+"""Activation checkpointing per unit: keep a block's input and run the block again in backward.
+
+The checkpoint lies inside the unit's hooks, so the unit is gathered once for backward and recomputation finds it there.
+`torch.utils.checkpoint` (non-reentrant) around or inside units by the user works as well and needs nothing from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwise.engine.shard import require_engine
+from shardwise.engine.unit import Unit
+from shardwise.errors import ConfigError, UsageError
+
+MODES = ("none", "full", "selective-ops", "every-2")
+"""What `activation_checkpointing` can be."""
+
+_ATTENTION = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+}
+_MATMUL = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+def checkpoint_units(model: nn.Module, mode: str) -> nn.Module:
+    """Recompute the activations of the model's blocks: its units that have submodules, the root apart. In place.
+
+    Args:
+        mode: "none"; "full" = every block; "every-2" = every second block; "selective-ops" = every block, but the
+            outputs of attention and of every second matmul are kept (torchtitan's selective activation checkpointing).
+
+    Call it once, after `sw.shard`. Local. Raises ConfigError for another mode.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"activation_checkpointing={mode!r}: choose one of {', '.join(MODES)}")
+    blocks = blocks_of(require_engine(model).units)
+    if mode == "none":
+        return model
+    for unit in blocks[:: 2 if mode == "every-2" else 1]:
+        if "forward" in unit.module.__dict__:
+            raise UsageError(f"the forward of unit {unit.fqn!r} was replaced already; call checkpoint_units once")
+        unit.module.forward = _recomputed(unit.module.forward, selective=mode == "selective-ops")
+    return model
+
+
+def blocks_of(units: list[Unit]) -> list[Unit]:
+    """Units with submodules, the root apart."""
+    return [unit for unit in units if unit.ancestors and next(unit.module.children(), None) is not None]
+
+
+def _recomputed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if not selective:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        context_fn = partial(create_selective_checkpoint_contexts, _AlternatingPolicy())
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+
+    return run
+
+
+class _AlternatingPolicy:
+    """Keeps attention outputs and every second matmul, counted apart for the forward and the recomputation."""
+
+    def __init__(self) -> None:
+        self._matmuls = {False: 0, True: 0}
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if op in _MATMUL:
+            self._matmuls[context.is_recompute] += 1
+            if self._matmuls[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
