@@ -123,6 +123,8 @@ class ShmCollectives:
 
     def close(self) -> None:
         """Forget every segment. Memory and file descriptors go when the last view of a buffer does."""
+        for slot in self._slots:
+            slot.pending = FINISHED  # it refers back to its slot
         self._slots.clear()
         self._reduce_slots.clear()
 

@@ -1,0 +1,46 @@
+"""What collectives are compared with: inputs that every rank can make for every other, and sums written out plainly."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import Collectives
+from shardwise.comm.gloo import GlooCollectives
+from shardwise.comm.shm import ShmCollectives
+
+KINDS = ("gloo", "shm")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def collectives(kind: str, poison: bool | None = None) -> Collectives:
+    """Collectives of one kind over the default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return GlooCollectives(group, poison) if kind == "gloo" else ShmCollectives(group, poison)
+
+
+def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Rank `rank`'s numbers: of many magnitudes, so that the order of a sum shows in its bits."""
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    if not dtype.is_floating_point:
+        return torch.randint(-1000, 1000, (numel,), generator=generator).to(dtype)
+    spread = torch.randn(numel, generator=generator, dtype=torch.float64).exp() * 3
+    return (torch.randn(numel, generator=generator, dtype=torch.float64) * spread).to(dtype)
+
+
+def sum_in_rank_order(terms: list[Tensor]) -> Tensor:
+    """((t0 + t1) + t2) + ... in fp32, fp64 or integers, element by element."""
+    wide = torch.float32 if terms[0].dtype.is_floating_point and terms[0].itemsize < 4 else terms[0].dtype
+    total = terms[0].to(wide)
+    for term in terms[1:]:
+        total = total + term.to(wide)
+    return total
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Equality of dtype, shape and every bit."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return left.contiguous().view(-1).view(torch.uint8).equal(right.contiguous().view(-1).view(torch.uint8))

@@ -1,0 +1,65 @@
+"""What is particular to messages: ranks that call different things, and peers that die."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import Buffer, BufferKind, Region
+from shardwise.comm.gloo import GlooCollectives
+from shardwise.errors import CollectiveTimeout
+from tests.ranks import RankPool, RankPools
+
+
+def group_of_all(timeout_s: float) -> GlooCollectives:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    assert group is not None
+    return GlooCollectives(group)
+
+
+def other_order(what: str) -> str:
+    comm = group_of_all(1)
+    one, two = (comm.allocate(40 * comm.world_size, BufferKind.GATHER) for _ in range(2))
+    gathered: list[Buffer] = [one, two] if comm.rank == 0 else [two, one]
+    try:
+        if what == "buffers":
+            for buffer in gathered:
+                comm.all_gather(buffer, (Region(0, 40),)).wait()
+        elif what == "ops":
+            comm.all_reduce(torch.zeros(40), "sum" if comm.rank else "max").wait()
+        else:
+            comm.all_reduce(torch.zeros(40 + comm.rank)).wait()
+    except CollectiveTimeout as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def one_dies() -> None:
+    comm = group_of_all(20)
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        comm.all_reduce(torch.zeros(100_000)).wait()
+    finally:
+        assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("what", ["buffers", "ops", "sizes"])
+def test_disagreement_is_an_error_that_names_the_peer(ranks: RankPools, what: str) -> None:
+    messages = ranks(2).run(other_order, what)
+    for rank, message in enumerate(messages):
+        assert f"on rank {rank}: nothing from rank {1 - rank}" in message
+        assert "number 1 of its group" in message
+
+
+def test_a_dead_peer_is_noticed() -> None:
+    with RankPool(3) as pool, pytest.raises(CollectiveTimeout, match="nothing from rank"):
+        pool.run(one_dies)

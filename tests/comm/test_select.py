@@ -1,0 +1,87 @@
+"""Which implementation a group gets, and that its ranks agree on it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import collectives_for, segment
+from shardwise.errors import ConfigError
+from tests.ranks import RankPools
+
+
+def chosen(asked: str = "", broken_rank: int | None = None) -> str:
+    os.environ["SHARDWISE_COLLECTIVES"] = asked
+    works = segment._map
+
+    def fails(*_: object, **__: object) -> torch.Tensor:
+        raise OSError(13, "no")
+
+    if dist.get_rank() == broken_rank:
+        segment._map = fails
+    try:
+        comm = collectives_for(None, "cpu")
+        comm.barrier()
+        return comm.name
+    except ConfigError as error:
+        return str(error)
+    finally:
+        segment._map = works
+        del os.environ["SHARDWISE_COLLECTIVES"]
+
+
+def of_one() -> list[tuple[str, int, int]]:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    comm = collectives_for(groups[dist.get_rank()], "cpu")
+    return [(comm.name, comm.rank, comm.world_size)]
+
+
+def of_fakes() -> tuple[str, int, int]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    comm = collectives_for(None, "cpu")
+    return comm.name, comm.rank, comm.world_size
+
+
+def test_one_host_shares_memory(ranks: RankPools) -> None:
+    assert ranks(2).run(chosen) == ["shm", "shm"]
+
+
+def test_one_rank_that_cannot_share_decides_for_all(ranks: RankPools) -> None:
+    for broken in (0, 1):
+        assert ranks(2).run(chosen, "", broken) == ["gloo", "gloo"]
+    for message in ranks(2).run(chosen, "shm", 1):
+        assert "not possible here" in message
+        assert "rank 1 cannot share" in message
+
+
+@pytest.mark.parametrize("asked", ["gloo", "shm", "dry"])
+def test_environment_overrides(ranks: RankPools, asked: str) -> None:
+    assert ranks(2).run(chosen, asked) == [asked, asked]
+
+
+def test_bad_choices(ranks: RankPools) -> None:
+    assert "choose one of nccl, gloo, shm, dry" in ranks(2).run(chosen, "mpi")[0]
+    assert "does not serve ranks on cpu" in ranks(2).run(chosen, "nccl")[0]
+
+
+def test_alone(ranks: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARDWISE_COLLECTIVES", raising=False)
+    comm = collectives_for(None, "cpu")
+    assert (comm.name, comm.rank, comm.world_size) == ("dry", 0, 1)
+    assert ranks(2).run(of_one) == [[("dry", 0, 1)]] * 2
+
+
+def test_fake_groups_are_dry(ranks: RankPools) -> None:
+    assert ranks(2).run(of_fakes) == [("dry", 5, 8)] * 2
+
+
+def test_nccl_imports_without_a_gpu() -> None:
+    from shardwise.comm.nccl import NcclCollectives
+
+    assert NcclCollectives.name == "nccl"

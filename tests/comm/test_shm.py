@@ -1,0 +1,231 @@
+"""What is particular to shared memory: who maps what, when it goes away, and peers that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.comm import Buffer, BufferKind, Collectives, Reduction, Region, Work
+from shardwise.errors import CollectiveTimeout, MismatchError
+from tests.comm.naive import collectives
+from tests.ranks import RankPool, RankPools
+
+
+def gather(comm: Collectives, buffer: Buffer, value: int) -> Work:
+    comm.claim(buffer)
+    share = buffer.bytes.numel() // comm.world_size
+    buffer.bytes[comm.rank * share : (comm.rank + 1) * share] = value
+    return comm.all_gather(buffer, (Region(0, share),))
+
+
+def segments() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "rw-s" in line]
+
+
+def detached_views() -> None:
+    comm = collectives("shm")
+    buffer = comm.allocate(10_000 * comm.world_size, BufferKind.GATHER)
+    gather(comm, buffer, 1).wait()
+    stash, address = buffer.bytes[5:], buffer.bytes.data_ptr()
+    replacement = comm.detach(buffer) if comm.rank == 1 else buffer
+    assert (replacement.index, replacement.kind) == (buffer.index, buffer.kind)
+    assert replacement.bytes.eq(1).all(), "the replacement is the same shared memory"
+    comm.release(replacement)
+    gather(comm, replacement, 2).wait()
+    assert replacement.bytes.eq(2).all()
+    comm.release(replacement)
+    if comm.rank == 1:
+        assert stash.data_ptr() == address + 5
+        assert stash.eq(1).all(), "a stashed view keeps its values"
+        stash.fill_(77)
+    else:
+        comm.barrier()
+    if comm.rank == 1:
+        comm.barrier()
+    assert not replacement.bytes.eq(77).any(), "what is written to a stashed view stays private"
+    del stash, buffer
+
+
+def detached_reduce_buffer() -> None:
+    comm = collectives("shm")
+    buffer = comm.allocate(4 * comm.world_size, BufferKind.REDUCE)
+    for number in range(3):
+        comm.claim(buffer)
+        flat, out = buffer.bytes.view(torch.float32), torch.empty(1)
+        flat.fill_(number)
+        comm.reduce_scatter(buffer, (Reduction(flat, out, False),)).wait()
+        assert out.item() == number * comm.world_size
+        buffer = comm.detach(buffer)
+        assert flat.eq(number).all()
+        tensor = buffer.bytes.view(torch.float32)
+        comm.claim(buffer)
+        tensor.fill_(comm.rank)
+        comm.all_reduce(tensor, "max").wait()
+        assert tensor.eq(comm.world_size - 1).all()
+
+
+def poison() -> None:
+    comm = collectives("shm", poison=True)
+    buffer = comm.allocate(1001 * 4, BufferKind.GATHER)
+    assert buffer.bytes.view(torch.float32).isnan().all()
+    comm.barrier()
+    for number in range(30):
+        comm.claim(buffer)
+        own = slice(comm.rank * 100, (comm.rank + 1) * 100)
+        buffer.bytes[own] = number
+        comm.all_gather(buffer, (Region(0, 100),)).wait()
+        assert buffer.bytes[: 100 * comm.world_size].eq(number).all()
+        comm.release(buffer)
+        if number % 7 == comm.rank:
+            time.sleep(0.001)
+        others = torch.ones(buffer.bytes.numel(), dtype=torch.bool)
+        others[: 100 * comm.world_size] = False  # peers may have claimed the buffer again
+        others[own] = True
+        assert buffer.bytes[others].eq(0xFF).all()
+
+
+def nothing_left() -> tuple[int, int]:
+    for number in range(30):
+        comm = collectives("shm")
+        buffers = [comm.allocate(5000, kind) for kind in BufferKind]
+        gather(comm, buffers[0], 3).wait()
+        work = comm.reduce_scatter(buffers[1], ())
+        if number % 2:
+            work.wait()
+        else:
+            comm.close()
+            comm.close()
+        del comm, buffers, work
+    return len(segments()), sum("memfd" in str(fd.resolve()) for fd in Path("/proc/self/fd").iterdir())
+
+
+def mapped() -> list[str]:
+    comm = collectives("shm")
+    kept = [comm.allocate(5000, kind) for kind in BufferKind]
+    assert kept
+    return segments()
+
+
+def other_order() -> None:
+    comm = collectives("shm")
+    one, two = (comm.allocate(400 * comm.world_size, BufferKind.GATHER) for _ in range(2))
+    works = [gather(comm, buffer, 10 + buffer.index) for buffer in ((one, two) if comm.rank else (two, one))]
+    for work in works:
+        work.wait()
+    assert one.bytes.eq(10).all()
+    assert two.bytes.eq(11).all()
+
+
+def another_collective(what: str) -> str:
+    comm = collectives("shm")
+    gather_buffer, reduce_buffer = (comm.allocate(2400, kind) for kind in BufferKind)
+    flat = reduce_buffer.bytes.view(torch.float32)
+    first = comm.rank == 0
+    try:
+        if what == "sizes":
+            comm.all_reduce(torch.zeros(3 if first else 4))
+        elif what == "dtypes":
+            comm.all_reduce(torch.zeros(3, dtype=torch.int32 if first else torch.float32))
+        elif what == "ops":
+            comm.barrier() if first else comm.broadcast(torch.zeros(1), 0)
+        elif what == "regions":
+            comm.all_gather(gather_buffer, (Region(0, 10 if first else 20),)).wait()
+        elif what == "reductions":
+            part = flat[:100] if first else flat[100:200]
+            comm.reduce_scatter(reduce_buffer, (Reduction(part, torch.empty(50), False),)).wait()
+        else:
+            comm.allocate(100 if first else 200, BufferKind.REDUCE)
+    except MismatchError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def one_dies(where: str) -> None:
+    comm = collectives("shm")
+    gather_buffer, reduce_buffer = (comm.allocate(1200, kind) for kind in BufferKind)
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        if where == "gather":
+            gather(comm, gather_buffer, 1).wait()
+        elif where == "reduce":
+            flat = reduce_buffer.bytes.view(torch.float32)
+            comm.reduce_scatter(reduce_buffer, (Reduction(flat, torch.empty(100), False),)).wait()
+        else:
+            comm.all_reduce(torch.zeros(10))
+    finally:
+        assert time.monotonic() - start < 3
+
+
+def too_late() -> None:
+    os.environ["SHARDWISE_TIMEOUT_S"] = "0.3"
+    try:
+        comm = collectives("shm")
+    finally:
+        del os.environ["SHARDWISE_TIMEOUT_S"]
+    if comm.rank == 0:
+        time.sleep(1)
+    comm.barrier()
+
+
+def inference_and_fill(nbytes: int) -> tuple[bool, int, int]:
+    comm = collectives("shm")
+    with torch.inference_mode():
+        buffer = comm.allocate(nbytes, BufferKind.GATHER)
+    return buffer.bytes.is_inference(), buffer.bytes.numel(), buffer.bytes.data_ptr() % 64
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_detach_leaves_stashed_views_their_values(ranks: RankPools, world_size: int) -> None:
+    ranks(world_size).run(detached_views)
+    ranks(world_size).run(detached_reduce_buffer)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_released_memory_is_poisoned(ranks: RankPools, world_size: int) -> None:
+    ranks(world_size).run(poison)
+
+
+def test_memory_and_descriptors_go_with_the_collectives(ranks: RankPools) -> None:
+    ranks(2).run(nothing_left)
+    assert ranks(2).run(nothing_left) == [(0, 0), (0, 0)]
+
+
+def test_no_segment_has_a_name(ranks: RankPools) -> None:
+    """So a crash leaves nothing behind: what no process maps does not exist."""
+    for lines in ranks(2).run(mapped):
+        assert len(lines) >= 6
+        assert all(line.endswith("/memfd:shardwise (deleted)") for line in lines)
+
+
+def test_a_buffer_is_64_byte_aligned_and_no_inference_tensor(ranks: RankPools) -> None:
+    for nbytes in (0, 1, 4097):
+        assert ranks(2).run(inference_and_fill, nbytes) == [(False, nbytes, 0)] * 2
+
+
+def test_another_order_swaps_nothing(ranks: RankPools) -> None:
+    ranks(2).run(other_order)
+
+
+@pytest.mark.parametrize("what", ["sizes", "dtypes", "ops", "regions", "reductions", "allocate"])
+def test_another_collective_is_noticed_by_all(ranks: RankPools, what: str) -> None:
+    for rank, message in enumerate(ranks(2).run(another_collective, what)):
+        assert f"rank {1 - rank} is at another collective than rank {rank}" in message
+
+
+@pytest.mark.parametrize("where", ["gather", "reduce", "all_reduce"])
+def test_a_dead_peer_is_named_at_once(where: str) -> None:
+    with RankPool(3) as pool, pytest.raises(CollectiveTimeout, match="the process of rank 1 is gone"):
+        pool.run(one_dies, where)
+
+
+def test_a_late_peer_is_named(ranks: RankPools) -> None:
+    with pytest.raises(CollectiveTimeout, match=r"barrier on rank 1: rank 0 did not arrive in 0.3 s"):
+        ranks(2).run(too_late)
