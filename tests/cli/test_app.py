@@ -69,6 +69,7 @@ def test_without_the_extra_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.delitem(sys.modules, "shardwise.cli.app")
     monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as caught:
         main.main()
     assert caught.value.code == 2

@@ -136,9 +136,14 @@ def test_a_second_interrupt_does_not_wait(start: Start) -> None:
     assert command.end(timeout_s=30).status == 130
 
 
-def test_an_interrupt_before_the_ranks_listen(start: Start) -> None:
-    command = start("train", "run.toml", scenario="time.sleep(600)")
-    time.sleep(0.5)
+@pytest.mark.parametrize("delay_s", [0.0, 2.0])
+def test_an_interrupt_before_the_ranks_listen(start: Start, delay_s: float) -> None:
+    """While the launcher loads, and about when it starts the ranks."""
+    begun = "from shardwise.cli import main; main.signal.signal(2, main._leave); print('begun', flush=True)"
+    command = start("train", "run.toml", scenario="time.sleep(600)", setup=begun)
+    assert command.process.stdout is not None
+    assert command.process.stdout.readline() == "begun\n"
+    time.sleep(delay_s)
     command.interrupt()
     ended = command.end(timeout_s=30)
     assert ended.status == 130

@@ -1,21 +1,33 @@
 """The console script: runs the commands where the `train` extra is installed, else says how to install it."""
 
+import os
+import signal
 import sys
+from types import FrameType
+from typing import NoReturn
 
 from shardwise.cli.exit import Exit, missing_extra
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run the command line and exit with its status."""
+    signal.signal(signal.SIGINT, _leave)
     try:
         from shardwise.cli.app import run
+
+        status = run(sys.argv[1:])
     except ModuleNotFoundError as error:
         line = missing_extra(error)
         if line is None:
             raise
         print(f"error: {line}", file=sys.stderr)
-        sys.exit(Exit.USER_MISTAKE)
-    sys.exit(run(sys.argv[1:]))
+        status = Exit.USER_MISTAKE
+    sys.exit(status)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """End at once: a KeyboardInterrupt can get lost in an import. Whoever has ranks to look after handles it first."""
+    os._exit(Exit.INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exi
     Returns:
         The rank's exit status. Unexpected errors are raised.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the trainer may save
     try:
         _train(path, overrides)
     except KeyboardInterrupt:
