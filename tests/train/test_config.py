@@ -106,7 +106,6 @@ def test_the_last_override_wins(path: Path) -> None:
         ("parallel.ranks=all", "parallel.ranks = 'all': must be 'auto', or must be an integer"),
         ("model.path=x", "[model] give exactly one of path, config and factory; found path and config"),
         ("model.config=none", "[model] give exactly one of path, config and factory; found none of them"),
-        ("train.warmup_steps=11", "[train] warmup_steps (11) is more than steps (10)"),
         ("log.name=..", "[log] name '..' is not a directory of its own"),
         (
             "parallel.strategy=zero",

@@ -121,25 +121,19 @@ class TrainConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """The way the learning rate falls after warm-up to `lr * min_lr_ratio`; "constant" stays at `lr`."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises linearly from 0 to `lr`."""
+    """Steps over which the learning rate rises linearly to `lr`. A run may be shorter."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The last learning rate over the highest."""
     clip: NonNegativeFloat = 1.0
     """The largest global gradient norm; 0 = no clipping."""
     eval_every: NonNegativeInt = 0
-    """Steps between evaluations; 0 = never."""
+    """Steps between evaluations; 0 = after the last step only."""
     seed: NonNegativeInt = 0
     """Decides the initial weights and dropout."""
     activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective-ops|every-[1-9]\d*)$")] = "none"
     """"none", "full" (each block), "selective-ops" (cheap operations only) or "every-N" (one block in N)."""
     compile: bool = False
     """Compile each unit with torch.compile."""
-
-    @model_validator(mode="after")
-    def _warmup_fits(self) -> Self:
-        if self.warmup_steps > self.steps:
-            raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than steps ({self.steps})")
-        return self
 
 
 class ParallelConfig(Section):

@@ -1,0 +1,43 @@
+"""The units of a model, seen from one process."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.app import run
+
+TINY = """
+[model.config]
+model_type = "llama"
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+tie_word_embeddings = true
+
+[train]
+steps = 1
+"""
+BLOCK_NUMEL = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shard_numel"),
+    [
+        (["parallel.ranks=8"], BLOCK_NUMEL // 8),
+        (["parallel.ranks=8", "parallel.strategy=hybrid_shard", "parallel.shard_group=4"], BLOCK_NUMEL // 4),
+        (["parallel.ranks=8", "parallel.strategy=no_shard"], BLOCK_NUMEL),
+    ],
+)
+def test_units_at_any_number_of_ranks(
+    overrides: list[str], shard_numel: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    assert run(["inspect", str(tmp_path / "tiny.toml"), *overrides]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    blocks = [row for row in rows if row[0].startswith("model.layers.")]
+    assert [row[0] for row in blocks] == ["model.layers.0", "model.layers.1"]
+    for row in blocks:
+        assert f"{BLOCK_NUMEL:,}" in row
+        assert f"{4 * shard_numel:,}" in row
