@@ -61,3 +61,11 @@ def sent_bytes(units: list[Unit], strategy: str, ranks: int) -> int:
         passes = 3 if strategy in _RESHARDS_AFTER_FORWARD and not unit.stays_gathered else 2
         total += passes * unit.padded_bytes(ranks) * (ranks - 1) // ranks
     return total
+
+
+def control_bytes(units: list[Unit], ranks: int) -> int:
+    """Return what each rank sends besides: at the end of backward one byte a parameter to every peer, its used flag.
+
+    Up to a few KiB, which ranks exchange directly.
+    """
+    return (ranks - 1) * sum(len(unit.numels) for unit in units)

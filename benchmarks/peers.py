@@ -124,8 +124,11 @@ def targets(summaries: Summaries, job: Job) -> list[Target]:
     if ours.sent_bytes is not None:
         units = expected.gpt_units(job.shape)
         should = expected.sent_bytes(units, job.strategy, job.ranks)
-        detail = f"{ours.sent_bytes:,.0f} counted, {should:,} by the table for {job.strategy}"
-        found.append(Target("bytes sent, off the table by", abs(ours.sent_bytes - should), 0.0, detail))
+        control = expected.control_bytes(units, job.ranks)
+        detail = (
+            f"{ours.sent_bytes:,.0f} counted = {should:,} by the table for {job.strategy} + {control:,} of used flags"
+        )
+        found.append(Target("bytes sent, off the table by", abs(ours.sent_bytes - should - control), 0.0, detail))
     return found
 
 

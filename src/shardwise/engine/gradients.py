@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,7 +45,7 @@ class Gradients:
         self._arena: Arena[Unit] | None = None
         self._own: list[Slot[Unit]] = []
         self._in_flight: deque[_InFlight] = deque()
-        self._flags = torch.zeros(0, dtype=torch.int32)
+        self._flags = torch.zeros(0, dtype=torch.uint8)
         self.sync = True
         """Whether backward reduces; `no_sync` turns it off."""
 
@@ -70,7 +69,7 @@ class Gradients:
         else:
             self._arena = Arena(self._collectives, BufferKind.REDUCE, classes)
         count = sum(len(group.sharded) for unit in units for group in unit.groups)
-        self._flags = torch.zeros(count, dtype=torch.int32)
+        self._flags = torch.zeros(count, dtype=torch.uint8)
 
     def add(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> bool:
         """Take the gradient off `leaf`. Returns whether the unit now has all its gradients of this backward."""
@@ -221,11 +220,15 @@ class Gradients:
                 group.grad_is_fresh = True
 
     def _agree(self, used: list[bool]) -> Sequence[bool]:
+        """Whether any rank used each parameter: one byte a parameter and backward, beside the gradients themselves.
+
+        It cannot be left out when this rank used them all: another may not have, and no rank knows of the others.
+        """
         mesh = self._mesh
         if mesh.shard.world_size * mesh.replicate.world_size == 1:
             return used
         if not mesh.is_dry:
-            self._flags.numpy()[:] = np.asarray(used, dtype=np.int32)
+            self._flags.numpy()[:] = used
         flags = self._flags.to(mesh.device)
         mesh.shard.all_reduce(flags, "max").wait()
         mesh.replicate.all_reduce(flags, "max").wait()
