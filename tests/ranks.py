@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -28,6 +29,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -64,11 +66,66 @@ class RankPools:
         self._pools.clear()
 
 
+class _Nursery:
+    """A process that has imported torch and forks ranks on demand: a pool starts in a moment and shares its memory."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        fd = theirs.fileno()
+        self._process = subprocess.Popen([sys.executable, __file__, str(fd)], env=env, pass_fds=[fd])
+        theirs.close()
+
+    def fork(self, env: dict[str, str], fds: list[int]) -> int:
+        """A new rank's process id. It gets copies of `fds`: its connection and the file for its stacks."""
+        socket.send_fds(self._socket, [pickle.dumps(env)], fds)
+        self._socket.settimeout(START_TIMEOUT_S)
+        return int(self._socket.recv(32))
+
+    @staticmethod
+    def serve(fd: int) -> None:
+        _die_with_parent()
+        import torch.distributed
+
+        assert torch.distributed.is_available()
+        gc.freeze()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for ranks, so they are not to become zombies
+        orders = socket.socket(fileno=fd)
+        while True:
+            message, fds, _, _ = socket.recv_fds(orders, 2**20, 2)
+            if not message:
+                return
+            if (pid := os.fork()) == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                orders.close()
+                _die_with_parent()
+                os.environ.clear()
+                os.environ.update(pickle.loads(message))
+                faulthandler.register(signal.SIGUSR1, file=fds[1], all_threads=True)
+                _serve(Connection(fds[0]))
+                return
+            orders.send(str(pid).encode())
+            for copy in fds:
+                os.close(copy)
+
+
+@functools.cache
+def _nursery() -> _Nursery:
+    return _Nursery()
+
+
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
+    pid: int
     connection: Connection
     stacks: IO[bytes]
+
+    def alive(self) -> bool:
+        return Path(f"/proc/{self.pid}").exists()
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 class RankPool:
@@ -116,14 +173,15 @@ class RankPool:
     def pids(self) -> list[int]:
         """The processes, by rank; starts them if need be."""
         self._start()
-        return [worker.process.pid for worker in self._workers]
+        return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.process.kill()
-            worker.process.wait()
+            worker.signal(signal.SIGKILL)
             worker.connection.close()
             worker.stacks.close()
+        while any(worker.alive() for worker in self._workers):
+            time.sleep(0.001)
         self._workers = []
         self._store = None
 
@@ -143,14 +201,14 @@ class RankPool:
 
     def _stacks(self, ranks: list[int]) -> str:
         for rank in ranks:
-            self._workers[rank].process.send_signal(signal.SIGUSR1)
+            self._workers[rank].signal(signal.SIGUSR1)
         time.sleep(0.3)
         text = []
         for rank in ranks:
             worker = self._workers[rank]
             worker.stacks.seek(0)
-            state = "" if worker.process.poll() is None else f" (exited: {worker.process.returncode})"
-            text.append(f"rank {rank}{state} is at\n{worker.stacks.read().decode()}")
+            where = f"is at\n{worker.stacks.read().decode()}" if worker.alive() else "is gone"
+            text.append(f"rank {rank} {where}")
         return "\n".join(text)
 
     def _start(self) -> None:
@@ -176,13 +234,9 @@ class RankPool:
                 "SHARDWISE_POISON": "1",
                 **self._env,
             }
-            fds = (theirs.fileno(), stacks.fileno())
-            process = subprocess.Popen([sys.executable, __file__, *map(str, fds)], env=env, pass_fds=fds)
+            pid = _nursery().fork(env, [theirs.fileno(), stacks.fileno()])
             theirs.close()
-            self._workers.append(_Worker(process, Connection(ours.detach()), stacks))
-        for worker in self._workers:  # importing torch is not to count against a test's time
-            assert worker.connection.poll(START_TIMEOUT_S), "a rank process did not start"
-            worker.connection.recv_bytes()
+            self._workers.append(_Worker(pid, Connection(ours.detach()), stacks))
 
 
 @dataclass
@@ -213,8 +267,7 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    connection.send_bytes(b"ready")
-    generation, modules = -1, 0
+    generation, modules, world = -1, 0, None
     while True:
         try:
             sys.path[:], wanted, payload = pickle.loads(connection.recv_bytes())
@@ -226,7 +279,7 @@ def _serve(connection: Connection) -> None:
             timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
             prefixed = dist.PrefixStore(str(wanted), store)
             dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
-            generation = wanted
+            generation, world = wanted, dist.group.WORLD
         _drop_groups()  # only now: peers may have been connecting to them when this rank was done
         torch.manual_seed(0)
         reply = _call(payload)
@@ -234,7 +287,7 @@ def _serve(connection: Connection) -> None:
         if len(sys.modules) != modules:  # what is imported by now need not be searched for garbage each time
             modules = len(sys.modules)
             gc.freeze()
-        intact = reply.error is None and dist.is_initialized()
+        intact = reply.error is None and dist.group.WORLD is world
         connection.send_bytes(pickle.dumps((reply.result, reply.error, reply.trace, intact)))
 
 
@@ -262,11 +315,9 @@ def _drop_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def _main(connection_fd: int, stacks_fd: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank does not outlive the test run
-    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
-    _serve(Connection(connection_fd))
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing outlives the test run
 
 
 if __name__ == "__main__":
-    _main(*map(int, sys.argv[1:]))
+    _Nursery.serve(int(sys.argv[1]))

@@ -13,14 +13,40 @@ ALIGNMENT_BYTES = 64
 POISON_BYTE = 0xFF  # every float dtype reads a run of these as NaN
 
 
-def private_buffer(nbytes: int, kind: BufferKind, index: int, device: torch.device, poison: bool) -> Buffer:
-    """A buffer in memory of this process. Under FakeTensorMode it is fake."""
-    reserved = max(ALIGNMENT_BYTES, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-    with torch.inference_mode(False):  # an arena may be built inside a generate() loop and outlives it
-        memory = torch.empty(reserved, dtype=torch.uint8, device=device)
-        if poison:
-            memory.fill_(POISON_BYTE)
-        return Buffer(memory[:nbytes], kind, index)
+class PrivateBuffers:
+    """What collectives do about buffers that lie in memory of this process alone: next to nothing."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device | str, poison: bool | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.poison = poison_asked() if poison is None else poison
+        self._allocated = 0
+
+    def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
+        self._allocated += 1
+        return self._buffer(nbytes, kind, self._allocated - 1)
+
+    def claim(self, buffer: Buffer) -> None:
+        return None
+
+    def release(self, buffer: Buffer) -> None:
+        if self.poison:
+            buffer.bytes.fill_(POISON_BYTE)
+
+    def detach(self, buffer: Buffer) -> Buffer:
+        return self._buffer(buffer.bytes.numel(), buffer.kind, buffer.index)
+
+    def close(self) -> None:
+        return None
+
+    def _buffer(self, nbytes: int, kind: BufferKind, index: int) -> Buffer:
+        reserved = max(ALIGNMENT_BYTES, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        with torch.inference_mode(False):  # an arena may be built inside a generate() loop and outlives it
+            memory = torch.empty(reserved, dtype=torch.uint8, device=self.device)
+            if self.poison:
+                memory.fill_(POISON_BYTE)
+            return Buffer(memory[:nbytes], kind, index)
 
 
 def poison_asked() -> bool:

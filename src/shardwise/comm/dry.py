@@ -5,18 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import (
-    POISON_BYTE,
-    check_reductions,
-    deliver,
-    poison_asked,
-    private_buffer,
-    slice_of,
-)
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Region, Work
+from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
+from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Work
 
 
-class DryCollectives:
+class DryCollectives(PrivateBuffers):
     """One rank of any world, without the others.
 
     For a world of one it is the real thing. For a larger one the shapes, dtypes and local operations are real and the
@@ -25,29 +18,8 @@ class DryCollectives:
 
     name = "dry"
 
-    def __init__(self, rank: int, world_size: int, device: torch.device | str, poison: bool | None = None) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.device = torch.device(device)
-        self.poison = poison_asked() if poison is None else poison
-        self._allocated = 0
-
-    def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
-        self._allocated += 1
-        return private_buffer(nbytes, kind, self._allocated - 1, self.device, self.poison)
-
-    def claim(self, buffer: Buffer) -> None:
-        return None
-
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
         return FINISHED
-
-    def release(self, buffer: Buffer) -> None:
-        if self.poison:
-            buffer.bytes.fill_(POISON_BYTE)
-
-    def detach(self, buffer: Buffer) -> Buffer:
-        return private_buffer(buffer.bytes.numel(), buffer.kind, buffer.index, self.device, self.poison)
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
@@ -63,7 +35,4 @@ class DryCollectives:
         return None
 
     def barrier(self) -> None:
-        return None
-
-    def close(self) -> None:
         return None

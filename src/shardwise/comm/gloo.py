@@ -15,16 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import (
-    POISON_BYTE,
-    check_reductions,
-    pieces_of,
-    poison_asked,
-    private_buffer,
-    shares,
-    slice_of,
-)
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Region, Work
+from shardwise.comm.buffers import PrivateBuffers, check_reductions, pieces_of, shares, slice_of
+from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Work
 from shardwise.comm.summation import RankOrderSum
 from shardwise.errors import CollectiveTimeout
 
@@ -39,30 +31,19 @@ SMALL_BYTES = 32 * 2**10
 """An all_reduce of up to this much is one exchange of everything instead of a reduce-scatter and an all-gather."""
 
 
-class GlooCollectives:
-    """CPU ranks on any hosts. Buffers are private memory."""
+class GlooCollectives(PrivateBuffers):
+    """CPU ranks on any hosts."""
 
     name = "gloo"
 
     def __init__(self, group: dist.ProcessGroup, poison: bool | None = None) -> None:
-        self.rank = group.rank()
-        self.world_size = group.size()
-        self.device = torch.device("cpu")
-        self.poison = poison_asked() if poison is None else poison
+        super().__init__(group.rank(), group.size(), "cpu", poison)
         self._group = group
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        self._allocated = 0
         self._sequence = 0
         self._sum = RankOrderSum()
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._reducing: Work = FINISHED  # the one reduction that may be using the staging memory
-
-    def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
-        self._allocated += 1
-        return private_buffer(nbytes, kind, self._allocated - 1, self.device, self.poison)
-
-    def claim(self, buffer: Buffer) -> None:
-        return None
 
     @torch.no_grad()
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
@@ -71,13 +52,6 @@ class GlooCollectives:
             for r in regions
         ]
         return self._gather(self._post(f"all_gather of buffer {buffer.index}"), slices)
-
-    def release(self, buffer: Buffer) -> None:
-        if self.poison:
-            buffer.bytes.fill_(POISON_BYTE)
-
-    def detach(self, buffer: Buffer) -> Buffer:
-        return private_buffer(buffer.bytes.numel(), buffer.kind, buffer.index, self.device, self.poison)
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
@@ -115,9 +89,6 @@ class GlooCollectives:
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1))
-
-    def close(self) -> None:
-        return None
 
     def _post(self, op: str) -> _Post:
         self._sequence += 1

@@ -17,15 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.buffers import (
-    POISON_BYTE,
-    check_reductions,
-    deliver,
-    poison_asked,
-    private_buffer,
-    slice_of,
-)
-from shardwise.comm.protocol import Buffer, BufferKind, Reduction, Region, Work
+from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
+from shardwise.comm.protocol import Buffer, Reduction, Region, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +29,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class NcclCollectives:
+class NcclCollectives(PrivateBuffers):
     """CUDA ranks, one GPU each."""
 
     name = "nccl"
@@ -48,7 +41,7 @@ class NcclCollectives:
         separate_reductions: bool = False,
         poison: bool | None = None,
     ) -> None:
-        """Every rank of the default group must call this where `separate_reductions` is set.
+        """Every rank of the group must call this.
 
         Args:
             group: the ranks; its backend serves CUDA.
@@ -57,21 +50,15 @@ class NcclCollectives:
                 one another. It costs NCCL's buffers a second time.
             poison: fill released buffers with 0xFF; None asks the environment.
         """
-        self.rank = group.rank()
-        self.world_size = group.size()
-        self.device = device
-        self.poison = poison_asked() if poison is None else poison
+        super().__init__(group.rank(), group.size(), device, poison)
         self._group = group
-        ranks = dist.get_process_group_ranks(group)
-        self._reduce_group = dist.new_group(ranks, backend="nccl") if separate_reductions else group
-        self._gather_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._reduce_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._allocated = 0
+        self._reduce_group = group
+        if separate_reductions:
+            ranks = dist.get_process_group_ranks(group)
+            self._reduce_group = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+        self._gather_stream = torch.cuda.Stream(device)
+        self._reduce_stream = torch.cuda.Stream(device)
         self._free: dict[int, torch.cuda.Event] = {}  # by buffer: after its last reader
-
-    def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
-        self._allocated += 1
-        return private_buffer(nbytes, kind, self._allocated - 1, self.device, self.poison)
 
     def claim(self, buffer: Buffer) -> None:
         # The engine writes on the current stream: not before a gather buffer's last reader, which may be on another
@@ -88,14 +75,14 @@ class NcclCollectives:
         return _OnStream(self._gather_stream, keep=buffer)
 
     def release(self, buffer: Buffer) -> None:
-        if self.poison:
-            buffer.bytes.fill_(POISON_BYTE)
+        super().release(buffer)
         self._free[buffer.index] = self._current().record_event()
 
     def detach(self, buffer: Buffer) -> Buffer:
         # The next gather into the new memory waits for the current stream, whose freed block it may be. The old memory
         # may be freed at any time: the gather into it is behind the current stream, as the caller has waited.
-        return private_buffer(buffer.bytes.numel(), buffer.kind, buffer.index, self.device, self.poison)
+        self._free.pop(buffer.index, None)
+        return super().detach(buffer)
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
