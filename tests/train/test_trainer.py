@@ -131,6 +131,22 @@ def test_the_number_of_ranks_and_micro_batches_does_not_change_the_losses(ranks:
     assert {row["world_size"] for row in read("runs/two/metrics.jsonl")} == {2}
 
 
+@pytest.mark.parametrize("mode", ["full", "selective-ops", "every-2"])
+def test_recomputation_does_not_change_the_losses(mode: str) -> None:
+    run_alone("log.name=kept", "train.steps=3", "train.eval_every=0")
+    run_alone("log.name=recomputed", "train.steps=3", "train.eval_every=0", f"train.activation_checkpointing={mode}")
+    assert losses("recomputed") == losses("kept")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_learns_and_the_model_is_stored_in_its_own_dtype(dtype: str) -> None:
+    from safetensors.torch import load_file
+
+    run_alone(f"parallel.param_dtype={dtype}", "train.eval_every=0")
+    assert losses("tiny")[-1] < losses("tiny")[0] - 0.5
+    assert {tensor.dtype for tensor in load_file("runs/tiny/final/model.safetensors").values()} == {torch.float32}
+
+
 def test_dropout_and_weights_follow_the_seed() -> None:
     for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
         run_alone(f"log.name={name}", f"train.seed={seed}", "train.steps=2", "train.eval_every=0")
@@ -148,6 +164,7 @@ def test_a_loss_that_is_not_finite_stops_the_run() -> None:
     [
         ("checkpoint.every=5", r"checkpoint\.every=5: saving during a run is not there yet"),
         ("checkpoint.resume=runs/old", r"checkpoint\.resume='runs/old': resuming is not there yet"),
+        ("model.dtype=fp16", 'set model.dtype="fp32" and parallel.param_dtype="fp16"'),
         ("train.global_batch=3", "global_batch=3 is not a multiple"),
         ("data.source=nowhere", "no files there"),
     ],

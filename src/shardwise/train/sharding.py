@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.train.config import HYBRID_STRATEGIES, ModelConfig, ParallelConfig
+from shardwise.train.config import HYBRID_STRATEGIES, ParallelConfig
 from shardwise.train.ranks import Ranks
 from shardwise.train.suggest import did_you_mean
 
@@ -31,9 +31,9 @@ def shard_model(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
     )
 
 
-def needs_loss_scaling(model: ModelConfig, parallel: ParallelConfig) -> bool:
+def needs_loss_scaling(config: ParallelConfig) -> bool:
     """Whether gradients are computed in fp16, which loses the small ones unless the loss is scaled up."""
-    return (parallel.param_dtype or model.dtype) == "fp16"
+    return config.param_dtype == "fp16"
 
 
 def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh | None:

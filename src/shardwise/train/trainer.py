@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.engine.recompute import checkpoint_units
 from shardwise.errors import ConfigError, UserError
 from shardwise.train.compilation import compile_blocks
-from shardwise.train.config import CheckpointConfig, Config
+from shardwise.train.config import Config
 from shardwise.train.console import RunConsole
 from shardwise.train.data import Batches, MicroBatch, Share, evaluation_batches, load_datasets
 from shardwise.train.evaluation import evaluate
@@ -39,7 +39,7 @@ def run(config: Config) -> None:
         UserError: something in the configuration cannot be done, or the loss stopped being finite. The same on every
             rank.
     """
-    _refuse_what_is_absent(config.checkpoint)
+    _refuse_what_cannot_be(config)
     with started() as ranks:
         config = config.for_ranks(ranks.world_size)
         directory = RunDirectory(config.run_directory)
@@ -82,7 +82,7 @@ class Trainer:
             compile_blocks(self.model)
         torch.manual_seed(train.seed + 1 + ranks.rank)  # dropout differs between ranks
         self.optimizer = build_optimizer(self.model, train)
-        self.scaler = sw.GradScaler(enabled=needs_loss_scaling(config.model, config.parallel))
+        self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(config.parallel))
         self.schedule = Schedule.of(train)
         self.step_times_s: list[float] = []
 
@@ -206,8 +206,14 @@ class Trainer:
         self.console.say(f"done: {directory.final}")
 
 
-def _refuse_what_is_absent(checkpoint: CheckpointConfig) -> None:
+def _refuse_what_cannot_be(config: Config) -> None:
     """Nothing that was asked for is left out in silence."""
+    checkpoint = config.checkpoint
+    if config.model.dtype == "fp16":
+        raise ConfigError(
+            'model.dtype="fp16" would update the weights in fp16, which loses small steps; '
+            'set model.dtype="fp32" and parallel.param_dtype="fp16"'
+        )
     if checkpoint.every:
         raise ConfigError(
             f"checkpoint.every={checkpoint.every}: saving during a run is not there yet; set checkpoint.every=0 "
