@@ -1,16 +1,39 @@
-"""shardwise: a fully sharded data parallel (FSDP / ZeRO-3) engine for PyTorch."""
+"""shardwise: a fully sharded data parallel (FSDP / ZeRO-3) engine for PyTorch.
 
-from shardwise.engine.describe import describe
-from shardwise.engine.memory import memory
-from shardwise.engine.parameter import ShardedParameter
-from shardwise.engine.shard import shard
-from shardwise.engine.unsharded import full_state_dict, no_sync, unsharded
-from shardwise.optim.clip import clip_grad_norm_
-from shardwise.optim.scaler import GradScaler
-from shardwise.policy.precision import Precision
-from shardwise.policy.strategy import Strategy
+Names are loaded when first used: `import shardwise.layout` or `shardwise.policy` needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.engine.describe import describe
+    from shardwise.engine.memory import memory
+    from shardwise.engine.parameter import ShardedParameter
+    from shardwise.engine.shard import shard
+    from shardwise.engine.unsharded import full_state_dict, no_sync, unsharded
+    from shardwise.optim.clip import clip_grad_norm_
+    from shardwise.optim.scaler import GradScaler
+    from shardwise.policy.precision import Precision
+    from shardwise.policy.strategy import Strategy
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "GradScaler": "optim.scaler",
+    "Precision": "policy.precision",
+    "ShardedParameter": "engine.parameter",
+    "Strategy": "policy.strategy",
+    "clip_grad_norm_": "optim.clip",
+    "describe": "engine.describe",
+    "full_state_dict": "engine.unsharded",
+    "memory": "engine.memory",
+    "no_sync": "engine.unsharded",
+    "shard": "engine.shard",
+    "unsharded": "engine.unsharded",
+}
 
 __all__ = [
     "GradScaler",
@@ -26,3 +49,15 @@ __all__ = [
     "shard",
     "unsharded",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(f"shardwise.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

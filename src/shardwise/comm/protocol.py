@@ -47,7 +47,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One flat buffer inside a gather buffer: rank r's slice is bytes [start + r*shard_bytes, start + (r+1)*shard_bytes)."""
+    """One flat buffer inside a gather buffer; rank r's slice is `shard_bytes` from start + r * shard_bytes on."""
 
     start: int
     shard_bytes: int
@@ -55,7 +55,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """One flat buffer to be reduced: out[:] = (out if accumulate else 0) + sum over ranks of their flat[rank*S:(rank+1)*S]."""
+    """One flat buffer to be reduced: out (+)= sum over ranks of their flat[rank * S : (rank + 1) * S]."""
 
     flat: Tensor
     """1-D view of a reduce buffer, world_size * S elements, local, in the dtype that travels."""
@@ -69,7 +69,7 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Return when (or, on a GPU, order the current stream after) the result is in place. Not collective; idempotent."""
+        """Return when the result is in place (a GPU: order the current stream after it). Local; idempotent."""
 
 
 class Finished:
@@ -93,7 +93,7 @@ class Collectives(Protocol):
     device: torch.device
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
-        """A new buffer of `nbytes` (a multiple of 64 is reserved; `bytes` has exactly `nbytes`). Contents unspecified."""
+        """A new buffer of exactly `nbytes`, in memory rounded up to 64. Contents unspecified."""
 
     def claim(self, buffer: Buffer) -> None:
         """Wait until this rank may write into `buffer`."""

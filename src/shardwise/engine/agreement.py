@@ -77,7 +77,7 @@ def _extremes(mine: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
 
 def _checksum(tensor: Tensor) -> int:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return int(xxhash.xxh3_64_intdigest(data.numpy())) >> (64 - _HASH_BITS)
+    return int(xxhash.xxh3_64_intdigest(data.numpy().data)) >> (64 - _HASH_BITS)
 
 
 def _broadcast(tensor: Tensor, mesh: Mesh) -> None:

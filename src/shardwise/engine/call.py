@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -79,20 +79,24 @@ def _find(value: Any) -> tuple[Tensor, tuple[int, ...]] | None:
 
 
 def output_tensors(output: object, depth: int = 0) -> Iterator[Tensor]:
-    """Every tensor in a module's output: in tuples, lists, mappings, dataclasses and plain objects, a few levels deep."""
+    """Every tensor in a module's output: in tuples, lists, mappings, dataclasses, plain objects, some levels deep."""
     if isinstance(output, Tensor):
         yield output
-    elif depth > 4 or output is None or isinstance(output, (str, bytes, int, float, bool)):
-        return
-    elif isinstance(output, (tuple, list, set, frozenset)):
-        for item in output:
+    elif depth < _DEEPEST:
+        for item in _items(output):
             yield from output_tensors(item, depth + 1)
-    elif isinstance(output, Mapping):
-        for item in output.values():
-            yield from output_tensors(item, depth + 1)
-    elif dataclasses.is_dataclass(output):
-        for field in dataclasses.fields(output):
-            yield from output_tensors(getattr(output, field.name, None), depth + 1)
-    elif hasattr(output, "__dict__"):
-        for item in vars(output).values():
-            yield from output_tensors(item, depth + 1)
+
+
+_DEEPEST = 5
+
+
+def _items(value: object) -> Iterable[object]:
+    if value is None or isinstance(value, (str, bytes, int, float, type)):
+        return ()
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return vars(value).values() if hasattr(value, "__dict__") else ()

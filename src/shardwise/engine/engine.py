@@ -35,7 +35,7 @@ Forward = tuple[tuple[Any, ...], dict[str, Any]]
 
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have torch.compile break the graph here: hooks traced into a graph would run once, at tracing."""
-    return torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined, no-any-return]
+    return torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
 
 
 class Engine:
@@ -91,7 +91,7 @@ class Engine:
             return
         if self.slots < self.nesting + 2:
             raise ConfigError(
-                f"slots={self.slots} is fewer than this model's nesting of units needs; the minimum is {self.nesting + 2}"
+                f"slots={self.slots} is fewer than this model's nesting of units needs: at least {self.nesting + 2}"
             )
         with torch.inference_mode(False), torch.no_grad():
             self._plan_gathering()
@@ -146,7 +146,7 @@ class Engine:
     def optimizer_bytes(self) -> int:
         """State of the optimizers that stepped any unit: local bytes."""
         return sum(
-            value.local.numel() * value.itemsize if isinstance(value, ShardedParameter) else value.numel() * value.itemsize
+            (value.local if isinstance(value, ShardedParameter) else value).nbytes
             for optimizer in self.optimizers
             for state in optimizer.state.values()
             for value in state.values()
@@ -310,7 +310,7 @@ class Engine:
             self._abandon_forward()
         self.saved.drain()
         self._check_autocast()
-        changed = [unit for unit in self.units if any([group.follow_requires_grad() for group in unit.groups])]
+        changed = [unit for unit in self.units if sum(group.follow_requires_grad() for group in unit.groups)]
         if changed:
             for unit in changed:
                 unit.hook_gradients()
@@ -349,7 +349,7 @@ class Engine:
         leaves = call.unit.leaf_ids
         if any(id(tensor) in leaves for tensor in output_tensors(output)):
             # A leaf itself loses its data when the unit is released; a view of it keeps the storage.
-            output = tree_map_only(nn.Parameter, lambda leaf: leaf.view_as(leaf) if id(leaf) in leaves else leaf, output)
+            output = tree_map_only(nn.Parameter, lambda p: p.view_as(p) if id(p) in leaves else p, output)
         for tensor in output_tensors(output):
             if tensor.requires_grad and id(tensor) not in leaves:
                 tensor.register_hook(lambda grad: self._on_enter(call))
@@ -402,7 +402,7 @@ class Engine:
     def _begin_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def on_gradient(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> None:
         """Autograd has accumulated a gradient into a leaf."""

@@ -208,7 +208,7 @@ class Gradients:
 
     def _hand_out(self, units: Sequence[Unit]) -> None:
         """Give every parameter that some rank used its gradient; the others keep what they had."""
-        keys = [(unit, g, i) for unit in units for g, group in enumerate(unit.groups) for i in range(len(group.sharded))]
+        keys = [(unit, g, i) for unit in units for g, group in enumerate(unit.groups) for i in range(len(group.fqns))]
         used = self._agree([(g, i) in unit.used for unit, g, i in keys])
         for (unit, g, i), is_used in zip(keys, used, strict=True):
             group = unit.groups[g]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,7 @@ class Group:
                 piece.copy_(original.detach().reshape(-1)[fragment.start : fragment.stop])
             placement = Placement(self.layout, index, self.collectives)
             sharded = ShardedParameter(piece, placement, requires_grad=original.requires_grad)
-            sharded._is_param = True  # type: ignore[attr-defined]
+            sharded._is_param = True
             placeholder = _placeholder(original.shape, self.dtypes.compute, device)
             inner = _inner_face(original, placeholder)
             sharded.inner = inner
@@ -144,7 +145,7 @@ class Group:
         """Let modules hold the full parameters. Raises UsageError if one holds something that is not ours."""
         for inner, sharded, sites in zip(self.inner, self.sharded, self.sites, strict=True):
             for site in sites:
-                held = site.module._parameters
+                held: dict[str, Any] = site.module._parameters
                 if held.get(site.name) is not sharded:
                     raise foreign_parameter(sharded.fqn, held.get(site.name))
                 held[site.name] = inner
@@ -153,9 +154,9 @@ class Group:
         """Let modules hold the sharded parameters again; something that was put there meanwhile stays."""
         for inner, sharded, sites in zip(self.inner, self.sharded, self.sites, strict=True):
             for site in sites:
-                held = site.module._parameters
+                held: dict[str, Any] = site.module._parameters
                 if held.get(site.name) is inner:
-                    held[site.name] = sharded  # type: ignore[assignment]
+                    held[site.name] = sharded
 
     def attach(self, views: Sequence[Tensor]) -> None:
         """Point the inner parameters at a slot."""

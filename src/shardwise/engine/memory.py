@@ -38,7 +38,7 @@ class Memory:
 
 
 def memory(model: nn.Module) -> Memory:
-    """This rank's memory by kind. Local; allocates the slots if no forward has run yet, and then every rank must call it.
+    """This rank's memory by kind. Local, but before the first forward every rank must call it: it allocates the slots.
 
     Shards, slots, optimizer state and buffers are exact. On a GPU `activations` is what else is allocated (at the peak:
     activations and temporaries together, with anything that is not the model's); on a CPU, where nothing counts

@@ -135,7 +135,7 @@ def _subgroup(parent: dist.ProcessGroup | None, parent_size: int, size: int) -> 
 
 
 def _own_group_within(parent: dist.ProcessGroup | None, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """As `_own_group` where other ranks have other parents: all parents' groups are created by everyone, in rank order."""
+    """As `_own_group` where ranks have different parents: everybody creates all parents' groups, in rank order."""
     gathered: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [tuple(group) for group in groups])
     every = sorted({group for part in gathered for group in part})  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Saved tensors are handles: what autograd would keep of a gathered parameter is remembered by its place, not its bytes.
+"""Saved tensors are handles: what autograd would keep of a gathered parameter is remembered by its place alone.
 
 While a unit's forward runs, saved-tensor hooks replace every tensor that aliases a slot by a `Handle`. Unpacking in
 backward has the unit gathered again and returns the same view of whatever slot it got. Without this, autograd would
@@ -18,7 +18,7 @@ from shardwise.engine.arena import Slot
 from shardwise.engine.unit import Unit
 from shardwise.errors import StaleWeightsError, UsageError
 
-_autograd = torch._C._autograd  # type: ignore[attr-defined]
+_autograd: Any = torch._C._autograd
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -66,7 +66,7 @@ class SavedTensors:
         self._tokens: list[Hooks] = []
 
     def push(self) -> Hooks | None:
-        """Activate the hooks on top of whatever is active. Returns a token for `pop`; None when ours already are on top."""
+        """Activate the hooks on top of whatever is active. Returns a token for `pop`; None when ours are on top."""
         outer: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
         if outer is not None and any(outer[0] is token[0] for token in self._tokens):
             return None
@@ -136,7 +136,7 @@ class SavedTensors:
             unit,
             unit.version,
             tensor.dtype,
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.shape,
             tensor.stride(),
             tensor.is_conj(),

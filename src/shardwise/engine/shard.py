@@ -26,7 +26,7 @@ M = TypeVar("M", bound=nn.Module)
 _ENGINE = "_shardwise_engine"
 
 
-def shard(
+def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     model: M,
     strategy: Strategy | str = Strategy.FULL_SHARD,
     mesh: DeviceMesh | None = None,
@@ -134,7 +134,9 @@ def _adopt(model: nn.Module) -> list[Engine]:
     return engines
 
 
-def _build_units(model: nn.Module, plans: list[UnitPlan], mesh: Mesh, precision: Precision) -> list[tuple[Unit, UnitPlan]]:
+def _build_units(
+    model: nn.Module, plans: list[UnitPlan], mesh: Mesh, precision: Precision
+) -> list[tuple[Unit, UnitPlan]]:
     units = [(Unit(plan.fqn, plan.module, _groups(plan, mesh, precision)), plan) for plan in plans]
     agree_on_layout([unit for unit, _ in units], mesh)
     with torch.no_grad(), torch.inference_mode(False):
@@ -160,14 +162,14 @@ def _materialize(
             group.originals = [replaced[fqn] for fqn in group.fqns]
         unit.shard_parameters(mesh.device)
 
-    with _same_random_state(mesh):
+    with _SameRandomState(mesh):
         materialize(model, plans, mesh.device, finish)
     for unit, plan in units:
         if not plan.parameters:
             unit.shard_parameters(mesh.device)
 
 
-class _same_random_state:
+class _SameRandomState:
     """Rank 0's random state on every rank; afterwards other ranks have their own back."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -202,7 +204,7 @@ def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision) -> Dtype
         return Dtypes(stored, stored, stored)
 
     def given(name: str | None, default: torch.dtype) -> torch.dtype:
-        return default if name is None else getattr(torch, name)  # type: ignore[no-any-return]
+        return default if name is None else getattr(torch, name)
 
     master = given(precision.master, stored) if trainable else stored
     compute = given(precision.param, master)

@@ -48,7 +48,7 @@ def _bump(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         unit.stepped_by(optimizer)
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _exchange(optimizer, args, kwargs)
 

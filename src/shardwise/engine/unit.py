@@ -1,8 +1,8 @@
 """A unit: a module whose parameters are gathered, used and released together.
 
-    SHARDED --issue--> GATHERING --landed--> GATHERED <--enter / leave--> ACTIVE
-       ^                                        |
-       +----------------release-----------------+
+SHARDED --issue--> GATHERING --landed--> GATHERED <--enter / leave--> ACTIVE
+   ^                                        |
+   +----------------release-----------------+
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Unit:
         )
 
     def issue(self, slot: Slot[Unit]) -> None:
-        """Take `slot` (claimed by nobody else), write this rank's slice, cast, in its final place and start the gather."""
+        """Take `slot` (a free one), write this rank's slice, cast, in its final place and start the gather."""
         self.move(UnitState.GATHERING)
         self.slot, slot.holder = slot, self
         self.content_version = self.version

@@ -23,8 +23,8 @@ def unsharded(model: nn.Module, writeback: bool = False, rank0_only: bool = Fals
         rank0_only: only global rank 0 gets full parameters; the others keep sharded ones.
         cpu: the full parameters are on the CPU.
 
-    Forwards inside use the copies; backward() inside raises (torch.autograd.grad and torch.func do not). Every rank must
-    enter and leave. Holds the whole model on each rank that gets it.
+    Forwards inside use the copies; backward() inside raises (torch.autograd.grad and torch.func do not). Every rank
+    must enter and leave. Holds the whole model on each rank that gets it.
     """
     if writeback and rank0_only:
         raise UsageError("sw.unsharded(writeback=True, rank0_only=True): other ranks would have nothing to write back")

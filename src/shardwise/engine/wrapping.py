@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
 from shardwise.engine.group import Site
-from shardwise.errors import ConfigError, LayoutError
+from shardwise.errors import ConfigError
 
 Units = None | int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
@@ -45,7 +46,7 @@ def choose_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
     if isinstance(units, int):
         return _by_size(model, units)
     if isinstance(units, type) or not callable(units):
-        classes = (units,) if isinstance(units, type) else tuple(units)  # type: ignore[arg-type]
+        classes = (units,) if isinstance(units, type) else tuple(units)
         if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise ConfigError(f"units={units!r}: expected module classes, a least numel or a callable")
         chosen = _below(model, lambda fqn, module: isinstance(module, classes))
@@ -142,48 +143,56 @@ def _numel(module: nn.Module) -> int:
 
 def _shared_parameters(model: nn.Module) -> set[int]:
     """Parameters that stand in more than one place."""
-    counts = Counter(
-        id(parameter) for module in model.modules() for parameter in module._parameters.values() if parameter is not None
-    )
+    held = (parameter for module in model.modules() for parameter in module._parameters.values())
+    counts = Counter(id(parameter) for parameter in held if parameter is not None)
     return {key for key, count in counts.items() if count > 1}
 
 
 def assign_parameters(
     model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], skip: Callable[[nn.Parameter], bool]
 ) -> list[UnitPlan]:
-    """Give every parameter to the innermost unit around it; a tied one to the lowest common ancestor of its users.
+    """Give every parameter to the innermost unit around it; a tied one to its users' lowest common ancestor.
 
     Returns the units in module order, the model first; those left without parameters (but for the model) are dropped.
     """
     plans: dict[int, UnitPlan] = {id(model): UnitPlan("", model, ())}
-    wanted = {id(module): fqn for fqn, module in chosen}
-    users: dict[int, list[tuple[str, nn.Parameter, Site, tuple[UnitPlan, ...]]]] = {}
-
-    def visit(fqn: str, module: nn.Module, around: tuple[UnitPlan, ...]) -> None:
-        if id(module) in wanted and id(module) not in plans:
-            plans[id(module)] = UnitPlan(fqn, module, around)
-        if id(module) in plans and plans[id(module)].module is module and plans[id(module)] not in around:
-            around = (*around, plans[id(module)])
+    users: dict[int, list[_Use]] = {}
+    wanted = {id(module) for _, module in chosen}
+    for fqn, module, around in _walk("", model, (), wanted, plans):
         for name, parameter in module._parameters.items():
             if parameter is not None and not skip(parameter):
                 path = f"{fqn}.{name}" if fqn else name
-                users.setdefault(id(parameter), []).append((path, parameter, Site(module, name), around))
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(f"{fqn}.{name}" if fqn else name, child, around)
-
-    visit("", model, ())
-    for places in users.values():
-        fqn, parameter = places[0][:2]
-        sites = {(id(site.module), site.name): site for _, _, site, _ in places}
-        owner = _common([around for *_, around in places])
-        if type(parameter) is not nn.Parameter and not isinstance(parameter, nn.Parameter):
-            raise LayoutError(f"parameter {fqn!r} is a {type(parameter).__name__}, not an nn.Parameter")
-        owner.parameters.append((fqn, parameter, tuple(sites.values())))
+                users.setdefault(id(parameter), []).append(_Use(path, parameter, Site(module, name), around))
+    for uses in users.values():
+        sites = {(id(use.site.module), use.site.name): use.site for use in uses}
+        owner = _common([use.around for use in uses])
+        owner.parameters.append((uses[0].fqn, uses[0].parameter, tuple(sites.values())))
     kept = [plan for plan in plans.values() if plan.parameters or plan.module is model]
     for plan in kept:
         plan.ancestors = tuple(ancestor for ancestor in plan.ancestors if ancestor in kept)
     return kept
+
+
+class _Use(NamedTuple):
+    """A place in the module tree where a parameter stands, and the units around that, outermost first."""
+
+    fqn: str
+    parameter: nn.Parameter
+    site: Site
+    around: tuple[UnitPlan, ...]
+
+
+def _walk(
+    fqn: str, module: nn.Module, around: tuple[UnitPlan, ...], wanted: set[int], plans: dict[int, UnitPlan]
+) -> Iterator[tuple[str, nn.Module, tuple[UnitPlan, ...]]]:
+    """Every place of every module, with the units around it; adds a plan for each wanted module when first met."""
+    if id(module) in wanted and id(module) not in plans:
+        plans[id(module)] = UnitPlan(fqn, module, around)
+    if id(module) in plans and plans[id(module)] not in around:
+        around = (*around, plans[id(module)])
+    yield fqn, module, around
+    for name, child in module.named_children():
+        yield from _walk(f"{fqn}.{name}" if fqn else name, child, around, wanted, plans)
 
 
 def _common(chains: Sequence[tuple[UnitPlan, ...]]) -> UnitPlan:

@@ -25,7 +25,7 @@ class Precision:
     reduce: str | None = None
     """Gradients while they travel. None: the compute dtype."""
     master: str | None = None
-    """The shards that the optimizer updates. None: each parameter's stored dtype. Frozen parameters are never upcast."""
+    """The shards that the optimizer updates. None: each parameter's stored dtype. Frozen ones are never upcast."""
     output: str | None = None
     """Floating-point outputs of the root module are cast to it. None: left alone."""
     buffers: str | None = None
@@ -48,4 +48,4 @@ def dtype_name(value: object, where: str) -> str | None:
         return _ALIASES[text]
     near = difflib.get_close_matches(text, _ALIASES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{where} = {value!r} is not a floating-point dtype that can be used{hint} (fp32, bf16, fp16, fp64)")
+    raise ConfigError(f"{where} = {value!r} is none of the dtypes fp32, bf16, fp16, fp64{hint}")
