@@ -23,6 +23,10 @@ class PrivateBuffers:
         self.poison = poison_asked() if poison is None else poison
         self._allocated = 0
 
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
         self._allocated += 1
         return self._buffer(nbytes, kind, self._allocated - 1)

@@ -43,7 +43,12 @@ class GlooCollectives(PrivateBuffers):
         self._sequence = 0
         self._sum = RankOrderSum()
         self._staging = torch.empty(0, dtype=torch.uint8)
+        self._small = torch.empty(SMALL_BYTES, dtype=torch.uint8)
         self._reducing: Work = FINISHED  # the one reduction that may be using the staging memory
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes
 
     @torch.no_grad()
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
@@ -67,7 +72,8 @@ class GlooCollectives(PrivateBuffers):
         flat = tensor.detach().view(-1)
         post = self._post(f"all_reduce ({op})")
         if flat.numel() * flat.itemsize <= SMALL_BYTES:
-            sent = flat.clone()  # peers read it while the result is written
+            sent = self._small[: flat.nbytes].view(flat.dtype)  # peers read it while the result is written
+            sent.copy_(flat)
             self._reduce(post, [_Job([sent] * self.world_size, flat, False, op)]).wait()
             return FINISHED
         parts = shares(flat, self.world_size)

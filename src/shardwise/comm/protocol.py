@@ -92,6 +92,10 @@ class Collectives(Protocol):
     world_size: int
     device: torch.device
 
+    @property
+    def scratch_bytes(self) -> int:
+        """This rank's memory beside the buffers: staging, sums under way. Grows to what the first step needs."""
+
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
         """A new buffer of exactly `nbytes`, in memory rounded up to 64. Contents unspecified."""
 

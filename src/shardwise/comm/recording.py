@@ -45,6 +45,10 @@ class RecordingCollectives:
         self.device = inner.device
         self.events: list[Event] = []
 
+    @property
+    def scratch_bytes(self) -> int:
+        return self.inner.scratch_bytes
+
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that this rank sent, by op, for the ops that send any."""
         total: Counter[str] = Counter()

@@ -54,6 +54,10 @@ class ShmCollectives:
         self._turns = Counter(stage.head, 0, self.world_size, self._watch)
         self._turn = 0
 
+    @property
+    def scratch_bytes(self) -> int:
+        return self._sum.scratch_bytes + 2 * STAGE_BYTES
+
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
         self._meet("allocate", sign(nbytes, kind))  # ranks that disagree here would map each other's memory wrong
         slot = _Slot(self._group, self._watch, len(self._slots), nbytes, kind)

@@ -21,7 +21,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 class RankOrderSum:
     """Combines one piece per rank as ((p0 + p1) + p2) + ..., each widened first, cast once at the end.
 
-    Holds the two chunks of scratch memory that it needs, so that a step allocates nothing.
+    Holds the scratch memory that it has needed so far, two chunks at most, so that a steady step allocates nothing.
     """
 
     def __init__(self) -> None:
@@ -40,21 +40,29 @@ class RankOrderSum:
 
     def _sum_chunk(self, pieces: list[Tensor], out: Tensor, accumulate: bool, combine: Callable[..., Tensor]) -> None:
         wide = accumulation_dtype(pieces[0].dtype)
-        total, widened = (memory[: out.numel()] for memory in self._scratch_for(wide))
+        total, widened = (memory[: out.numel()] for memory in self._scratch_for(wide, out.numel()))
         running = _widen(pieces[0], total)
         for position, piece in enumerate(pieces[1:], start=2):
             # Only the last addition may land in `out`: it can be a piece that is still to be read.
             ends_here = position == len(pieces) and out.dtype == wide and not accumulate
             running = combine(running, _widen(piece, widened), out=out if ends_here else total)
-        if accumulate:
+        if accumulate and wide.is_floating_point and out.itemsize < wide.itemsize:
+            # As `out.add_` would, but that casts `out` into memory of its own.
+            out.copy_(torch.add(running, _widen(out, widened), out=total))
+        elif accumulate:
             out.add_(running)
         elif running is not out:
             out.copy_(running)
 
-    def _scratch_for(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if dtype not in self._scratch:
+    @property
+    def scratch_bytes(self) -> int:
+        """What it holds by now."""
+        return sum(2 * total.nbytes for total, _ in self._scratch.values())
+
+    def _scratch_for(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Tensor]:
+        if dtype not in self._scratch or self._scratch[dtype][0].numel() < numel:
             with torch.inference_mode(False):
-                self._scratch[dtype] = (torch.empty(CHUNK_NUMEL, dtype=dtype), torch.empty(CHUNK_NUMEL, dtype=dtype))
+                self._scratch[dtype] = (torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype))
         return self._scratch[dtype]
 
 
