@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Buffer, BufferKind, Reduction, Work
+from shardwise.engine.addition import ScaledAddition
 from shardwise.engine.arena import Arena, Slot, size_classes
 from shardwise.engine.group import Group
 from shardwise.engine.mesh import Mesh
@@ -41,9 +42,10 @@ class Gradients:
         self._keeps_full = keeps_full
         # Replicas exchange straight out of the slots when nothing is scattered before.
         self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
-        self._scale = 1.0 / (mesh.shard.world_size * mesh.replicate.world_size)
+        self._scaled = ScaledAddition(1.0 / (mesh.shard.world_size * mesh.replicate.world_size))
+        self._unscaled = ScaledAddition(1.0)
         self._arena: Arena[Unit] | None = None
-        self._own: list[Slot[Unit]] = []
+        self._own: dict[Unit, Slot[Unit]] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._flags = torch.zeros(0, dtype=torch.uint8)
         self.sync = True
@@ -52,24 +54,47 @@ class Gradients:
     @property
     def total_bytes(self) -> int:
         """Reduce slots, allocated."""
-        own = sum(slot.buffer.bytes.numel() for slot in self._own)
+        own = sum(slot.buffer.bytes.numel() for slot in self._own.values())
         return own + (self._arena.total_bytes if self._arena is not None else 0)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory for sums of different dtypes."""
+        return self._scaled.scratch_bytes + self._unscaled.scratch_bytes
+
+    @property
+    def flag_bytes(self) -> int:
+        """What ranks tell each other about used parameters."""
+        return self._flags.nbytes
 
     def plan(self, units: Sequence[Unit], nesting: int) -> None:
         """Allocate reduce slots and gradient shards for the parameters that are trainable now."""
         for unit in units:
-            unit.place_groups()
-            for group in unit.groups:
-                group.allocate_gradients()
+            self._replan(unit)
         classes = size_classes([(unit, unit.reduce_bytes) for unit in units], lambda _: REDUCE_SLOTS + nesting)
         if self._keeps_full:
             for unit in units:
-                if unit.reduce_bytes:
+                if unit.reduce_bytes and unit.own_reduce_slot is None:
                     self._give_own_slot(unit)
         else:
             self._arena = Arena(self._collectives, BufferKind.REDUCE, classes)
         count = sum(len(group.sharded) for unit in units for group in unit.groups)
         self._flags = torch.zeros(count, dtype=torch.uint8)
+
+    def _replan(self, unit: Unit) -> None:
+        """Follow what is trainable now. A slot of the unit's own that has become too small is given up."""
+        if unit.written:
+            raise UsageError(
+                f"requires_grad of parameters of unit {unit.fqn!r} changed while gradients of a sw.no_sync backward wait "
+                "to be reduced: run a backward outside sw.no_sync first"
+            )
+        unit.place_groups()
+        for group in unit.groups:
+            group.allocate_gradients()
+        own = unit.own_reduce_slot
+        if own is not None and own.buffer.bytes.numel() < unit.reduce_bytes:
+            unit.own_reduce_slot = None
+            del self._own[unit]
 
     def add(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> bool:
         """Take the gradient off `leaf`. Returns whether the unit now has all its gradients of this backward."""
@@ -84,7 +109,7 @@ class Gradients:
         assert grad is not None
         if unit.reduce_slot is None:
             self._open(unit)
-        unit.add_gradient(key, grad, self._scale)
+        unit.add_gradient(key, grad, self._scaled)
         return len(unit.arrived) == unit.expected
 
     def reduce(self, unit: Unit) -> None:
@@ -136,7 +161,7 @@ class Gradients:
     def _give_own_slot(self, unit: Unit) -> None:
         buffer: Buffer = self._collectives.allocate(unit.reduce_bytes, BufferKind.REDUCE)
         unit.own_reduce_slot = Slot(self._collectives, buffer)
-        self._own.append(unit.own_reduce_slot)
+        self._own[unit] = unit.own_reduce_slot
 
     def _take(self, unit: Unit) -> Slot[Unit]:
         assert self._arena is not None
@@ -185,7 +210,7 @@ class Gradients:
                     mesh.replicate.all_reduce(flat).wait()
                 assert group.grad_shard is not None
                 if self._prepare(group):
-                    group.grad_shard.add_(flat)
+                    self._unscaled.add(group.grad_shard, flat)
                 else:
                     group.grad_shard.copy_(flat)
         flight.slot.holder = None

@@ -92,6 +92,11 @@ class Group:
         return any(parameter.requires_grad for parameter in faces)
 
     @property
+    def placeholder_bytes(self) -> int:
+        """What the inner parameters hold while nothing is gathered: one element each."""
+        return sum(placeholder.itemsize for placeholder in self._placeholders)
+
+    @property
     def region(self) -> Region:
         return Region(self.gather_start, self.layout.shard_numel * self.dtypes.compute.itemsize)
 

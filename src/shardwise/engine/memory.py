@@ -40,9 +40,10 @@ class Memory:
 def memory(model: nn.Module) -> Memory:
     """This rank's memory by kind. Local, but before the first forward every rank must call it: it allocates the slots.
 
-    Shards, slots, optimizer state and buffers are exact. On a GPU `activations` is what else is allocated (at the peak:
-    activations and temporaries together, with anything that is not the model's); on a CPU, where nothing counts
-    allocations, `activations`, `temporaries` and `other` are 0.
+    Shards, slots, optimizer state and buffers are exact. `temporaries` is the scratch memory of collectives and sums,
+    complete once a step has been made; `other` is what stands for parameters that are not gathered. On a GPU
+    `activations` is what else is allocated (at the peak: with the operations' own temporaries and anything that is not
+    the model's); on a CPU, where nothing counts allocations, it is 0.
     """
     engine = require_engine(model)
     engine.plan()
@@ -65,6 +66,8 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
         group.grad_shard.numel() * group.grad_shard.itemsize for group in groups if group.grad_shard is not None
     )
     kinds["reduce_slots"] = engine.gradients.total_bytes
+    kinds["temporaries"] = engine.gradients.scratch_bytes + sum(c.scratch_bytes for c in engine.mesh.groups)
+    kinds["other"] = engine.gradients.flag_bytes + sum(group.placeholder_bytes for group in groups)
     kinds["optimizer"] = engine.optimizer_bytes()
     kinds["buffers"] = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     return kinds

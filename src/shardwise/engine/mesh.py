@@ -35,6 +35,11 @@ class Mesh:
         return self.shard.world_size * self.replicate.world_size
 
     @property
+    def groups(self) -> tuple[Collectives, ...]:
+        """Every group that exchanges bytes."""
+        return tuple(group for group in (self.shard, self.replicate, self.secondary) if group is not None)
+
+    @property
     def is_dry(self) -> bool:
         """Whether bytes for other ranks go nowhere: one process plays one rank of a larger world."""
         return all(group.name == "dry" for group in (self.shard, self.replicate))

@@ -20,6 +20,7 @@ from shardwise.engine.group import Group
 from shardwise.errors import UsageError
 
 if TYPE_CHECKING:
+    from shardwise.engine.addition import ScaledAddition
     from shardwise.engine.call import Call
     from shardwise.engine.engine import Engine
 
@@ -312,18 +313,18 @@ class Unit:
             self._reduce_views[id(slot)] = views
         return views
 
-    def add_gradient(self, key: tuple[int, int], grad: Tensor, scale: float) -> None:
-        """Add `scale` * grad, cast, to its place in the reduce slot; the first one overwrites."""
+    def add_gradient(self, key: tuple[int, int], grad: Tensor, scaled: ScaledAddition) -> None:
+        """Add the scaled grad, cast, to its place in the reduce slot; the first one overwrites."""
         slot = self.reduce_slot
         assert slot is not None
         view = self.reduce_views(slot)[key[0]][key[1]]
         if grad.is_sparse:
             grad = grad.to_dense()
         if key in self.written:
-            view.add_(grad, alpha=scale)
+            scaled.add(view, grad)
         else:
             self.written.add(key)
-            torch.mul(grad, scale, out=view)
+            scaled.write(view, grad)
         self.arrived.add(key)
         self.used.add(key)
 
