@@ -55,7 +55,8 @@ class Slot(Generic[T]):
         """The whole slot as a 1-D tensor of `dtype`."""
         base = self._bases.get(dtype)
         if base is None:
-            base = self._bases[dtype] = self.buffer.bytes.view(dtype)
+            with torch.inference_mode(False):  # it is kept, and an inference tensor could never be saved for backward
+                base = self._bases[dtype] = self.buffer.bytes.view(dtype)
         return base
 
     def flat(self, start_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:

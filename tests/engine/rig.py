@@ -1,0 +1,252 @@
+"""A model twice, plain and sharded, fed the same batches: what every test of the engine compares.
+
+    @on_ranks(2)                       # the body runs on each rank, with the fixtures of a test process left outside
+    def test_something() -> None:
+        twins = Twins(Net)
+        twins.train(steps=2)           # bit-equal losses, gradients and parameters
+
+Every rank trains the whole plain model on the batches of all ranks, so each compares for itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.recording import Event, RecordingCollectives
+from shardwise.engine import mesh as mesh_module
+from shardwise.engine.engine import Engine
+from shardwise.engine.parameter import ShardedParameter
+from shardwise.engine.shard import require_engine
+from shardwise.engine.unit import Unit
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+# Running on ranks -----------------------------------------------------------------------------------------------------
+
+
+def on_ranks(*world_sizes: int, timeout_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that is to run on every rank; its parameters are pytest's as ever."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(ranks: Any, world_size: int, **arguments: Any) -> None:
+            ranks(world_size).run(_run_body, body.__module__, body.__name__, arguments, timeout_s=timeout_s)
+
+        names = ("ranks", "world_size", *inspect.signature(body).parameters)
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        )
+        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        test.body = body  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).body(**arguments)
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block whose sizes nothing divides."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Four inputs, three outputs, blocks between."""
+
+    def __init__(self, depth: int = 4, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.leave = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)  # type: ignore[no-any-return]
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    output: Tensor = model(x)
+    return output.float().square().mean()
+
+
+def batch(index: int, rank: int | None = None, *shape: int) -> Tensor:
+    """Another one for each step and rank."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * index + rank + 1)
+    return torch.randn(shape or (5, 4), generator=generator)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+# Twins ----------------------------------------------------------------------------------------------------------------
+
+
+class Twins:
+    """`build()` twice from one seed, one of them sharded with `options`, each with an optimizer."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module] = Net,
+        loss: Loss = squares,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+        shape: tuple[int, ...] = (5, 4),
+        **options: Any,
+    ) -> None:
+        self.world_size = dist.get_world_size()
+        self.loss, self.shape = loss, shape
+        self.plain, sharded = seeded(build), seeded(build)
+        self.sharded = sw.shard(sharded, **options)
+        self.engine: Engine = require_engine(self.sharded)
+        self.optimizers = [optimizer(model.parameters()) for model in (self.plain, self.sharded)]
+        self.steps = 0
+
+    def train(self, steps: int = 2) -> None:
+        """Step both, comparing losses, gradients and parameters."""
+        for _ in range(steps):
+            self.backward()
+            self.same_gradients()
+            self.step()
+            self.same_parameters()
+
+    def backward(self, loss: Loss | None = None) -> None:
+        """Forward and backward of both, on a batch of each rank."""
+        loss = loss or self.loss
+        losses = self.plain_backward([lambda model, r=rank: loss(model, self.batch(r)) for rank in self.every_rank])
+        own = loss(self.sharded, self.batch())
+        own.backward()
+        assert torch.equal(own.detach(), losses[dist.get_rank()]), f"loss {own.item()} != {losses[dist.get_rank()].item()}"
+        self.steps += 1
+
+    def plain_backward(self, losses: list[Callable[[nn.Module], Tensor]]) -> list[Tensor]:
+        """Add the mean over ranks of the plain model's gradients to its `.grad`, as the engine sums them."""
+        before = {p: p.grad for p in self.plain.parameters()}
+        total: dict[Tensor, Tensor] = {}
+        values = []
+        for compute in losses:
+            for p in self.plain.parameters():
+                p.grad = None
+            value = compute(self.plain)
+            value.backward()
+            values.append(value.detach())
+            for p in self.plain.parameters():
+                if p.grad is not None:
+                    scaled = wide(p.grad * (1.0 / self.world_size))  # travels in its own dtype, is summed in a wide one
+                    total[p] = total[p] + scaled if p in total else scaled
+        total = {p: grad.to(p.dtype) for p, grad in total.items()}
+        for p, grad in before.items():
+            p.grad = grad if p not in total else total[p] if grad is None else grad + total[p]
+        return values
+
+    def batch(self, rank: int | None = None) -> Tensor:
+        return batch(self.steps, rank, *self.shape)
+
+    @property
+    def every_rank(self) -> range:
+        return range(self.world_size)
+
+    def step(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def same_parameters(self) -> None:
+        same_tensors(dict(self.plain.named_parameters()), dict(self.sharded.named_parameters()))
+
+    def same_gradients(self) -> None:
+        same_tensors(*({n: p.grad for n, p in m.named_parameters()} for m in (self.plain, self.sharded)))
+
+    def unit(self, fqn: str) -> Unit:
+        return next(unit for unit in self.engine.units if unit.fqn == fqn)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return build()
+
+
+def same_tensors(plain: dict[str, Any], sharded: dict[str, Any]) -> None:
+    """Bit-equal, name by name. Every rank must call this."""
+    assert list(plain) == list(sharded)
+    for name, expected in plain.items():
+        actual = sharded[name]
+        assert (expected is None) == (actual is None), f"{name}: {expected} but {actual}"
+        if expected is not None:
+            whole = actual.detach().full_tensor() if isinstance(actual, ShardedParameter) else actual
+            assert whole.shape == expected.shape, f"{name}: {whole.shape} != {expected.shape}"
+            assert torch.equal(whole, expected.detach()), f"{name}: off by {(whole - expected.detach()).abs().max()}"
+
+
+# Watching -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Models sharded inside use collectives that remember their calls."""
+    original = mesh_module.collectives_for
+    mesh_module.collectives_for = lambda group, device: RecordingCollectives(original(group, device))
+    try:
+        yield
+    finally:
+        mesh_module.collectives_for = original
+
+
+def events(engine: Engine) -> list[Event]:
+    """What the shard group's collectives were asked, where the model was sharded under `recording`."""
+    assert isinstance(engine.mesh.shard, RecordingCollectives)
+    return engine.mesh.shard.events
+
+
+def count(engine: Engine, op: str) -> int:
+    return sum(event.op == op for event in events(engine))
+
+
+@contextmanager
+def warned(match: str) -> Iterator[None]:
+    """A warning that says `match` comes up inside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    messages = [str(warning.message) for warning in caught]
+    assert any(match in message for message in messages), messages
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """The engine warns of nothing inside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    messages = [str(warning.message) for warning in caught if "shardwise" in str(warning.message)]
+    assert not messages, messages
