@@ -147,6 +147,8 @@ class Gradients:
             unit.written.clear()
             unit.arrived.clear()
             unit.used.clear()
+            for group in unit.groups:
+                group.grad_is_fresh = True
 
     # Slots ------------------------------------------------------------------------------------------------------
 
