@@ -82,8 +82,8 @@ class Group:
 
     @property
     def reduce_bytes(self) -> int:
-        """Unsharded, in the reduce dtype, rounded; 0 for a frozen group."""
-        return round_up(self.layout.numel * self.dtypes.reduce.itemsize, SLOT_ALIGN_BYTES) if self.trainable else 0
+        """Unsharded, in the reduce dtype, rounded; 0 for a frozen group, something for one of empty parameters."""
+        return round_up(max(1, self.layout.numel) * self.dtypes.reduce.itemsize, SLOT_ALIGN_BYTES) if self.trainable else 0
 
     @property
     def trainable(self) -> bool:
