@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Call:
     """What hooks of one forward call remember for its backward."""
 
-    __slots__ = ("__weakref__", "entered", "exited", "has_marker", "recompute", "token", "unit")
+    __slots__ = ("__weakref__", "backward", "entered", "exited", "has_marker", "recompute", "token", "unit")
 
     def __init__(self, unit: Unit, recompute: bool) -> None:
         self.unit = unit
@@ -25,8 +25,16 @@ class Call:
         self.token: Hooks | None = None
         self.has_marker = False
         """An input's gradient will tell when the call's backward is over."""
+        self.backward = -1
+        """Autograd's number of the backward that the next two speak of: a retained graph has several."""
         self.entered = False
         self.exited = False
+
+    def follow(self, backward: int) -> None:
+        """The call's graph is being walked by `backward`."""
+        if backward != self.backward:
+            self.backward = backward
+            self.entered = self.exited = False
 
 
 class Place(NamedTuple):

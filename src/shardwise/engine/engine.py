@@ -7,6 +7,7 @@ autograd is done. Whatever is gathered at other times is gathered on demand, by 
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -245,6 +246,8 @@ class Engine:
         if self.suspended:
             return args, kwargs
         recompute = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled():
+            self.saved.check()
         if unit is self.root and not recompute:
             self._begin_step()
         self.plan()
@@ -271,6 +274,8 @@ class Engine:
             return output  # somebody's pre-forward hook raised before ours ran
         call = unit.calls.pop()
         self.saved.pop(call.token)
+        if output is None:
+            self.saved.explain(sys.exception())
         self.depth -= 1
         unit.forward_depth -= 1
         if unit is self.root and self.precision.output is not None:
@@ -359,6 +364,7 @@ class Engine:
 
     def _on_enter(self, call: Call) -> None:
         """The gradient of one of the call's outputs has arrived."""
+        call.follow(torch._C._current_graph_task_id())
         if call.entered:
             return
         call.entered = True
@@ -374,6 +380,7 @@ class Engine:
 
     def _on_exit(self, call: Call) -> None:
         """The call's backward is over."""
+        call.follow(torch._C._current_graph_task_id())
         if call.exited:
             return
         call.exited = True
@@ -401,8 +408,8 @@ class Engine:
 
     def _begin_backward(self) -> None:
         if not self.in_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)  # raises outside a backward
             self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def on_gradient(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> None:
         """Autograd has accumulated a gradient into a leaf."""

@@ -23,6 +23,9 @@ _autograd: Any = torch._C._autograd
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
+_FUNC_WAY_OUT = "Take the torch.func transform outside, over sw.unsharded(model)"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
     """A view of a unit's gathered parameters, without its bytes. Offset and strides in elements of `dtype`."""
@@ -65,16 +68,20 @@ class SavedTensors:
         self._plain: Hooks = (self._pack, self._unpack)
         self._tokens: list[Hooks] = []
 
+    @staticmethod
+    def check() -> None:
+        """Raise UsageError where hooks cannot be had."""
+        if not _autograd._saved_tensors_hooks_is_enabled():
+            raise UsageError(
+                "a sharded unit ran where saved-tensor hooks are disabled (torch.func.grad, vjp, jvp, vmap over grad): "
+                f"its saved parameters could not be followed. {_FUNC_WAY_OUT}"
+            )
+
     def push(self) -> Hooks | None:
         """Activate the hooks on top of whatever is active. Returns a token for `pop`; None when ours are on top."""
         outer: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
         if outer is not None and any(outer[0] is token[0] for token in self._tokens):
             return None
-        if not _autograd._saved_tensors_hooks_is_enabled():
-            raise UsageError(
-                "a sharded unit ran where saved-tensor hooks are disabled (torch.func.grad, vjp, jvp, vmap over grad): "
-                "its saved parameters could not be followed. Take the transform outside, over sw.unsharded(model)"
-            )
         token = self._plain if outer is None else self._chain(outer)
         _autograd._push_saved_tensors_default_hooks(*token)
         self._tokens.append(token)
@@ -89,6 +96,12 @@ class SavedTensors:
             _autograd._pop_saved_tensors_default_hooks()
         self._tokens = [held for held in self._tokens if held is not token]
 
+    @staticmethod
+    def explain(error: BaseException | None) -> None:
+        """Add the way out to the error that torch raises where a transform inside a unit meets the hooks."""
+        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error) and not hasattr(error, "__notes__"):
+            error.add_note(f"shardwise: {_FUNC_WAY_OUT}")
+
     def drain(self) -> None:
         """Deactivate whatever an interrupted forward left behind."""
         while self._tokens:
@@ -96,7 +109,10 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> object:
         handle = self._handle(tensor)
-        return (tensor, tensor._version) if handle is None else handle
+        if handle is not None:
+            return handle
+        # Detached: an operation that saves its own output would otherwise keep itself alive for good. Versions are shared.
+        return tensor.detach(), tensor._version
 
     def _unpack(self, packed: object) -> Tensor:
         if type(packed) is tuple:
