@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -213,13 +214,14 @@ def test_a_view_stashed_by_a_custom_function_is_right_by_retirement(retire: bool
         Arena.choices, Unit.vacate = steady, kept  # type: ignore[method-assign]
 
 
-_turns = iter(range(10**9))
+_turns: Counter[int] = Counter()
 
 
 def _rotating(self: Arena[Unit], unit: Unit) -> tuple[Any, ...]:
-    """Another slot is preferred each time."""
+    """A unit prefers another slot each time it comes."""
     slots = self._choices[id(unit)]
-    first = next(_turns) % len(slots)
+    _turns[id(slots)] += 1
+    first = _turns[id(slots)] % len(slots)
     return slots[first:] + slots[:first]
 
 

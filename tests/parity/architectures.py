@@ -184,6 +184,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         separable=False,
         options={"output_router_logits": True},
     ),
+    "switch_transformers": Architecture(
+        "switch_transformers",
+        _TO_TEXT,
+        _T5
+        | {
+            "num_experts": 6,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "router_jitter_noise": 0.0,
+        },
+        text_to_text,
+        separable=False,
+    ),
     # State space
     "mamba": Architecture(
         "mamba",

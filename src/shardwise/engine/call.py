@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 class Call:
     """What hooks of one forward call remember for its backward."""
 
-    __slots__ = ("__weakref__", "backward", "entered", "exited", "has_marker", "recompute", "token", "unit")
+    __slots__ = ("__weakref__", "backward", "entered", "exited", "has_marker", "order", "recompute", "token", "unit")
 
-    def __init__(self, unit: Unit, recompute: bool) -> None:
+    def __init__(self, unit: Unit, order: int, recompute: bool) -> None:
         self.unit = unit
+        self.order = order
+        """Grows from call to call."""
         self.recompute = recompute
         """Inside a backward: a checkpoint runs the forward again."""
         self.token: Hooks | None = None

@@ -64,7 +64,9 @@ class Engine:
         self._arena: Arena[Unit] | None = None
         self._secondary: Arena[Unit] | None = None
         self._planned = False
-        self._open_calls: set[Call] = set()
+        self._open_calls: list[Call] = []
+        """Whose backward is under way, in the order of its beginning."""
+        self._call_count = 0
 
     # Setting up ---------------------------------------------------------------------------------------------------
 
@@ -251,8 +253,11 @@ class Engine:
         if unit is self.root and not recompute:
             self._begin_step()
         self.plan()
-        call = Call(unit, recompute)
+        self._call_count += 1
+        call = Call(unit, self._call_count, recompute)
         unit.calls.append(call)
+        if torch.is_grad_enabled() and not recompute:
+            unit.awaited += 1
         self.depth += 1
         self.schedule.record(Event(Phase.FORWARD, unit.index))
         unit.forward_depth += 1
@@ -314,6 +319,8 @@ class Engine:
         if self.depth:
             self._abandon_forward()
         self.saved.drain()
+        for unit in self.units:
+            unit.awaited = 0
         self._check_autocast()
         changed = [unit for unit in self.units if sum(group.follow_requires_grad() for group in unit.groups)]
         if changed:
@@ -369,9 +376,12 @@ class Engine:
             return
         call.entered = True
         self._begin_backward()
+        for later in [other for other in self._open_calls if not other.has_marker and other.order > call.order]:
+            self._on_exit(later)  # autograd runs the newest nodes first, so it is through with these
         unit = call.unit
         unit.backward_depth += 1
-        self._open_calls.add(call)
+        self._open_calls.append(call)
+        self.gradients.open(unit)
         self.schedule.record(Event(Phase.BACKWARD, unit.index))
         self._gather(unit, again=True)
         if unit.state is UnitState.GATHERED:
@@ -385,10 +395,13 @@ class Engine:
             return
         call.exited = True
         unit = call.unit
+        unit.awaited -= 1
         if call in self._open_calls:
-            self._open_calls.discard(call)
+            self._open_calls.remove(call)
             unit.backward_depth -= 1
         call.entered = True  # a gradient of an output that comes later must not gather the unit again
+        if unit.awaited <= 0 and unit.backward_depth == 0:
+            self.gradients.reduce(unit)
         if unit.backward_depth == 0 and unit.forward_depth == 0:
             self._leave_backward(unit)
 
@@ -416,21 +429,17 @@ class Engine:
         if self.suspended:
             raise UsageError("backward() inside sw.unsharded(model): leave it first, or use torch.autograd.grad")
         self._begin_backward()
-        if self.gradients.add(unit, key, leaf):
-            if self.gradients.sync:
-                self.gradients.reduce(unit)
-            open_calls = [call for call in self._open_calls if call.unit is unit]
-            if not any(call.has_marker for call in open_calls):
-                for call in open_calls:  # nothing upstream wants a gradient, so there is nothing left to do in here
-                    self._on_exit(call)
+        self.gradients.add(unit, key, leaf)
 
     def _finish_backward(self) -> None:
         """Autograd is done with this backward."""
+        for call in list(self._open_calls):
+            self._on_exit(call)
         for unit in self.units:
+            unit.awaited = 0
             unit.backward_depth = 0
             if unit.forward_depth == 0 and unit.state is not UnitState.SHARDED:
                 self._leave_backward(unit)
-        self._open_calls.clear()
         self.gradients.finish(self.units)
         self.in_backward = False
 

@@ -1,8 +1,9 @@
 """Gradients on their way: from the leaf, through a reduce slot, to the shard.
 
-A gradient is copied (cast, scaled) into its unit's reduce slot as it arrives and the leaf lets go of it. When a unit
-has all of them, or when backward ends, the slot is reduced in one collective. The sum is taken in rank order over
-values scaled by 1 / world_size, so a step's result does not depend on timing.
+A gradient is copied (cast, scaled) into its unit's reduce slot as it arrives and the leaf lets go of it. When the
+unit's backward is over the slot is reduced in one collective, whether or not this rank had all its gradients: another
+rank may have had the others. What comes later is reduced when backward ends. The sum is taken in rank order over values
+scaled by 1 / world_size, so a step's result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,9 @@ from shardwise.errors import UsageError
 
 REDUCE_SLOTS = 2
 """One unit collects gradients while the one before is being reduced."""
+
+_UNUSED, _REDUCED, _LEFT = range(3)
+"""What became of a parameter's gradient in this backward: there was none; it was reduced; it is still in the slot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,8 +101,14 @@ class Gradients:
             unit.own_reduce_slot = None
             del self._own[unit]
 
-    def add(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> bool:
-        """Take the gradient off `leaf`. Returns whether the unit now has all its gradients of this backward."""
+    def open(self, unit: Unit) -> None:
+        """Have a slot for the unit's gradients. Called as its backward begins, so that ranks take slots in one order
+        whichever gradients come to them."""
+        if unit.reduce_slot is None and unit.reduce_bytes:
+            self._open(unit)
+
+    def add(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> None:
+        """Take the gradient off `leaf`."""
         grad = leaf.grad
         leaf.grad = None
         if torch.is_grad_enabled():
@@ -107,16 +118,15 @@ class Gradients:
                 "Use torch.autograd.grad over sw.unsharded(model) for second derivatives"
             )
         assert grad is not None
-        if unit.reduce_slot is None:
-            self._open(unit)
+        self.open(unit)
         unit.add_gradient(key, grad, self._scaled)
-        return len(unit.arrived) == unit.expected
 
     def reduce(self, unit: Unit) -> None:
-        """Start reducing what lies in the unit's slot; missing gradients count as zeros. One reduction stays in flight,
-        so a slow peer is waited for a unit later."""
+        """Start reducing the unit's slot, if it has one; missing gradients count as zeros. One reduction stays in
+        flight, so a slow peer is waited for a unit later. `no_sync` leaves everything in the slot."""
         slot = unit.reduce_slot
-        assert slot is not None
+        if slot is None or not self.sync:
+            return
         unit.zero_missing()
         unit.written.clear()
         unit.reduce_slot = None
@@ -125,27 +135,29 @@ class Gradients:
             self._finish_oldest()
 
     def finish(self, units: Sequence[Unit]) -> None:
-        """Backward is over: reduce what is left, wait for everything and agree on which parameters were used."""
-        if self.sync:
-            for unit in units:
-                if unit.written:
-                    self.reduce(unit)
-            while self._in_flight:
-                self._finish_oldest()
-            self._hand_out(units)
-        for unit in units:
-            unit.arrived.clear()
+        """Backward is over: agree on what became of each gradient, reduce what is left and hand out the sums."""
+        if not self.sync:
+            return
+        fates = iter(self._agree([_fate(unit, key) for unit in units for key in unit.keys]))
+        of_units = [list(islice(fates, len(unit.keys))) for unit in units]
+        for unit, of_unit in zip(units, of_units, strict=True):
+            if _LEFT in of_unit:
+                self.open(unit)
+                self.reduce(unit)
+            else:
+                self._close(unit)
+        while self._in_flight:
+            self._finish_oldest()
+        for unit, of_unit in zip(units, of_units, strict=True):
+            _hand_out(unit, of_unit)
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Backward raised: finish what peers may be waiting for and forget the rest."""
         while self._in_flight:
             self._finish_oldest()
         for unit in units:
-            if unit.reduce_slot is not None and unit.reduce_slot is not unit.own_reduce_slot:
-                unit.reduce_slot.holder = None
-            unit.reduce_slot = None
+            self._close(unit)
             unit.written.clear()
-            unit.arrived.clear()
             unit.used.clear()
             for group in unit.groups:
                 group.grad_is_fresh = True
@@ -159,6 +171,12 @@ class Gradients:
         slot.holder = unit
         slot.collectives.claim(slot.buffer)
         unit.reduce_slot = slot
+
+    @staticmethod
+    def _close(unit: Unit) -> None:
+        if unit.reduce_slot is not None:
+            unit.reduce_slot.holder = None
+            unit.reduce_slot = None
 
     def _give_own_slot(self, unit: Unit) -> None:
         buffer: Buffer = self._collectives.allocate(unit.reduce_bytes, BufferKind.REDUCE)
@@ -231,35 +249,37 @@ class Gradients:
                 own.local.copy_(sharded.grad.local)  # type: ignore[attr-defined]
         return True
 
-    # Handing out ------------------------------------------------------------------------------------------------
-
-    def _hand_out(self, units: Sequence[Unit]) -> None:
-        """Give every parameter that some rank used its gradient; the others keep what they had."""
-        keys = [(unit, g, i) for unit in units for g, group in enumerate(unit.groups) for i in range(len(group.fqns))]
-        used = self._agree([(g, i) in unit.used for unit, g, i in keys])
-        for (unit, g, i), is_used in zip(keys, used, strict=True):
-            group = unit.groups[g]
-            if is_used and group.grads:
-                group.sharded[i].receive_grad(group.grads[i])
-        for unit in units:
-            unit.used.clear()
-            for group in unit.groups:
-                group.grad_is_fresh = True
-
-    def _agree(self, used: list[bool]) -> Sequence[bool]:
-        """Whether any rank used each parameter: one byte a parameter and backward, beside the gradients themselves.
+    def _agree(self, fates: list[int]) -> Sequence[int]:
+        """The greatest fate over all ranks: one byte a parameter and backward, beside the gradients themselves.
 
         It cannot be left out when this rank used them all: another may not have, and no rank knows of the others.
         """
         mesh = self._mesh
         if mesh.shard.world_size * mesh.replicate.world_size == 1:
-            return used
+            return fates
         if not mesh.is_dry:
-            self._flags.numpy()[:] = used
+            self._flags.numpy()[:] = fates
         flags = self._flags.to(mesh.device)
         mesh.shard.all_reduce(flags, "max").wait()
         mesh.replicate.all_reduce(flags, "max").wait()
-        return used if mesh.is_dry else flags.tolist()
+        return fates if mesh.is_dry else flags.tolist()
+
+
+def _fate(unit: Unit, key: tuple[int, int]) -> int:
+    if key in unit.written:
+        return _LEFT
+    return _REDUCED if key in unit.used else _UNUSED
+
+
+def _hand_out(unit: Unit, fates: Sequence[int]) -> None:
+    """Give every parameter that some rank used its gradient; the others keep what they had."""
+    for (g, i), fate in zip(unit.keys, fates, strict=True):
+        group = unit.groups[g]
+        if fate != _UNUSED and group.grads:
+            group.sharded[i].receive_grad(group.grads[i])
+    unit.used.clear()
+    for group in unit.groups:
+        group.grad_is_fresh = True
 
 
 class _Several:

@@ -69,6 +69,8 @@ class Unit:
         """Optimizer steps seen; fused ones bump no tensor's version."""
         self.forward_depth = 0
         self.backward_depth = 0
+        self.awaited = 0
+        """Forward calls of this step whose backward is not over."""
         self.calls: list[Call] = []
         """Forward calls under way, outermost first."""
         self.secondary: list[Tensor] = []
@@ -80,10 +82,10 @@ class Unit:
         """Kept by strategies with full-size gradients and by `no_sync`."""
         self.written: set[tuple[int, int]] = set()
         """(group, parameter) whose gradient lies in the reduce slot."""
-        self.arrived: set[tuple[int, int]] = set()
-        """(group, parameter) whose gradient came in this backward."""
         self.used: set[tuple[int, int]] = set()
         """(group, parameter) whose gradient came since gradients were last agreed on."""
+        self.keys = [(g, i) for g, group in enumerate(groups) for i in range(len(group.fqns))]
+        """(group, parameter), in order."""
         self.leaf_ids: frozenset[int] = frozenset()
         """Of the inner parameters."""
         self._engine: Engine | None = None
@@ -128,11 +130,6 @@ class Unit:
     def has_secondary(self) -> bool:
         """Whether the smaller group holds the weights of now."""
         return bool(self.secondary) and self.secondary_version == self.version
-
-    @property
-    def expected(self) -> int:
-        """How many gradients a full backward brings."""
-        return sum(parameter.requires_grad for group in self.groups for parameter in group.sharded)
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -325,7 +322,6 @@ class Unit:
         else:
             self.written.add(key)
             scaled.write(view, grad)
-        self.arrived.add(key)
         self.used.add(key)
 
     def zero_missing(self) -> None:
