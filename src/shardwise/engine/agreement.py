@@ -17,15 +17,18 @@ _HASH_BITS = 62
 """Hashes are compared as positive int64."""
 
 
-def agree_on_layout(units: Sequence[Unit], mesh: Mesh) -> None:
-    """Raise MismatchError on every rank if any two ranks laid out different models.
+def agree_on_layout(
+    units: Sequence[Unit], buffers: Sequence[tuple[str, Tensor]], settings: Sequence[object], mesh: Mesh
+) -> None:
+    """Raise MismatchError on every rank if any two ranks laid out different models, or gave `shard` other settings.
 
     Every rank must call this, before the first collective that depends on the model: it exchanges a few bytes of fixed
     size, so ranks with different models learn of it instead of waiting for one another.
     """
     if mesh.is_dry:
         return
-    text = "\n".join(
+    text = f"{[str(setting) for setting in settings]}|{[(n, b.dtype, tuple(b.shape)) for n, b in buffers]}\n"
+    text += "\n".join(
         f"{unit.fqn}|{group.dtypes}|{group.trainable}|{[(e.fqn, e.shape) for e in group.layout.entries]}"
         for unit in units
         for group in unit.groups
@@ -40,7 +43,8 @@ def agree_on_layout(units: Sequence[Unit], mesh: Mesh) -> None:
         raise MismatchError(
             f"ranks built different models: rank {rank} has {parameters} parameters ({numel} elements); over all ranks "
             f"there are {int(lowest[1])} to {int(highest[1])} parameters ({int(lowest[2])} to {int(highest[2])} "
-            "elements). Build the same model, with the same dtypes and requires_grad, on every rank"
+            "elements). Build the same model, with the same dtypes, requires_grad and buffers, and call sw.shard with the "
+            "same arguments on every rank"
         )
 
 

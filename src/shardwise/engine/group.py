@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,6 +122,7 @@ class Group:
             placeholder = _placeholder(original.shape, self.dtypes.compute, device)
             inner = _inner_face(original, placeholder)
             sharded.inner = inner
+            sharded.take_grad_hooks(inner)
             setattr(inner, SHARDED_FACE, sharded)
             self.sharded.append(sharded)
             self.inner.append(inner)
@@ -129,6 +130,16 @@ class Group:
         self.originals = []
         for index in range(len(self.sharded)):
             self._put(index, self.sharded[index])
+
+    def rebase(self, prefix: str, collectives: Collectives) -> None:
+        """The group now belongs to a model in which its names start with `prefix`, sharded over `collectives`. Local."""
+        self.collectives = collectives
+        self.fqns = [prefix + fqn for fqn in self.fqns]
+        entries = tuple(replace(entry, fqn=prefix + entry.fqn) for entry in self.layout.entries)
+        self.layout = replace(self.layout, entries=entries)
+        for faces in (self.sharded, self.grads):
+            for index, face in enumerate(faces):
+                face.placement = Placement(self.layout, index, collectives)
 
     def allocate_gradients(self) -> None:
         """The shard's gradient, kept from here on: zero_grad drops references, not memory. Local."""
@@ -218,6 +229,12 @@ def _inner_face(original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
         original.data = placeholder
         original.grad = None
         return original
-    inner = nn.Parameter(placeholder, requires_grad=original.requires_grad)
-    inner.__dict__.update(original.__dict__)
-    return inner
+    return inherit(nn.Parameter(placeholder, requires_grad=original.requires_grad), original)
+
+
+def inherit(heir: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
+    """Give `heir` the attributes and hooks of the parameter that it replaces; returns it."""
+    heir.__dict__.update(original.__dict__)
+    heir._backward_hooks = original._backward_hooks
+    heir._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return heir

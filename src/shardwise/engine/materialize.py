@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.group import inherit
 from shardwise.engine.wrapping import UnitPlan
 from shardwise.errors import LayoutError
 
@@ -76,7 +77,7 @@ def _allocate_parameters(plan: UnitPlan, device: torch.device) -> None:
     for index, (fqn, parameter, sites) in enumerate(plan.parameters):
         if parameter.is_meta:
             real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            real.__dict__.update(parameter.__dict__)
+            inherit(real, parameter)
             setattr(real, _BLANK, True)
             for site in sites:
                 site.module._parameters[site.name] = real

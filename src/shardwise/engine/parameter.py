@@ -115,6 +115,13 @@ class ShardedParameter(Tensor):
         self._grad_hooks[handle.id] = hook
         return handle
 
+    def take_grad_hooks(self, parameter: torch.nn.Parameter) -> None:
+        """Have the post-accumulate hooks of `parameter` run here instead; their handles go on working."""
+        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if hooks is not None:
+            self._grad_hooks = hooks
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,

@@ -80,8 +80,11 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     if not adopted and not any(plan.parameters for plan in plans):
         raise LayoutError(f"{type(model).__name__} has no parameters to shard")
     engine = Engine(groups, strategy, precision, slots, keeps)
-    own = _build_units(model, plans, groups, precision)
-    engine.install(_in_module_order(model, own, [unit for other in adopted for unit in other.units]))
+    settings = (strategy, precision, slots, keeps, secondary)
+    own = _build_units(model, plans, groups, precision, settings)
+    for other in adopted:
+        engine.optimizers.update(other.optimizers)
+    engine.install(_in_module_order(model, own, [unit for other in adopted for unit in other.units], groups))
     model.__dict__[_ENGINE] = engine
     _guard_conversions(model, engine)
     return model
@@ -131,14 +134,17 @@ def _adopt(model: nn.Module) -> list[Engine]:
         if engine is not None:
             engine.retire()
             engines.append(engine)
+    spans = {(e.mesh.shard.rank, e.mesh.shard.world_size, e.mesh.replicate.world_size) for e in engines}
+    if len(spans) > 1:
+        raise ConfigError("the units below this module were sharded over different groups of ranks: shard them alike")
     return engines
 
 
 def _build_units(
-    model: nn.Module, plans: list[UnitPlan], mesh: Mesh, precision: Precision
+    model: nn.Module, plans: list[UnitPlan], mesh: Mesh, precision: Precision, settings: Sequence[object]
 ) -> list[tuple[Unit, UnitPlan]]:
     units = [(Unit(plan.fqn, plan.module, _groups(plan, mesh, precision)), plan) for plan in plans]
-    agree_on_layout([unit for unit, _ in units], mesh)
+    agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
     with torch.no_grad(), torch.inference_mode(False):
         if on_meta(model):
             _materialize(model, units, plans, mesh, precision)
@@ -214,15 +220,20 @@ def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision) -> Dtype
 def _prepare_buffers(model: nn.Module, mesh: Mesh, precision: Precision) -> None:
     """Move buffers to the device, cast them if asked, and have rank 0's everywhere."""
     dtype = None if precision.buffers is None else getattr(torch, precision.buffers)
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer in two places stays one
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and buffer not in moved:
                 cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-                module._buffers[name] = buffer.to(mesh.device, cast)
+                moved[buffer] = buffer.to(mesh.device, cast)
+            if buffer is not None:
+                module._buffers[name] = moved[buffer]
     agree_on_values([(name, buffer) for name, buffer in model.named_buffers() if buffer.numel()], mesh)
 
 
-def _in_module_order(model: nn.Module, own: Sequence[tuple[Unit, UnitPlan]], adopted: Sequence[Unit]) -> list[Unit]:
+def _in_module_order(
+    model: nn.Module, own: Sequence[tuple[Unit, UnitPlan]], adopted: Sequence[Unit], mesh: Mesh
+) -> list[Unit]:
     """All units, outermost first, each knowing those around it and its name from `model`."""
     by_module: dict[int, list[Unit]] = {}
     for unit in (*(unit for unit, _ in own), *(unit for unit in adopted if unit.groups)):
@@ -231,7 +242,9 @@ def _in_module_order(model: nn.Module, own: Sequence[tuple[Unit, UnitPlan]], ado
 
     def visit(fqn: str, module: nn.Module, around: tuple[Unit, ...]) -> None:
         for unit in by_module.pop(id(module), ()):
-            unit.fqn, unit.ancestors = fqn, around
+            if unit in adopted:
+                unit.rebase(fqn, mesh.shard)
+            unit.ancestors = around
             ordered.append(unit)
             around = (*around, unit)
         for name, child in module.named_children():

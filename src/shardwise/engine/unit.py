@@ -182,8 +182,19 @@ class Unit:
                     self._hooked_leaves.add(id(leaf))
                     leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
 
+    def rebase(self, fqn: str, collectives: Collectives) -> None:
+        """The unit's module is now called `fqn`, in a model sharded over `collectives`. Local."""
+        prefix = fqn.removesuffix(self.fqn)
+        prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
+        self.fqn = fqn
+        for group in self.groups:
+            group.rebase(prefix, collectives)
+
     def forget_slots(self) -> None:
-        """Let go of everything that lies in an arena."""
+        """Let go of everything that lies in an arena, and of a slot that is the shard itself."""
+        if self.slot is not None:
+            self.move(UnitState.SHARDED)
+            self.slot.holder = self.slot = None
         self.own_reduce_slot = self.reduce_slot = None
         self.secondary = []
         self._views.clear()

@@ -1,0 +1,384 @@
+"""What `sw.shard` takes over: ties, buffers, meta models, other ranks' models, units that were sharded before."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.engine.shard import require_engine
+from shardwise.errors import ConfigError, LayoutError, MismatchError, UsageError
+from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares, unwarned, warned
+
+# Ties -----------------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """The whole head is the embedding; two blocks share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[3].up.weight = self.blocks[1].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed((x.abs() * 3).long().clamp(max=10)).sum(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+@on_ranks(1, 2)
+def test_tied_weights_update_on_every_rank(strategy: str) -> None:
+    """One parameter, owned by the lowest common ancestor of its users, with the sum of their gradients."""
+    twins = Twins(Tied, strategy=strategy)
+    twins.train(3)
+    model: Any = twins.sharded
+    assert model.head.weight is model.embed.weight
+    assert model.blocks[3].up.weight is model.blocks[1].up.weight
+    assert model.blocks[1].up.weight.unit is twins.engine.root
+    untied = twins.optimizers[1].state[model.embed.weight]["exp_avg"].full_tensor()
+    assert torch.equal(untied, twins.optimizers[0].state[twins.plain.embed.weight]["exp_avg"])  # type: ignore[index]
+
+
+# Agreement ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "frozen", "buffer", "strategy", "slots"])
+@on_ranks(2)
+def test_ranks_with_different_models_raise_on_every_rank(what: str) -> None:
+    model = Net()
+    odd = dist.get_rank() == 1
+    options: dict[str, Any] = {}
+    if odd and what == "shape":
+        model.leave = nn.Linear(6, 4)
+    if odd and what == "dtype":
+        model.leave.double()
+    if odd and what == "frozen":
+        model.leave.requires_grad_(False)
+    if odd and what == "buffer":
+        model.register_buffer("more", torch.zeros(3))
+    if odd and what == "strategy":
+        options = {"strategy": "shard_grad_op"}
+    if odd and what == "slots":
+        options = {"slots": 4}
+    with pytest.raises(MismatchError, match=f"rank {dist.get_rank()}"):
+        sw.shard(model, **options)
+    dist.barrier()  # nobody is left behind in a collective
+
+
+@on_ranks(2)
+def test_initial_values_are_rank_0s() -> None:
+    """Parameters and buffers that differ are broadcast, and rank 0 says so."""
+    plain = seeded(Net)
+    plain.register_buffer("steps", torch.tensor([7]))
+    torch.manual_seed(7 + dist.get_rank())
+    model = Net()
+    model.register_buffer("steps", torch.tensor([7 + dist.get_rank()]))
+    if dist.get_rank() == 0:
+        with warned("initial values differ between ranks for"):
+            sw.shard(model)
+    else:
+        with unwarned():
+            sw.shard(model)
+    assert torch.equal(model.steps, torch.tensor([7]))  # type: ignore[arg-type]
+    for name, p in model.named_parameters():
+        assert torch.equal(p.full_tensor(), plain.get_parameter(name))  # type: ignore[attr-defined]
+
+
+# Buffers --------------------------------------------------------------------------------------------------------------
+
+
+class Buffered(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((3,), 1.25))
+        self.register_buffer("hidden", torch.full((3,), 0.5), persistent=False)
+        self.register_buffer("count", torch.tensor(0))
+        self.again = nn.Module()
+        self.again.register_buffer("scale", self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) * self.scale + self.hidden
+
+
+@on_ranks(2)
+def test_buffers_stay_whole_and_keep_their_kind() -> None:
+    twins = Twins(Buffered)
+    twins.train(2)
+    model: Any = twins.sharded
+    assert "scale" in model.state_dict()
+    assert "hidden" not in model.state_dict()
+    assert type(model.scale) is Tensor
+    assert model.count.item() == 2
+    cast: Any = sw.shard(seeded(Buffered), precision=sw.Precision(buffers="bf16"))
+    assert cast.scale.dtype == cast.hidden.dtype == torch.bfloat16
+    assert cast.count.dtype == torch.int64
+    assert cast.again.scale is cast.scale  # a buffer in two places stays one
+
+
+# The meta device ------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+def test_meta_models() -> None:
+    """The same numbers on every rank and at every world size, tied weights included, training as a plain model."""
+    with torch.device("meta"):
+        model = Tied()
+    model.blocks[0].up.weight.register_hook(lambda grad: grad * 2.0)
+    torch.manual_seed(3 + dist.get_rank())
+    sw.shard(model)
+    assert model.head.weight is model.embed.weight
+    weights = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    plain = Tied()
+    plain.load_state_dict({**weights, **{n: v for n, v in plain.state_dict().items() if n not in weights}}, strict=False)
+    plain.head.weight, plain.blocks[3].up.weight = plain.embed.weight, plain.blocks[1].up.weight
+    squares(model, batch(0, 0)).backward()
+    squares(plain, batch(0, 0)).backward()
+    for name, p in plain.named_parameters():
+        factor = 2.0 if name == "blocks.0.up.weight" else 1.0  # the hook came along
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), p.grad * factor)  # type: ignore[union-attr]
+    checksum = torch.tensor([sum(w.double().sum() for w in weights.values())])
+    dist.all_reduce(checksum, dist.ReduceOp.MAX)
+    assert checksum.item() == sum(w.double().sum() for w in weights.values())
+
+
+@on_ranks(2)
+def test_what_nothing_initialises_on_meta_raises() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+    with pytest.raises(LayoutError, match=r"Bare.weight was built on the meta device"):
+        sw.shard(Bare())
+
+
+# Adoption -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+@pytest.mark.parametrize("used_before", [False, True])
+@on_ranks(1, 2)
+def test_a_second_shard_on_an_ancestor_adopts_units(used_before: bool, strategy: str) -> None:
+    """FSDP2's style: each block, then the model."""
+    plain, model = seeded(Net), seeded(Net)
+    for block in model.blocks:  # type: ignore[union-attr]
+        sw.shard(block, strategy)
+        if used_before:
+            squares(block, batch(0, None, 5, 6)).backward()
+            block.zero_grad()
+    sw.shard(model, strategy)
+    engine = require_engine(model)
+    assert [unit.fqn for unit in engine.units] == ["", *(f"blocks.{i}" for i in range(4))]
+    assert [p.fqn for p in model.parameters()] == [name for name, _ in plain.named_parameters()]  # type: ignore[attr-defined]
+    twins = Twins.__new__(Twins)
+    twins.world_size, twins.loss, twins.shape, twins.steps = dist.get_world_size(), squares, (5, 4), 0
+    twins.plain, twins.sharded, twins.engine = plain, model, engine
+    twins.optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (plain, model)]
+    twins.train(3)
+    norms = [torch.nn.utils.get_total_norm([p.detach() for p in m.parameters()]) for m in (plain, model)]
+    torch.testing.assert_close(norms[1], norms[0])
+    with pytest.raises(UsageError, match="sharded already"):
+        sw.shard(model)
+
+
+# Conversions ----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_cannot_be_right_raises_and_names_the_way_out() -> None:
+    model = sw.shard(seeded(Net))
+    for convert in (lambda: model.half(), lambda: model.to(torch.bfloat16), lambda: model.double(), lambda: model.to("meta")):
+        with pytest.raises(UsageError, match=r"convert it before sw.shard|Convert the model before sw.shard"):
+            convert()
+    with pytest.raises(UsageError, match="before sw.shard"):
+        model.blocks[0].up.half()  # type: ignore[index, union-attr]
+    with pytest.raises(UsageError, match="copy .* before sw.shard"):
+        copy.deepcopy(model)
+    for save in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
+        with pytest.raises(UsageError, match="full_state_dict"):
+            save()
+    with pytest.raises(UsageError, match="full_state_dict"):
+        torch.save(model.state_dict(), io.BytesIO())
+    assert model.to(torch.float32) is model
+    assert model.cpu() is model
+    assert model.float() is model
+    squares(model, batch(0)).backward()
+
+
+@on_ranks(1)
+def test_arguments_that_cannot_be_used() -> None:
+    for options, message in (
+        ({"strategy": "ful_shard"}, "did you mean 'full_shard'"),
+        ({"slots": 0}, "slots=0"),
+        ({"units": {nn.Conv2d}}, "no such module"),
+        ({"precision": "bf16"}, "pass sw.Precision"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sw.shard(Net(), **options)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="no parameters"):
+        sw.shard(nn.ReLU())
+
+
+@on_ranks(2)
+def test_ignored_parameters_are_left_alone() -> None:
+    model: Any = seeded(Net)
+    ignored = [model.leave.weight, model.leave.bias]
+    sw.shard(model, ignored=ignored)
+    assert model.leave.weight is ignored[0]
+    assert type(model.leave.weight) is nn.Parameter
+    squares(model, batch(0)).backward()
+    assert model.leave.weight.grad is not None
+    assert isinstance(model.enter.weight, sw.ShardedParameter)
+
+
+@on_ranks(2)
+def test_replacing_a_parameter_after_shard_raises() -> None:
+    model: Any = sw.shard(seeded(Net))
+    model.leave.weight = nn.Parameter(torch.zeros(3, 6))
+    with pytest.raises(UsageError, match=r"'leave.weight' was replaced"):
+        model(batch(0))
+
+
+# Freezing and unfreezing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+@on_ranks(1, 2)
+def test_requires_grad_toggles_after_shard(strategy: str) -> None:
+    """Whole units and single parameters, both directions, mid-training."""
+    twins = Twins(lambda: frozen(Net(), "blocks.1", "blocks.2.up"), strategy=strategy, optimizer=momentum)
+    slots = sw.memory(twins.sharded).now["reduce_slots"]
+    twins.train(2)
+    for flags in ({"blocks.1": True, "blocks.2.up": True}, {"blocks.0": False, "leave": False}, {"blocks.0": True, "blocks.1": False}):
+        for fqn, flag in flags.items():
+            twins.plain.get_submodule(fqn).requires_grad_(flag)
+            twins.sharded.get_submodule(fqn).requires_grad_(flag)
+        twins.train(2)
+    assert sw.memory(twins.sharded).now["reduce_slots"] <= 2 * slots + 4096
+
+
+def frozen(model: nn.Module, *fqns: str) -> nn.Module:
+    for fqn in fqns:
+        model.get_submodule(fqn).requires_grad_(False)
+    return model
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+# Outputs that alias parameters ----------------------------------------------------------------------------------------
+
+
+class Plain:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclasses.dataclass
+class Data:
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: Any
+
+
+WRAPS: dict[str, Any] = {
+    "bare": (lambda v: v, lambda o: o),
+    "tuple": (lambda v: (v, 1), lambda o: o[0]),
+    "list": (lambda v: [v], lambda o: o[0]),
+    "dict": (lambda v: {"v": v}, lambda o: o["v"]),
+    "dataclass": (Data, lambda o: o.value),
+    "frozen": (Frozen, lambda o: o.value),
+    "object": (Plain, lambda o: o.value),
+    "nested": (lambda v: Plain([Data(v)]), lambda o: o.value[0].value),
+}
+
+
+class Lends(nn.Module):
+    """Returns its weight, or a view of it, in some container."""
+
+    def __init__(self, wrap: str, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.wrap, self.how = wrap, how
+
+    def forward(self, x: Tensor) -> Any:
+        x = x @ self.weight
+        return x, WRAPS[self.wrap][0](self.weight if self.how == "itself" else self.weight.t())
+
+
+class Borrows(nn.Module):
+    def __init__(self, wrap: str, how: str) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 6)
+        self.lenders = nn.ModuleList(Lends(wrap, how) for _ in range(4))
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        lent = []
+        for lender in self.lenders:
+            x, wrapped = lender(x)
+            lent.append(WRAPS[self.wrap][1](wrapped))
+        for weight in lent:
+            x = torch.tanh(x) @ weight
+        return x
+
+
+@pytest.mark.parametrize("how", ["itself", "view"])
+@pytest.mark.parametrize("wrap", list(WRAPS))
+@on_ranks(2)
+def test_outputs_that_alias_parameters(wrap: str, how: str) -> None:
+    """Exact, by leaving the slot to the holder, and said; in registered and unregistered containers alike."""
+    twins = Twins(lambda: Borrows(wrap, how))
+    with warned("still holds a view"):
+        twins.train(2)
+    with torch.no_grad(), warned("still holds a view"):
+        assert torch.equal(twins.sharded(batch(0)), twins.plain(batch(0)))
+
+
+@on_ranks(2)
+def test_a_leaf_hidden_where_nobody_can_look_is_never_silently_wrong() -> None:
+    class Hides(Lends):
+        def forward(self, x: Tensor) -> Any:
+            return x @ self.weight, Slotted(self.weight)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lenders = nn.ModuleList(Hides("bare", "itself") for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, hidden = self.lenders[0](x)
+            x, _ = self.lenders[1](x)
+            return x @ hidden.value  # type: ignore[no-any-return]
+
+    model = sw.shard(seeded(Model))
+    with torch.no_grad():
+        assert model(batch(0, None, 5, 6)).isnan().all()
