@@ -59,8 +59,7 @@ def memory(model: nn.Module) -> Memory:
 def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
     groups = [group for unit in engine.units for group in unit.groups]
     kinds = dict.fromkeys(KINDS, 0)
-    kinds["param_shards"] = sum(group.shard.numel() * group.shard.itemsize for group in groups)
-    kinds["param_shards"] += sum(piece.numel() * piece.itemsize for unit in engine.units for piece in unit.secondary)
+    kinds["param_shards"] = sum(unit.shard_bytes for unit in engine.units)
     kinds["gathered_slots"] = sum(arena.total_bytes for arena in engine.arenas)
     kinds["grad_shards"] = sum(
         group.grad_shard.numel() * group.grad_shard.itemsize for group in groups if group.grad_shard is not None
