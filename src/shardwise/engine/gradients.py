@@ -59,8 +59,12 @@ class Gradients:
     @property
     def total_bytes(self) -> int:
         """Reduce slots, allocated."""
-        own = sum(slot.buffer.bytes.numel() for slot in self._own.values())
-        return own + (self._arena.total_bytes if self._arena is not None else 0)
+        return sum(slot.buffer.bytes.numel() for slot in self.slots)
+
+    @property
+    def slots(self) -> list[Slot[Unit]]:
+        """Every reduce slot: the shared ones and those of one unit each."""
+        return [*(self._arena.slots if self._arena is not None else ()), *self._own.values()]
 
     @property
     def scratch_bytes(self) -> int:

@@ -131,6 +131,13 @@ class Unit:
         """Whether the smaller group holds the weights of now."""
         return bool(self.secondary) and self.secondary_version == self.version
 
+    @property
+    def shard_bytes(self) -> int:
+        """Memory of this rank's slices, those over the smaller group included."""
+        if self._pinned_bytes is not None:
+            return self._pinned_bytes.nbytes
+        return sum(group.shard.nbytes for group in self.groups) + sum(piece.nbytes for piece in self.secondary)
+
     # Building -------------------------------------------------------------------------------------------------------
 
     def shard_parameters(self, device: torch.device) -> None:
