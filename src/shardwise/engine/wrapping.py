@@ -46,7 +46,7 @@ def choose_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
     if isinstance(units, int):
         return _by_size(model, units)
     if isinstance(units, type) or not callable(units):
-        classes = (units,) if isinstance(units, type) else tuple(units)
+        classes = (units,) if isinstance(units, type) else tuple(units) if isinstance(units, Iterable) else ()
         if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise ConfigError(f"units={units!r}: expected module classes, a least numel or a callable")
         chosen = _below(model, lambda fqn, module: isinstance(module, classes))
