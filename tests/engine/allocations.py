@@ -1,0 +1,103 @@
+"""What a stretch of code allocates, seen by torch's profiler: every request to the CPU allocator, also those that an
+operation makes inside (a cast for `out=`, an iterator's buffer), with the Python frames around it.
+
+    with traced() as allocations:
+        loss.backward()
+    assert not [a for a in allocations if a.of_engine]
+
+Mappings of shared memory do not pass through the allocator; `shared_mapping_bytes` reads those from the kernel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+_ENGINE = re.compile(r"shardwise/(engine|comm)/")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One request to the allocator."""
+
+    time_ns: int
+    nbytes: int
+    """Negative: given back."""
+    address: int
+    frames: tuple[str, ...]
+    """Python functions, `file(line): name`, and operations, outermost first."""
+
+    @property
+    def of_optimizer(self) -> bool:
+        return any("torch/optim/" in frame for frame in self.frames)
+
+    @property
+    def of_engine(self) -> bool:
+        """Whether the engine or its collectives asked, and not an optimizer through the parameters' dispatch."""
+        return not self.of_optimizer and any(_ENGINE.search(frame) for frame in self.frames)
+
+    def __str__(self) -> str:
+        inner = [frame for frame in self.frames if _ENGINE.search(frame)]
+        return f"{self.nbytes} bytes in {self.frames[-1]} under {inner[-1] if inner else 'nobody of ours'}"
+
+
+@contextmanager
+def traced() -> Iterator[list[Allocation]]:
+    """Yields a list that holds, afterwards, what was allocated and given back inside, in order of time."""
+    found: list[Allocation] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as profiler:
+        yield found
+    results: Any = profiler.profiler
+    for root in results.kineto_results.experimental_event_tree():
+        found.extend(_allocations(root, ()))
+    found.sort(key=lambda allocation: allocation.time_ns)
+
+
+def _allocations(event: Any, frames: tuple[str, ...]) -> Iterator[Allocation]:
+    if event.tag == _EventType.Allocation:
+        fields = event.extra_fields
+        yield Allocation(event.start_time_ns, fields.alloc_size, fields.ptr, frames)
+        return
+    if event.tag != _EventType.PyCCall:  # of some of those the profiler has lost the name
+        frames = (*frames, event.name)
+    for child in event.children:
+        yield from _allocations(child, frames)
+
+
+def new(allocations: list[Allocation]) -> list[str]:
+    """What the engine newly allocated, to be shown."""
+    return [str(allocation) for allocation in allocations if allocation.of_engine and allocation.nbytes > 0]
+
+
+class Live:
+    """Bytes that are allocated and not given back yet, over a trace; only those that the engine asked for."""
+
+    def __init__(self, allocations: list[Allocation]) -> None:
+        self.held: dict[int, Allocation] = {}
+        self.peak_bytes = now_bytes = 0
+        for allocation in allocations:
+            if allocation.nbytes > 0 and allocation.of_engine:
+                self.held[allocation.address] = allocation
+                now_bytes += allocation.nbytes
+            elif allocation.nbytes < 0 and (gone := self.held.pop(allocation.address, None)):
+                now_bytes -= gone.nbytes
+            self.peak_bytes = max(self.peak_bytes, now_bytes)
+        self.now_bytes = now_bytes
+
+
+def shared_mapping_bytes() -> dict[int, int]:
+    """By inode, the bytes of each shared memory file of ours that this process maps, from the first to the last."""
+    spans: dict[int, int] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, _, inode, *name = line.split(None, 5)
+        if name and name[0].startswith("/memfd:shardwise"):
+            start, stop = (int(part, 16) for part in span.split("-"))
+            spans[int(inode)] = max(spans.get(int(inode), 0), int(offset, 16) + stop - start)
+    return spans

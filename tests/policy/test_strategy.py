@@ -1,0 +1,57 @@
+"""Strategies by name, and what each says to the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.policy.strategy import Strategy
+
+NAMES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2")
+
+
+def test_every_promised_name_parses() -> None:
+    assert [strategy.value for strategy in Strategy] == list(NAMES)
+    for name in NAMES:
+        strategy = Strategy.parse(name)
+        assert strategy is Strategy.parse(strategy) is getattr(sw.Strategy, name.upper())
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [
+        ("full_shad", "full_shard"),
+        ("FULL_SHARD", "full_shard"),
+        ("hybrid", "hybrid_shard"),
+        ("shard_grad", "shard_grad_op"),
+    ],
+)
+def test_a_wrong_name_is_told_the_nearest(asked: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown strategy '{asked}'; did you mean '{nearest}'"):
+        Strategy.parse(asked)
+
+
+@pytest.mark.parametrize("asked", ["zero", 3, None, True, ["full_shard"]])
+def test_anything_else_is_told_the_names(asked: Any) -> None:
+    with pytest.raises(ConfigError, match="one of: no_shard, shard_optimizer, shard_grad_op, full_shard, hybrid_shard"):
+        Strategy.parse(asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "sharded", "replicated", "keeps_params", "keeps_grads"),
+    [
+        ("no_shard", False, True, True, False),
+        ("shard_optimizer", True, False, True, True),
+        ("shard_grad_op", True, False, True, False),
+        ("full_shard", True, False, False, False),
+        ("hybrid_shard", True, True, False, False),
+        ("hybrid_shard_zero2", True, True, True, False),
+    ],
+)
+def test_traits(name: str, sharded: bool, replicated: bool, keeps_params: bool, keeps_grads: bool) -> None:
+    strategy = Strategy.parse(name)
+    traits = strategy.sharded, strategy.replicated, strategy.keeps_params, strategy.keeps_grads
+    assert traits == (sharded, replicated, keeps_params, keeps_grads)
