@@ -163,7 +163,7 @@ def test_what_nothing_initialises_on_meta_raises() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.empty(3, device="meta"))
 
-    with pytest.raises(LayoutError, match=r"Bare.weight was built on the meta device"):
+    with pytest.raises(LayoutError, match=r"Bare.weight .*was built on the meta device"):
         sw.shard(Bare())
 
 

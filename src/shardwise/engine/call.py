@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from shardwise.engine.saved import Hooks
@@ -97,11 +97,31 @@ def output_tensors(output: object, depth: int = 0) -> Iterator[Tensor]:
             yield from output_tensors(item, depth + 1)
 
 
+def exchange_tensors(output: Any, exchange: Callable[[Tensor], Tensor], depth: int = 0) -> Any:
+    """`output` with `exchange` of each tensor that `output_tensors` finds: tuples and sets anew, the rest in place."""
+    if isinstance(output, Tensor):
+        return exchange(output)
+    if depth >= _DEEPEST or output is None or isinstance(output, (str, bytes, int, float, type, nn.Module)):
+        return output
+    if isinstance(output, (tuple, set, frozenset)):
+        items = [exchange_tensors(item, exchange, depth + 1) for item in output]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    if isinstance(output, list):
+        output[:] = [exchange_tensors(item, exchange, depth + 1) for item in output]
+    elif isinstance(output, MutableMapping):
+        for key in list(output):
+            output[key] = exchange_tensors(output[key], exchange, depth + 1)
+    elif hasattr(output, "__dict__"):
+        for name, item in list(vars(output).items()):
+            object.__setattr__(output, name, exchange_tensors(item, exchange, depth + 1))
+    return output
+
+
 _DEEPEST = 5
 
 
 def _items(value: object) -> Iterable[object]:
-    if value is None or isinstance(value, (str, bytes, int, float, type)):
+    if value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
         return ()
     if isinstance(value, (tuple, list, set, frozenset)):
         return value

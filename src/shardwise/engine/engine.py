@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.protocol import BufferKind
 from shardwise.engine.arena import Arena, Slot, size_classes
-from shardwise.engine.call import Call, first_differentiable, output_tensors
+from shardwise.engine.call import Call, exchange_tensors, first_differentiable, output_tensors
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parameter import ShardedParameter
@@ -285,8 +285,7 @@ class Engine:
         unit.forward_depth -= 1
         if unit is self.root and self.precision.output is not None:
             output = _cast(output, self.precision.output)
-        if torch.is_grad_enabled():
-            output = self._watch_outputs(call, output)
+        output = self._watch_outputs(call, output)
         if unit.forward_depth == 0 and unit.backward_depth == 0:
             self._leave_forward(unit, call)
         return output
@@ -361,9 +360,9 @@ class Engine:
         leaves = call.unit.leaf_ids
         if any(id(tensor) in leaves for tensor in output_tensors(output)):
             # A leaf itself loses its data when the unit is released; a view of it keeps the storage.
-            output = tree_map_only(nn.Parameter, lambda p: p.view_as(p) if id(p) in leaves else p, output)
-        for tensor in output_tensors(output):
-            if tensor.requires_grad and id(tensor) not in leaves:
+            output = exchange_tensors(output, lambda p: p.view_as(p) if id(p) in leaves else p)
+        for tensor in output_tensors(output) if torch.is_grad_enabled() else ():
+            if tensor.requires_grad:
                 tensor.register_hook(lambda grad: self._on_enter(call))
         return output
 
