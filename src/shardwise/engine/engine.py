@@ -293,6 +293,14 @@ class Engine:
     def _leave_forward(self, unit: Unit, call: Call) -> None:
         if unit.state is UnitState.ACTIVE:
             unit.show_sharded()
+        written = unit.written_inside()
+        if written is not None:
+            self._release(unit)
+            raise UsageError(
+                f"the forward of unit {unit.fqn!r} wrote parameter {written!r} in place: that copy is only gathered, so it "
+                "would be lost. Write parameters outside forward, in sw.unsharded(model, writeback=True), or make what "
+                "changes a buffer"
+            )
         if unit.keeps_params or call.recompute:
             return
         if torch.is_grad_enabled():

@@ -88,6 +88,7 @@ class Unit:
         """(group, parameter), in order."""
         self.leaf_ids: frozenset[int] = frozenset()
         """Of the inner parameters."""
+        self._shown_versions: list[int] = []
         self._engine: Engine | None = None
         self._hooked_leaves: set[int] = set()
         self._pinned_bytes: Tensor | None = None
@@ -283,8 +284,20 @@ class Unit:
         slot.baseline = slot.references()
         self.move(UnitState.GATHERED)
 
+    def written_inside(self) -> str | None:
+        """A parameter that was written in place since modules were let hold it; None where that is no loss."""
+        if self.is_pinned or not self._shown_versions:
+            return None
+        fqns = [fqn for group in self.groups for fqn in group.fqns]
+        versions = zip(fqns, self._inner_versions(), self._shown_versions, strict=True)
+        return next((fqn for fqn, now, then in versions if now != then), None)
+
+    def _inner_versions(self) -> list[int]:
+        return [inner._version for group in self.groups for inner in group.inner]
+
     def show_inner(self) -> None:
         """Let modules hold the full parameters."""
+        self._shown_versions = self._inner_versions()
         for group in self.groups:
             group.show_inner()
         self.move(UnitState.ACTIVE)
