@@ -1,0 +1,157 @@
+"""Modules that do more than hold plain parameters: parametrizations, generation, compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import shardwise as sw
+from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).T
+
+
+class Parametrized(Block):
+    """A block whose layers are parametrized in one of the ways that torch knows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.square = nn.Linear(6, 6)
+        if kind == "parametrize":
+            parametrize.register_parametrization(self.square, "weight", Symmetric())
+        elif kind == "weight_norm":
+            parametrizations.weight_norm(self.square)
+        elif kind == "old_weight_norm":
+            torch.nn.utils.weight_norm(self.square)
+        elif kind == "spectral_norm":
+            parametrizations.spectral_norm(self.square)
+        else:
+            torch.nn.utils.spectral_norm(self.square)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.square(x))
+
+
+KINDS = ["parametrize", "weight_norm", "old_weight_norm", "spectral_norm", "old_spectral_norm"]
+
+
+@pytest.mark.parametrize("where", ["inside", "unit"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_parametrizations(kind: str, where: str) -> None:
+    """Inside a unit, and on a module that is a unit itself. In eval: spectral norm's buffers follow the batches run."""
+
+    def build() -> nn.Module:
+        model = Net(block=lambda: Parametrized(kind))
+        for module in model.modules():
+            if "spectral" in kind and not isinstance(module, (Net, Block)):
+                module.eval()
+        return model
+
+    units = (lambda fqn, module: fqn.endswith("square")) if where == "unit" else None
+    Twins(build, units=units).train(3)
+
+
+@on_ranks(2)
+def test_spectral_norm_in_training_mode() -> None:
+    """Power iteration updates buffers, alike on every rank."""
+    twins = Twins(lambda: Net(block=lambda: Parametrized("spectral_norm")))
+    for _ in range(3):
+        own = squares(twins.sharded, batch(0, 0))
+        own.backward()
+        loss = squares(twins.plain, batch(0, 0))
+        loss.backward()
+        assert torch.equal(own, loss)
+        twins.same_gradients()
+        twins.step()
+    for (_, a), (_, b) in zip(twins.plain.named_buffers(), twins.sharded.named_buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=31, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("first", ["generate", "train"])
+@on_ranks(2)
+def test_generate_loops(first: str) -> None:
+    """Hugging Face's generate() on a sharded model, as its first forward or between steps."""
+    plain: Any = seeded(llama)
+    model: Any = sw.shard(seeded(llama))
+    assert len(sw.describe(model).splitlines()) >= 5
+    ids = torch.randint(0, 31, (2, 5), generator=torch.Generator().manual_seed(1))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
+    for turn in range(3):
+        if turn or first == "generate":
+            with torch.inference_mode(turn == 1):
+                said = [m.eval().generate(ids, max_new_tokens=4, do_sample=False) for m in (plain, model)]
+            assert torch.equal(*said)
+        losses = [m.train()(input_ids=ids, labels=ids).loss for m in (plain, model)]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# torch.compile --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["module.compile", "blocks in place", "blocks before shard", "whole"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2, timeout_s=120)
+def test_compiled(how: str, strategy: str) -> None:
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"backend": "aot_eager"}
+
+    def build() -> nn.Module:
+        model = Net(depth=3)
+        if how == "blocks before shard":
+            for block in model.blocks:
+                block.compile(**options)
+        return model
+
+    twins = Twins(build, strategy=strategy)
+    if how == "module.compile":
+        for block in twins.sharded.blocks:  # type: ignore[union-attr]
+            block.compile(**options)
+    if how == "blocks in place":
+        for index, block in enumerate(twins.sharded.blocks):  # type: ignore[arg-type]
+            twins.sharded.blocks[index] = torch.compile(block, **options)  # type: ignore[index, operator]
+    if how == "whole":
+        whole, raw = torch.compile(twins.sharded, **options), twins.sharded
+        twins.loss = lambda model, x: squares(whole if model is raw else model, x)  # type: ignore[arg-type]
+    for _ in range(3):
+        twins.backward()
+        pairs = zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True)
+        assert all(torch.equal(p.grad, q.grad.full_tensor()) for p, q in pairs)  # type: ignore[arg-type, union-attr]
+        twins.step()
+    assert twins.engine.replaced_slots == 0
+
+
+@on_ranks(2, timeout_s=240)
+def test_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    twins = Twins(lambda: Net(depth=2))
+    for block in twins.sharded.blocks:  # type: ignore[union-attr]
+        block.compile()
+    for _ in range(2):
+        plain, own = squares(twins.plain, batch(0, 0)), squares(twins.sharded, batch(0, 0))
+        plain.backward()
+        own.backward()
+        torch.testing.assert_close(own, plain)
+        for p, q in zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)  # type: ignore[union-attr]
+        twins.step()

@@ -1,0 +1,147 @@
+"""Compute, reduction and master dtypes, against the same arithmetic by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.engine.rig import Net, Twins, adamw, batch, on_ranks, seeded
+
+
+class Shadow:
+    """Mixed precision as one would write it unsharded: fp32 masters, a copy in the compute dtype, gradients in fp32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.masters, self.model = seeded(Net), seeded(Net).to(dtype)
+        self.dtype, self.optimizer = dtype, adamw(self.masters.parameters())
+        self.world_size = dist.get_world_size()
+
+    def backward(self, index: int, scale: float = 1.0) -> list[Tensor]:
+        losses = []
+        for own, master in zip(self.model.parameters(), self.masters.parameters(), strict=True):
+            own.data.copy_(master.data)
+            master.grad = None
+        for rank in range(self.world_size):
+            self.model.zero_grad()
+            loss = self.model(batch(index, rank).to(self.dtype)).float().square().mean()
+            (loss * scale).backward()
+            losses.append(loss.detach())
+            for own, master in zip(self.model.parameters(), self.masters.parameters(), strict=True):
+                grad = own.grad.float() * (1.0 / self.world_size)  # type: ignore[union-attr]
+                master.grad = grad if master.grad is None else master.grad + grad
+        return losses
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard", "hybrid_shard"])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@on_ranks(1, 2)
+def test_low_precision_compute_with_fp32_reduction_and_masters(name: str, strategy: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    shadow = Shadow(dtype)
+    model = sw.shard(seeded(Net), strategy, precision=sw.Precision(param=name, reduce="fp32"))
+    optimizer = adamw(model.parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for index in range(3):
+        losses = shadow.backward(index)
+        output = model(batch(index))  # inputs are cast
+        assert output.dtype == dtype
+        loss = output.float().square().mean()
+        loss.backward()
+        assert torch.equal(loss.detach(), losses[dist.get_rank()])
+        for ours, theirs in zip(model.parameters(), shadow.masters.parameters(), strict=True):
+            assert torch.equal(ours.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr, arg-type]
+        for each in (optimizer, shadow.optimizer):
+            each.step()
+            each.zero_grad()
+        for ours, theirs in zip(model.parameters(), shadow.masters.parameters(), strict=True):
+            assert torch.equal(ours.full_tensor(), theirs)  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_masters_of_models_stored_in_bf16() -> None:
+    """master=None keeps the stored dtype, "fp32" widens it; frozen parameters are never upcast."""
+
+    def build() -> nn.Module:
+        model = Net().bfloat16()
+        model.enter.requires_grad_(False)
+        return model
+
+    kept = sw.shard(seeded(build))
+    assert {p.dtype for p in kept.parameters()} == {torch.bfloat16}
+    wide = sw.shard(seeded(build), precision=sw.Precision(param="bf16", master="fp32", reduce="fp32"))
+    dtypes = {p.requires_grad: p.dtype for p in wide.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    wide(batch(0)).float().sum().backward()
+    twins = Twins(lambda: build(), loss=lambda model, x: model(x.bfloat16()).float().square().mean())
+    twins.train(2)
+
+
+@on_ranks(2)
+def test_output_inputs_and_buffers() -> None:
+    class Notes(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(6))
+
+        def forward(self, x: Any) -> Any:
+            seen.append((x["x"].dtype, x["i"].dtype, self.scale.dtype))
+            return {"y": super().forward(x["x"]), "n": x["i"]}
+
+    seen: list[Any] = []
+    inputs = {"x": batch(0), "i": torch.tensor([1, 2])}
+    model = sw.shard(seeded(Notes), precision=sw.Precision(param="bf16", output="fp32", buffers="bf16"))
+    output = model(inputs)
+    assert seen == [(torch.bfloat16, torch.int64, torch.bfloat16)]
+    assert (output["y"].dtype, output["n"].dtype) == (torch.float32, torch.int64)
+    output["y"].sum().backward()
+    uncast = sw.shard(seeded(Notes), precision=sw.Precision(param="bf16", cast_inputs=False))
+    with pytest.raises(RuntimeError, match="dtype"):
+        uncast(inputs)
+    assert seen[1] == (torch.float32, torch.int64, torch.float32)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
+@on_ranks(2)
+def test_scaler_skips_the_step_on_every_rank(strategy: str) -> None:
+    """An inf that one rank alone produces makes all ranks skip, and the scale shrink alike."""
+    shadow = Shadow(torch.float16)
+    model = sw.shard(seeded(Net), strategy, precision=sw.Precision(param="fp16", reduce="fp32"))
+    optimizer = adamw(model.parameters())
+    scaler = sw.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    for index in range(4):
+        poisoned = index == 1
+        before = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+        loss = model(batch(index)).float().square().mean()
+        scaled = scaler.scale(loss)
+        if poisoned and dist.get_rank() == 1:
+            scaled = scaled * float("inf")
+        scaled.backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == (64.0 if index < 1 else 32.0)
+        if poisoned:
+            assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))  # type: ignore[attr-defined]
+            continue
+        shadow.backward(index, 64.0 if index < 1 else 32.0)
+        for p in shadow.masters.parameters():
+            p.grad *= 1 / (64.0 if index < 1 else 32.0)
+        shadow.optimizer.step()
+        for ours, theirs in zip(model.parameters(), shadow.masters.parameters(), strict=True):
+            assert torch.equal(ours.full_tensor(), theirs)  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_torchs_scaler_refuses() -> None:
+    model = sw.shard(seeded(Net))
+    optimizer = adamw(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(0)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"sw.GradScaler"):
+        scaler.step(optimizer)
