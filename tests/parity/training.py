@@ -113,13 +113,17 @@ def sharded(name: str, options: dict[str, Any], on_meta: bool = False, axes: tup
         options: of `sw.shard`.
         axes: sizes of the mesh; default: none is given.
     """
-    architecture = ARCHITECTURES[name]
+    model = build(name, options, on_meta, axes)
+    return train(model, ARCHITECTURES[name], optimizer_of(model))
+
+
+def build(name: str, options: dict[str, Any], on_meta: bool = False, axes: tuple[int, ...] = ()) -> nn.Module:
+    """The sharded model; arguments as for `sharded`."""
     if axes:
         options = {**options, "mesh": init_device_mesh("cpu", axes)}
     with torch.device("meta") if on_meta else nullcontext():
-        model = architecture.build()
-    sw.shard(model, **options)
-    return train(model, architecture, optimizer_of(model))
+        model = ARCHITECTURES[name].build()
+    return sw.shard(model, **options)
 
 
 def train(model: nn.Module, architecture: Architecture, optimizer: torch.optim.Optimizer) -> Outcome:

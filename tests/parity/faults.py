@@ -1,0 +1,137 @@
+"""Mistakes an engine could make, planted on purpose: parity has to notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Work
+from shardwise.engine.addition import ScaledAddition
+from shardwise.engine.arena import Slot
+from shardwise.engine.engine import Engine
+from shardwise.engine.saved import SavedTensors
+from shardwise.engine.shard import require_engine
+from shardwise.engine.unit import Unit
+from tests.parity.architectures import ARCHITECTURES
+from tests.parity.training import Outcome, build, optimizer_of, train
+
+Fault = Callable[[Engine, torch.optim.Optimizer], AbstractContextManager[Any]]
+
+
+def skipped_reduction(engine: Engine, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+    """Every rank keeps its own gradient of its slice."""
+
+    def own_slice(buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+        for reduction in reductions:
+            start = engine.mesh.shard.rank * reduction.out.numel()
+            reduction.out.copy_(reduction.flat[start : start + reduction.out.numel()])
+        return FINISHED
+
+    return patch.object(engine.mesh.shard, "reduce_scatter", own_slice)
+
+
+def skipped_replicas(engine: Engine, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+    """Replicas do not hear of each other's gradients."""
+    true_sum = engine.mesh.replicate.all_reduce
+
+    def all_reduce(tensor: Tensor, op: str = "sum") -> Work:
+        return FINISHED if tensor.is_floating_point() else true_sum(tensor, op)
+
+    return patch.object(engine.mesh.replicate, "all_reduce", all_reduce)
+
+
+def unscaled_gradients(engine: Engine, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+    """The sum over ranks instead of the mean."""
+    return patch.object(engine.gradients, "_scaled", ScaledAddition(1.0))
+
+
+def stale_slots(engine: Engine, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+    """What is gathered once is taken for good, whatever the optimizer does."""
+    return patch.object(Unit, "is_fresh", PropertyMock(return_value=True))
+
+
+@contextmanager
+def unsaved_parameters(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Autograd keeps views of slots instead of handles, and nobody looks whether a slot is still referred to (which
+    alone would make up for it)."""
+    with (
+        patch.object(SavedTensors, "_handle", lambda self, tensor: None),
+        patch.object(Slot, "references", lambda self: 0),
+    ):
+        yield
+
+
+@contextmanager
+def unwritten_fragment(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The last rank does not put its slice of one unit into the slot."""
+    true_slice, unit = Unit._slice, engine.units[-1]
+
+    def elsewhere(slot: Any, group: Any, numel: int, rank: int) -> Tensor:
+        found = true_slice(slot, group, numel, rank)
+        return torch.empty_like(found) if group in unit.groups and _is_last(rank) else found
+
+    with patch.object(Unit, "_slice", staticmethod(elsewhere)):
+        yield
+
+
+@contextmanager
+def forgotten_fragment(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The last rank's optimizer does not know one parameter."""
+    parameters = optimizer.param_groups[0]["params"]
+    if _is_last(dist.get_rank()):
+        held = next(p for p in parameters if p.local.numel())
+        parameters[:] = [p for p in parameters if p is not held]
+    yield
+
+
+@contextmanager
+def unzeroed_slots(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Where no gradient came, what the slot held before counts as one."""
+    with patch.object(Unit, "zero_missing", lambda self: None):
+        yield
+
+
+@contextmanager
+def lost_gradient(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The last rank's gradient of one parameter counts as zero."""
+    true_add, unit = Unit.add_gradient, engine.units[-1]
+
+    def add_gradient(self: Unit, key: tuple[int, int], grad: Tensor, scaled: ScaledAddition) -> None:
+        lost = self is unit and key == (0, 0) and _is_last(dist.get_rank())
+        true_add(self, key, torch.zeros_like(grad) if lost else grad, scaled)
+
+    with patch.object(Unit, "add_gradient", add_gradient):
+        yield
+
+
+def _is_last(rank: int) -> bool:
+    return rank == dist.get_world_size() - 1
+
+
+FAULTS: dict[str, tuple[Fault, str, dict[str, Any], int, tuple[int, ...]]] = {
+    "skipped reduction": (skipped_reduction, "llama", {}, 2, ()),
+    "skipped replicas": (skipped_replicas, "llama", {"strategy": "hybrid_shard"}, 4, (2, 2)),
+    "unscaled gradients": (unscaled_gradients, "llama", {}, 2, ()),
+    "stale slots": (stale_slots, "llama", {"strategy": "shard_grad_op"}, 2, ()),
+    "unsaved parameters": (unsaved_parameters, "llama", {}, 2, ()),
+    "unwritten fragment": (unwritten_fragment, "gpt2", {}, 3, ()),
+    "forgotten fragment": (forgotten_fragment, "gpt2", {}, 3, ()),
+    "unzeroed slots": (unzeroed_slots, "switch_transformers", {}, 2, ()),
+    "lost gradient": (lost_gradient, "gpt2", {}, 3, ()),
+}
+"""(fault, architecture, options of `sw.shard`, ranks, sizes of the mesh)."""
+
+
+def faulty(fault: str) -> Outcome:
+    """As `training.sharded`, with a fault planted on every rank."""
+    plant, name, options, _, axes = FAULTS[fault]
+    model = build(name, options, axes=axes)
+    optimizer = optimizer_of(model)
+    with plant(require_engine(model), optimizer):
+        return train(model, ARCHITECTURES[name], optimizer)
