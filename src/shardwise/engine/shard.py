@@ -182,13 +182,15 @@ class _SameRandomState:
         self._mesh = mesh
 
     def __enter__(self) -> None:
+        self._shared = self._mesh.is_dry
+        if self._shared:  # alone; and a random state is a real tensor, whatever mode makes the others fake
+            return
         self._before = torch.get_rng_state()
         state = self._before.to(self._mesh.device)
-        if not self._mesh.is_dry:
-            self._mesh.replicate.broadcast(state, 0)
-            self._mesh.shard.broadcast(state, 0)
-            torch.set_rng_state(state.cpu())
-        self._shared = bool(torch.equal(state.cpu(), self._before)) or self._mesh.is_dry
+        self._mesh.replicate.broadcast(state, 0)
+        self._mesh.shard.broadcast(state, 0)
+        torch.set_rng_state(state.cpu())
+        self._shared = bool(torch.equal(state.cpu(), self._before))
 
     def __exit__(self, *exception: object) -> None:
         if not self._shared:
