@@ -83,7 +83,8 @@ class Group:
     @property
     def reduce_bytes(self) -> int:
         """Unsharded, in the reduce dtype, rounded; 0 for a frozen group, something for one of empty parameters."""
-        return round_up(max(1, self.layout.numel) * self.dtypes.reduce.itemsize, SLOT_ALIGN_BYTES) if self.trainable else 0
+        nbytes = max(1, self.layout.numel) * self.dtypes.reduce.itemsize
+        return round_up(nbytes, SLOT_ALIGN_BYTES) if self.trainable else 0
 
     @property
     def trainable(self) -> bool:
@@ -234,7 +235,8 @@ def _inner_face(original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
 
 def inherit(heir: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
     """Give `heir` the attributes and hooks of the parameter that it replaces; returns it."""
-    heir.__dict__.update(original.__dict__)
+    # What the heir has already is its own: fake tensors keep their device there.
+    heir.__dict__.update({name: value for name, value in original.__dict__.items() if name not in heir.__dict__})
     heir._backward_hooks = original._backward_hooks
-    heir._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    heir._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
     return heir
