@@ -1,4 +1,4 @@
-"""Parity over every transformers family whose default configuration can be shrunk: not a test, a list of what to look at.
+"""Parity over every transformers family whose default configuration can be shrunk: a list of what to look at.
 
     python -m tests.parity.survey [--meta] [model_type ...]
 
