@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
@@ -38,8 +39,9 @@ class Case:
     def shard(self, model: nn.Module, **options: Any) -> nn.Module:
         """Every rank must call this."""
         if self.replicas > 1 and self.shards > 1:
-            shape = (self.replicas, self.shards)
-            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+            with unset_fake_temporarily():  # a mesh reads its own numbers
+                shape = (self.replicas, self.shards)
+                options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         return sw.shard(model, self.strategy, reshard_after_forward=self.reshard, **options)
 
 

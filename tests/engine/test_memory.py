@@ -1,0 +1,152 @@
+"""What the engine holds, counted from outside: the allocator's own account and the kernel's list of mappings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm.shm import STAGE_BYTES
+from shardwise.engine.shard import require_engine
+from tests.engine.allocations import Live, new, shared_mapping_bytes, traced
+from tests.engine.cases import CASES, FP32, MIXED, Case, collectives, dtype_of
+from tests.engine.rig import Net, batch, seeded, squares
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPools
+
+PAGE_BYTES = 4096
+LINE_BYTES = 64
+
+
+def small_net() -> nn.Module:
+    return seeded(lambda: Net(3))
+
+
+class Loop:
+    """A sharded model with a fused optimizer; inputs already in the compute dtype."""
+
+    def __init__(self, case: Case, precision: sw.Precision) -> None:
+        self.model = case.shard(small_net(), precision=precision)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        self.dtype = dtype_of(precision)
+
+    def backward(self) -> None:
+        squares(self.model, batch(0).to(self.dtype)).backward()
+
+    def step(self, accumulation: int = 1) -> None:
+        """The last of `accumulation` backwards reduces."""
+        with sw.no_sync(self.model):
+            for _ in range(accumulation - 1):
+                self.backward()
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _steady_state(case: Case, precision: sw.Precision, name: str, accumulation: int) -> tuple[list[str], list[str]]:
+    with collectives(name):
+        loop = Loop(case, precision)
+        for _ in range(2):
+            loop.step(accumulation)
+        mapped = shared_mapping_bytes()
+        with traced() as allocations:
+            loop.step(accumulation)
+        assert shared_mapping_bytes() == mapped
+    by_dispatch = [a for a in allocations if a.of_optimizer and any("shardwise" in frame for frame in a.frames)]
+    assert any(a.nbytes > 0 for a in allocations), "the trace sees nothing"
+    return new(allocations), [str(a) for a in by_dispatch if a.nbytes > 0]
+
+
+@pytest.mark.parametrize("name", ["gloo", "shm"])
+@pytest.mark.parametrize("precision", [FP32, MIXED], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steady_state_allocates_nothing(ranks: RankPools, case: Case, precision: sw.Precision, name: str) -> None:
+    """Nothing in forward, backward and reductions, not even inside operations; nothing in an optimizer's dispatch."""
+    for engine, dispatch in ranks(case.world_size).run(_steady_state, case, precision, name, 1):
+        assert engine == []
+        assert dispatch == []
+
+
+@pytest.mark.parametrize("precision", [FP32, sw.Precision(param="bf16")], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", [Case("full_shard", 3), Case("no_shard", 3), Case("hybrid_shard", 4)], ids=str)
+def test_steady_state_with_no_sync_allocates_nothing(ranks: RankPools, case: Case, precision: sw.Precision) -> None:
+    for engine, _ in ranks(case.world_size).run(_steady_state, case, precision, "shm", 3):
+        assert engine == []
+
+
+def _peak(case: Case, precision: sw.Precision, accumulation: int) -> tuple[int, int, dict[str, int]]:
+    with collectives("gloo"), traced() as allocations:
+        loop = Loop(case, precision)
+        for _ in range(3):
+            loop.step(accumulation)
+        known = sw.memory(loop.model).peak
+    live = Live(allocations)
+    return (
+        live.peak_bytes,
+        live.now_bytes,
+        {kind: n for kind, n in known.items() if kind not in {"optimizer", "buffers"}},
+    )
+
+
+@pytest.mark.parametrize(("precision", "accumulation"), [(FP32, 1), (MIXED, 2)], ids=["fp32", "mixed-no_sync"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_peak_is_what_sw_memory_says(
+    ranks: RankPools, case: Case, precision: sw.Precision, accumulation: int
+) -> None:
+    """From before `sw.shard` to after the third step, to the byte."""
+    for peak, now, known in ranks(case.world_size).run(_peak, case, precision, accumulation):
+        assert now == sum(known.values()), known
+        assert peak == now
+
+
+def _known_before_the_first_step(case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    loop = Loop(case, MIXED)
+    before = sw.memory(loop.model).peak
+    for _ in range(2):
+        loop.step()
+    after = sw.memory(loop.model).peak
+    return before, after
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_slots_and_shards_are_known_before_the_first_step(ranks: RankPools, case: Case) -> None:
+    for before, after in ranks(case.world_size).run(_known_before_the_first_step, case):
+        for kind in ("param_shards", "gathered_slots", "grad_shards", "reduce_slots"):
+            assert before[kind] == after[kind], kind
+
+
+def _shared(case: Case) -> tuple[int, int]:
+    already = set(shared_mapping_bytes())
+    with collectives("shm"):
+        loop = Loop(case, FP32)
+        loop.step()
+    engine = require_engine(loop.model)
+    expected = 0
+    for group in engine.mesh.groups:
+        if group.world_size > 1:
+            expected += _pages(group.world_size * LINE_BYTES + 8) + group.world_size * 2 * STAGE_BYTES
+    arenas = [(slot, 1) for arena in engine.arenas for slot in arena.slots]
+    reduce = [(slot, slot.collectives.world_size) for slot in engine.gradients.slots]
+    for slot, parts in arenas + reduce:
+        if slot.collectives.world_size > 1:
+            expected += _pages(3 * slot.collectives.world_size * LINE_BYTES + 8) + parts * _pages(
+                slot.buffer.bytes.numel()
+            )
+    mapped = {inode: nbytes for inode, nbytes in shared_mapping_bytes().items() if inode not in already}
+    return sum(mapped.values()), expected
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shared_mappings_are_the_slots(ranks: RankPools, case: Case) -> None:
+    """All that a rank maps: each gathered slot once for all ranks of its group, each reduce slot once a rank, in whole
+    pages behind the lines of its counters; and the stage through which small tensors pass."""
+    for mapped, expected in ranks(case.world_size).run(_shared, case):
+        assert mapped == expected
