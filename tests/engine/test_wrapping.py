@@ -211,3 +211,28 @@ def test_slots_that_are_no_number_raise(slots: Any) -> None:
 def test_a_model_without_parameters_raises() -> None:
     with pytest.raises(LayoutError, match="Tanh has no parameters"):
         sw.shard(nn.Tanh())
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 4)
+        self.norm = nn.LayerNorm(4)
+
+
+class HandsOut(nn.Module):
+    """As in transformers: `Words` counts as a block, and its table is handed out to be called alone."""
+
+    _no_split_modules = ("Words", "Linear")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = Words()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words.table
+
+
+def test_an_embedding_that_is_handed_out_lies_in_no_block() -> None:
+    assert [fqn for fqn, _ in choose_units(HandsOut(), None)] == ["words.table", "layers.0", "layers.1"]

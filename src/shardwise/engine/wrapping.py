@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,6 +74,8 @@ def _automatic(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if isinstance(name, str)
     }
     blocks = _outermost(_below(model, lambda fqn, module: type(module).__name__ in names and _has_parameters(module)))
+    inputs = _input_embeddings(model)
+    blocks = [(fqn, block) for fqn, block in blocks if inputs.isdisjoint(map(id, block.modules()))]
     if not blocks:
         blocks = _repeated_blocks(model)
     if not blocks:
@@ -92,6 +95,20 @@ def _automatic(model: nn.Module) -> list[tuple[str, nn.Module]]:
     )
     chosen = {id(module) for _, module in (*blocks, *large)}
     return _below(model, lambda fqn, module: id(module) in chosen)
+
+
+def _input_embeddings(model: nn.Module) -> set[int]:
+    """Embeddings that transformers models hand out to be called from anywhere (`get_input_embeddings`): inside another
+    unit they would be met sharded."""
+    found: set[int] = set()
+    for module in model.modules():
+        hand_out = getattr(module, "get_input_embeddings", None)
+        if callable(hand_out):
+            with suppress(NotImplementedError, AttributeError):  # models without one
+                embedding = hand_out()
+                if isinstance(embedding, nn.Embedding):
+                    found.add(id(embedding))
+    return found
 
 
 def _outermost(units: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
