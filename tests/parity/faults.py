@@ -58,7 +58,7 @@ def stale_slots(engine: Engine, optimizer: torch.optim.Optimizer) -> AbstractCon
 
 @contextmanager
 def ungathered_backward(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Autograd keeps views of slots, and units are not gathered again for their backward. (With either alone the numbers
+    """Autograd keeps views of slots, and units are not gathered again for backward. (With either alone the numbers
     are right: slots that are still referred to are left to their holders, and units come back to their slots.)"""
     true_gather = Engine._gather
 
