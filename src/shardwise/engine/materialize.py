@@ -1,18 +1,25 @@
 """Giving a model built on the meta device its numbers, one unit's full weights at a time.
 
-Modules are initialised children first, as constructors do, from one random stream that is the same on every rank
-whatever the world size: modules of a transformers model by its `_init_weights`, others by their `reset_parameters`.
+How the model would have been built for real is recorded on a tape, without memory: a transformers model by calling its
+constructor again, any other module by `reset_parameters`, children first, as constructors do. Each unit's part of the
+tape is then replayed on real tensors. The numbers are those of the seeded unsharded build, whatever the world size; see
+docs/design/materialize.md.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import copy
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from shardwise.engine.group import inherit
+from shardwise.engine.parameter import ShardedParameter
+from shardwise.engine.tape import Tape
 from shardwise.engine.wrapping import UnitPlan
 from shardwise.errors import LayoutError
 
@@ -27,43 +34,195 @@ def on_meta(model: nn.Module) -> bool:
 def materialize(
     model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Callable[[UnitPlan], None]
 ) -> None:
-    """Initialise every unit and hand it to `shard` as soon as its last module is done.
+    """Give every unit its numbers, on the CPU, and hand it to `shard` before the next one gets its.
 
-    Full weights of one unit, and of the units around it, exist at a time. Local; ranks must start from the same random
-    state. Raises LayoutError for a tensor that nothing initialises.
+    Full weights of one unit exist at a time, and one tensor more where numbers are drawn that nobody keeps. Local;
+    ranks must start from the same random state, and have the same one afterwards: that of the unsharded build. Under a
+    FakeTensorMode tensors are allocated on `device` and nothing is computed.
+
+    Raises LayoutError for a tensor that nothing initialises. Warns where numbers are not those of an unsharded build.
     """
-    holders: dict[int, list[UnitPlan]] = defaultdict(list)
-    left: Counter[int] = Counter()
-    for plan in plans:
-        for module in {id(site.module): site.module for _, _, sites in plan.parameters for site in sites}.values():
-            holders[id(module)].append(plan)
-            left[id(plan)] += 1
-    allocated: set[int] = set()
-    for module, initialise in list(_children_first(model, _by_reset)):
-        for plan in holders[id(module)]:
-            if id(plan) not in allocated:
-                allocated.add(id(plan))
-                _allocate_parameters(plan, device)
-        blank = _allocate_buffers(module, device)
-        blank += [(name, p) for name, p in module._parameters.items() if p is not None and hasattr(p, _BLANK)]
-        if blank or not any(True for _ in module.parameters(recurse=False)):
-            _initialise(module, initialise, blank)
-        for plan in holders[id(module)]:
-            left[id(plan)] -= 1
-            if left[id(plan)] == 0:
-                shard(plan)
+    if detect_fake_mode() is not None:
+        _allocate(model, plans, device, shard)
+        return
+    tape = Tape()
+    recorded = record(model, tape)
+    _check_written(model, plans, tape, recorded)
+    slots = [slot for slot in _slots(model) if slot.is_blank and id(slot.tensor) in recorded]
+    wanted: list[list[Tensor]] = [[p for _, p, _ in plan.parameters if p.is_meta] for plan in plans]
+    wanted.append([slot.tensor for slot in slots])
+    *parts, others = tape.cut([[recorded[id(tensor)] for tensor in tensors] for tensors in wanted])
+    _warn_of_drawn(model, plans, tape, recorded)
+    for plan, part in sorted(zip(plans, parts, strict=True), key=lambda pair: pair[1].last_draw):
+        if plan.parameters:
+            _fill(plan, tape.play(part))
+            shard(plan)
+    made: dict[int, Tensor] = {}
+    for slot, tensor in zip(slots, tape.play(others), strict=True):
+        slot.put(made.setdefault(id(slot.tensor), tensor.to(slot.tensor.dtype)))
+    tape.finish()
 
 
-_BLANK = "_shardwise_blank"
+def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
+    """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's."""
+    slots = list(_slots(model))
+    with tape.recording():
+        blanks: dict[int, Tensor] = {}
+        for slot in slots:
+            slot.put(blanks.setdefault(id(slot.tensor), _stand_in(slot.tensor)))
+        try:
+            _Builder(tape, {id(slot.module) for slot in slots if slot.tensor.is_meta}).build(model, _by_reset)
+            recorded: dict[int, Tensor] = {}
+            for slot in slots:
+                current = slot.current()
+                if current is not None:
+                    recorded.setdefault(id(slot.tensor), current)
+        finally:
+            for slot in slots:
+                slot.put(slot.tensor)
+    return recorded
 
 
-def _children_first(module: nn.Module, initialise: Initialise) -> Iterator[tuple[nn.Module, Initialise]]:
-    """A transformers model inside another model initialises its own part."""
-    if hasattr(module, "_init_weights") and hasattr(module, "initialize_weights"):
-        initialise = module._init_weights  # type: ignore[assignment]
-    for child in module.children():
-        yield from _children_first(child, initialise)
-    yield module, initialise
+class _Slot(NamedTuple):
+    """A place in a module that holds a tensor: a parameter, a buffer or, on the meta device, a plain attribute."""
+
+    module: nn.Module
+    kind: str
+    name: str
+    tensor: Tensor
+
+    @property
+    def is_blank(self) -> bool:
+        """Not a parameter, and without memory."""
+        return self.tensor.is_meta and not isinstance(self.tensor, nn.Parameter)
+
+    def _holder(self, module: nn.Module) -> dict[str, Any]:
+        return module.__dict__[self.kind] if self.kind else module.__dict__
+
+    def put(self, tensor: Tensor) -> None:
+        self._holder(self.module)[self.name] = tensor
+
+    def current(self) -> Tensor | None:
+        return self.of(self.module)
+
+    def of(self, module: nn.Module) -> Tensor | None:
+        """What another module of the same build holds there."""
+        found = self._holder(module).get(self.name)
+        return found if isinstance(found, Tensor) else None
+
+
+def _slots(model: nn.Module) -> Iterator[_Slot]:
+    """Parameters and buffers, and plain attributes on the meta device."""
+    for module in model.modules():
+        yield from (slot for slot in _places(module) if slot.kind or slot.tensor.is_meta)
+
+
+def _places(module: nn.Module) -> Iterator[_Slot]:
+    for kind in ("_parameters", "_buffers", ""):
+        for name, value in list((module.__dict__[kind] if kind else module.__dict__).items()):
+            if isinstance(value, Tensor):
+                yield _Slot(module, kind, name, value)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A recorded tensor for one of the model's: blank for those without memory or with a piece of it."""
+    if tensor.is_meta or isinstance(tensor, ShardedParameter):
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    else:
+        fake = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    fake.__dict__.update({k: v for k, v in tensor.__dict__.items() if isinstance(v, bool)})
+    return fake
+
+
+# Recording a build ------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Records modules' construction: by their constructor where that can be called again, else children first."""
+
+    def __init__(self, tape: Tape, blank: set[int]) -> None:
+        self._tape = tape
+        self._blank = blank
+        """Modules with meta tensors of their own; others that have tensors are left as they are."""
+        self._initialised: set[int] = set()
+        """Recorded parameters that a module has initialised."""
+
+    def build(self, module: nn.Module, initialise: Initialise, quiet: bool = False) -> None:
+        """Record one module with all below it. `quiet`: a warning was given for a module around it."""
+        if _is_transformer(module):
+            if not any(id(below) in self._blank for below in module.modules()):
+                return
+            try:
+                with self._tape.attempt():
+                    _adopt(module, _construct(module))
+            except Exception as error:  # whatever a constructor may raise
+                if not quiet:
+                    _warn(module, error)
+                quiet = True
+                initialise = module._init_weights  # type: ignore[assignment]
+            else:
+                return
+        for child in module.children():
+            self.build(child, initialise, quiet)
+        if id(module) in self._blank or not (module._parameters or module._buffers):
+            self._initialise(module, initialise)
+
+    def _initialise(self, module: nn.Module, initialise: Initialise) -> None:
+        own = [slot for slot in _places(module) if slot.kind == "_parameters"]
+        # A leaf was initialised when it was made, before anything could tie its parameters to another's.
+        tied = [] if module._modules else [slot for slot in own if id(slot.tensor) in self._initialised]
+        for slot in tied:
+            slot.put(nn.Parameter(torch.empty_like(slot.tensor), requires_grad=slot.tensor.requires_grad))
+        try:
+            with torch.no_grad():
+                initialise(module)
+        except Exception as error:
+            raise LayoutError(
+                f"{type(module).__name__} was built on the meta device and its initialisation cannot be recorded "
+                f"({_one_line(error)}): build the model on a real device"
+            ) from error
+        for slot in tied:
+            slot.put(slot.tensor)
+        self._initialised.update(id(slot.tensor) for slot in own)
+
+
+def _is_transformer(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("_init_weights", "initialize_weights", "_from_config", "config"))
+
+
+def _construct(module: nn.Module) -> nn.Module:
+    """Call a transformers model's constructor as `from_config` does.
+
+    In the dtype that the configuration names, if the model is in that one; a model in another was built in the default
+    dtype and perhaps cast afterwards.
+    """
+    config = copy.deepcopy(module.config)
+    named = getattr(config, "dtype", None)
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    build: Any = type(module)
+    built: nn.Module = build._from_config(config, dtype=named if named in dtypes else torch.get_default_dtype())
+    return built
+
+
+def _adopt(module: nn.Module, built: nn.Module) -> None:
+    """Put the tensors of a model that was built again in the places of the first one's."""
+    ours, theirs = _shapes(module), _shapes(built)
+    if ours != theirs:
+        different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        raise ValueError(f"it has changed since it was built: {', '.join(different[:3])}")
+    again = dict(built.named_modules(remove_duplicate=False))
+    for prefix, below in module.named_modules(remove_duplicate=False):
+        for slot in list(_places(below)):
+            tensor = slot.of(again[prefix])
+            if tensor is not None:
+                slot.put(tensor)
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.shape for name, tensor in named}
 
 
 def _by_reset(module: nn.Module) -> None:
@@ -72,37 +231,75 @@ def _by_reset(module: nn.Module) -> None:
         reset()
 
 
-def _allocate_parameters(plan: UnitPlan, device: torch.device) -> None:
-    """Full, uninitialised parameters in place of the meta ones."""
-    for index, (fqn, parameter, sites) in enumerate(plan.parameters):
-        if parameter.is_meta:
-            real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            inherit(real, parameter)
-            setattr(real, _BLANK, True)
-            for site in sites:
-                site.module._parameters[site.name] = real
-            plan.parameters[index] = (fqn, real, sites)
+def _warn(module: nn.Module, error: Exception) -> None:
+    warnings.warn(
+        f"{type(module).__name__} was built on the meta device and cannot be built again from its configuration "
+        f"({_one_line(error)}). Its modules are initialised one by one: the numbers are seeded "
+        "and the same at any world size, but not those of an unsharded build",
+        stacklevel=2,
+    )
 
 
-def _allocate_buffers(module: nn.Module, device: torch.device) -> list[tuple[str, Tensor]]:
-    blank: list[tuple[str, Tensor]] = []
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            real = module._buffers[name] = torch.empty_like(buffer, device=device)
-            blank.append((name, real))
-    return blank
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]
 
 
-def _initialise(module: nn.Module, initialise: Initialise, blank: list[tuple[str, Tensor]]) -> None:
-    versions = [tensor._version for _, tensor in blank]
-    with torch.no_grad():
-        initialise(module)
-    for (name, tensor), version in zip(blank, versions, strict=True):
-        current = module._parameters.get(name, module._buffers.get(name))
-        if current is tensor and tensor._version == version and tensor.numel():
+# From the tape to the model ---------------------------------------------------------------------------------------
+
+
+def _check_written(model: nn.Module, plans: list[UnitPlan], tape: Tape, recorded: dict[int, Tensor]) -> None:
+    places = [
+        (fqn, site.module, site.name, parameter) for plan in plans for fqn, parameter, (site, *_) in plan.parameters
+    ]
+    for prefix, module in model.named_modules():
+        places += [(f"{prefix}.{n}".lstrip("."), module, n, b) for n, b in module._buffers.items() if b is not None]
+    for fqn, module, name, tensor in places:
+        if tensor.is_meta and tensor.numel() and not (id(tensor) in recorded and tape.is_written(recorded[id(tensor)])):
             raise LayoutError(
-                f"{type(module).__name__}.{name} was built on the meta device and nothing initialised it: give the "
-                "module a reset_parameters() that does, or build the model on a real device"
+                f"{type(module).__name__}.{name} ({fqn}) was built on the meta device and nothing initialised it: give "
+                "the module a reset_parameters() that does, or build the model on a real device"
             )
-        if hasattr(tensor, _BLANK):
-            delattr(tensor, _BLANK)
+
+
+def _warn_of_drawn(model: nn.Module, plans: list[UnitPlan], tape: Tape, recorded: dict[int, Tensor]) -> None:
+    """Some tensors are on the CPU whatever the device in context, as `torch.Tensor(n)` is. If the build drew those, the
+    random state is no longer the one that it started from."""
+    for plan in plans:
+        for fqn, parameter, _ in plan.parameters:
+            if not parameter.is_meta and id(parameter) in recorded and tape.is_drawn(recorded[id(parameter)]):
+                warnings.warn(
+                    f"{type(model).__name__} was built on the meta device, but {fqn} has numbers, which were drawn: "
+                    "the others are seeded and the same at any world size, but not those of an unsharded build",
+                    stacklevel=2,
+                )
+                return
+
+
+def _fill(plan: UnitPlan, values: list[Tensor]) -> None:
+    """Full parameters in place of the meta ones."""
+    remaining = iter(values)
+    for index, (_, parameter, _) in enumerate(plan.parameters):
+        if parameter.is_meta:
+            _replace(plan, index, next(remaining).to(parameter.dtype))
+
+
+def _replace(plan: UnitPlan, index: int, value: Tensor) -> None:
+    fqn, parameter, sites = plan.parameters[index]
+    real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    inherit(real, parameter)
+    for site in sites:
+        site.module._parameters[site.name] = real
+    plan.parameters[index] = (fqn, real, sites)
+
+
+def _allocate(model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Callable[[UnitPlan], None]) -> None:
+    """Fake tensors instead of meta ones, a unit at a time."""
+    for plan in plans:
+        for index, (_, parameter, _) in enumerate(plan.parameters):
+            if parameter.is_meta:
+                _replace(plan, index, torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+        if plan.parameters:
+            shard(plan)
+    for slot in list(_slots(model)):
+        if slot.is_blank:
+            slot.put(torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=device))
