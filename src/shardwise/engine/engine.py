@@ -11,6 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,6 +33,10 @@ from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 
 Forward = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _nothing() -> None:
+    """What a weak reference says when its object is gone."""
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,6 +71,8 @@ class Engine:
         self._planned = False
         self._open_calls: list[Call] = []
         """Whose backward is under way, in the order of its beginning."""
+        self._finisher: Callable[[], object] = _nothing
+        """Weakly, the callback that autograd holds until the backward under way is over or has raised."""
         self._call_count = 0
 
     # Setting up ---------------------------------------------------------------------------------------------------
@@ -427,8 +434,12 @@ class Engine:
             self._gather(unit, again=True)
 
     def _begin_backward(self) -> None:
+        if self.in_backward and self._finisher() is None:  # autograd dropped the callback: the last backward raised
+            self._abandon_backward()
         if not self.in_backward:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)  # raises outside a backward
+            finisher = partial(self._finish_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(finisher)  # raises outside a backward
+            self._finisher = weakref.ref(finisher)
             self.in_backward = True
 
     def on_gradient(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> None:
