@@ -403,9 +403,53 @@ def test_double_backward_raises() -> None:
 
 
 @on_ranks(2)
+def test_gradient_penalty() -> None:
+    """torch.autograd.grad(create_graph=True) for inputs: exact, as stashed views are left to their holders."""
+
+    def penalised(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        output = model(x)
+        (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return grad.square().mean() + output.square().mean()  # type: ignore[no-any-return]
+
+    Twins(loss=penalised).train(3)
+
+
+@on_ranks(2)
+def test_another_backward_right_after_one_that_raised() -> None:
+    """Without a forward between them, over the retained graph."""
+    twins = Twins()
+    twins.train(1)
+    loss = squares(twins.sharded, batch(0))
+    handle = twins.sharded.blocks[1].up.weight.register_hook(_raise)  # type: ignore[index, union-attr]
+    with pytest.raises(ValueError, match="on purpose"):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    twins.sharded.zero_grad()
+    loss.backward()
+    twins.plain_backward([lambda m, r=r: squares(m, batch(0, r)) for r in twins.every_rank])
+    twins.same_gradients()
+
+
+@on_ranks(2)
+def test_a_block_called_alone() -> None:
+    twins = Twins()
+    block, plain = twins.sharded.blocks[1], twins.plain.blocks[1]  # type: ignore[index]
+    x = batch(0, None, 5, 6)
+    assert torch.equal(block(x), plain(x))
+    block(x).sum().backward()
+    assert block.up.weight.grad is not None
+    twins.sharded.zero_grad()
+    twins.train(2)
+
+
+@on_ranks(2)
 def test_autocast_over_fp32_units_raises() -> None:
     twins = Twins()
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match='precision=sw.Precision\\(param="bfloat16"'):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UsageError, match=r'precision=sw.Precision\(param="bfloat16"'),
+    ):
         twins.sharded(batch(0))
     twins.train(1)
     model = sw.shard(seeded(Net), precision=sw.Precision(param="bf16"))

@@ -96,6 +96,26 @@ def test_what_users_do_to_gradients() -> None:
     twins.same_parameters()
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_a_gradient_that_somebody_keeps_stays_what_it_was(strategy: str) -> None:
+    """As in plain torch: after zero_grad the next backward makes another. Memory is replaced only then."""
+    twins = Twins(strategy=strategy)
+    twins.backward()
+    groups = [group for unit in twins.engine.units for group in unit.groups]
+    memory = [group.grad_shard for group in groups]
+    twins.step()
+    twins.backward()
+    assert all(group.grad_shard is before for group, before in zip(groups, memory, strict=True))
+    parameters: dict[str, Any] = dict(twins.sharded.named_parameters())
+    kept, piece = parameters["blocks.1.up.weight"].grad, parameters["blocks.2.up.weight"].grad.local
+    before = kept.local.clone(), piece.clone()
+    twins.step()
+    twins.train(1)
+    assert torch.equal(kept.local, before[0])
+    assert torch.equal(piece, before[1])
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "no_shard"])
 @on_ranks(1, 2)
 def test_clipping_is_global_on_every_rank(strategy: str) -> None:
@@ -235,7 +255,7 @@ def test_an_optimizer_that_took_steps_before_shard_raises() -> None:
     optimizer.zero_grad()
     sw.shard(model)
     squares(model, batch(0)).backward()
-    with pytest.raises(UsageError, match="build the optimizer after sw.shard"):
+    with pytest.raises(UsageError, match=r"build the optimizer after sw.shard"):
         optimizer.step()
 
 
@@ -264,4 +284,5 @@ def test_elementwise_optimizers_are_exact(name: str, kind: str) -> None:
     if kind == "fused" and name not in ("SGD", "Adam", "AdamW", "Adagrad"):
         return
     options = {"foreach": kind == "foreach"} if kind != "fused" else {"fused": True}
-    Twins(lambda: Net(depth=2), optimizer=lambda parameters: getattr(torch.optim, name)(parameters, lr=0.01, **options)).train(2)
+    build = getattr(torch.optim, name)
+    Twins(lambda: Net(depth=2), optimizer=lambda parameters: build(parameters, lr=0.01, **options)).train(2)

@@ -218,7 +218,8 @@ class Gradients:
             start, stop = group.layout.slice_of(self._mesh.shard.rank)
             return Reduction(flat, flat[start:stop], accumulate=False)
         assert group.grad_shard is not None
-        return Reduction(flat, group.grad_shard, accumulate=self._prepare(group))
+        accumulate = self._prepare(group)
+        return Reduction(flat, group.grad_shard, accumulate)
 
     def _finish_oldest(self) -> None:
         flight = self._in_flight.popleft()
@@ -233,7 +234,9 @@ class Gradients:
                 if mesh.shard.world_size > 1:
                     mesh.replicate.all_reduce(flat).wait()
                 assert group.grad_shard is not None
-                if self._prepare(group):
+                accumulate = self._prepare(group)
+                assert group.grad_shard is not None
+                if accumulate:
                     self._unscaled.add(group.grad_shard, flat)
                 else:
                     group.grad_shard.copy_(flat)
@@ -244,6 +247,7 @@ class Gradients:
         if not group.grad_is_fresh:
             return True
         group.grad_is_fresh = False
+        group.leave_kept_gradients()
         if all(sharded.grad is None for sharded in group.sharded):
             return False
         for sharded, own in zip(group.sharded, group.grads, strict=True):

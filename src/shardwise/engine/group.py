@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,11 +147,24 @@ class Group:
         """The shard's gradient, kept from here on: zero_grad drops references, not memory. Local."""
         if self.grad_shard is not None or not self.trainable:
             return
+        self._new_gradients()
+
+    def _new_gradients(self) -> None:
         self.grad_shard = torch.zeros_like(self.shard)
+        self.grads = []
         for sharded in self.sharded:
             fragment = sharded.placement.fragment
             piece = self.grad_shard[fragment.offset : fragment.offset + fragment.numel]
             self.grads.append(ShardedParameter(piece, sharded.placement))
+
+    def leave_kept_gradients(self) -> None:
+        """If somebody keeps a gradient that its parameter let go of, leave the memory to them and take other. Local."""
+        candidates = [own for own, sharded in zip(self.grads, self.sharded, strict=True) if sharded.grad is None]
+        unkept = ShardedParameter(self.grads[0].local[:], self.grads[0].placement)
+        candidates.append(unkept)  # its name is to it what `self.grads` is to the others
+        *counts, least = [sys.getrefcount(own) + sys.getrefcount(own.local) for own in candidates]
+        if any(count > least for count in counts):
+            self._new_gradients()
 
     # Faces ------------------------------------------------------------------------------------------------------
 
