@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPools
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "bert", "mixtral", "mamba", "vit", "swin", "whisper"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "t5", "bert", "mixtral", "mamba", "vit", "swin", "whisper"])
 def test_meta_built_matches(ranks: RankPools, name: str) -> None:
     alone = ranks(1).run(sharded, name, {}, True)[0]
     for world_size in (2, 3):
