@@ -142,7 +142,8 @@ class Twins:
         losses = self.plain_backward([lambda model, r=rank: loss(model, self.batch(r)) for rank in self.every_rank])
         own = loss(self.sharded, self.batch())
         own.backward()
-        assert torch.equal(own.detach(), losses[dist.get_rank()]), f"loss {own.item()} != {losses[dist.get_rank()].item()}"
+        expected = losses[dist.get_rank()]
+        assert torch.equal(own.detach(), expected), f"loss {own.item()} != {expected.item()}"
         self.steps += 1
 
     def plain_backward(self, losses: list[Callable[[nn.Module], Tensor]]) -> list[Tensor]:

@@ -77,7 +77,7 @@ def test_masters_of_models_stored_in_bf16() -> None:
     dtypes = {p.requires_grad: p.dtype for p in wide.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     wide(batch(0)).float().sum().backward()
-    twins = Twins(lambda: build(), loss=lambda model, x: model(x.bfloat16()).float().square().mean())
+    twins = Twins(build, loss=lambda model, x: model(x.bfloat16()).float().square().mean())
     twins.train(2)
 
 

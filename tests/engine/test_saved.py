@@ -154,7 +154,7 @@ def test_frozen_base_with_trained_adapter_and_checkpoint_inside() -> None:
     twins.train(2)
     before = count(twins.engine, "all_gather")
     twins.train(1)
-    # Each unit once in forward and once in backward, but for the root, and the last block, whose backward follows at once.
+    # Each unit once in forward and once in backward, but for the root and the last block: theirs follows.
     assert count(twins.engine, "all_gather") - before == 2 * 5 - 2
 
 
@@ -196,8 +196,7 @@ class Stasher(Block):
 @pytest.mark.parametrize("retire", [True, False])
 @on_ranks(2)
 def test_a_view_stashed_by_a_custom_function_is_right_by_retirement(retire: bool) -> None:
-    """It is also said, with the unit's name and a count. Without retirement it is silently wrong as soon as a unit comes
-    back in another slot."""
+    """It is also said, with the unit's name. Without retirement it is silently wrong once a unit is in another slot."""
     steady, Arena.choices = Arena.choices, _rotating  # type: ignore[method-assign]
     kept = Unit.vacate
     try:
@@ -425,7 +424,7 @@ def test_torch_func_grad_inside_a_unit_raises_and_names_the_way_out() -> None:
         model(batch(0))
     assert "sw.unsharded" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
     model = sw.shard(seeded(Net))
-    with pytest.raises(UsageError, match="sw.unsharded"):
+    with pytest.raises(UsageError, match=r"sw.unsharded"):
         torch.func.grad(lambda x: model(x).sum())(batch(0))
     with sw.unsharded(model):
         grad = torch.func.grad(lambda x: model(x).sum())(batch(0))

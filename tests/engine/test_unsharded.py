@@ -56,7 +56,8 @@ def test_forward_inside_and_what_is_refused() -> None:
         assert torch.equal(twins.sharded(batch(0)), twins.plain(batch(0)))
         assert set(twins.sharded.state_dict()) == set(twins.plain.state_dict())
         grads = torch.autograd.grad(squares(twins.sharded, batch(0)), list(twins.sharded.parameters()))
-        assert torch.equal(grads[0], torch.autograd.grad(squares(twins.plain, batch(0)), list(twins.plain.parameters()))[0])
+        expected = torch.autograd.grad(squares(twins.plain, batch(0)), list(twins.plain.parameters()))
+        assert all(torch.equal(grad, other) for grad, other in zip(grads, expected, strict=True))
     twins.train(1)
 
     class Asks(Block):
@@ -111,7 +112,7 @@ def test_writing_a_gathered_parameter_in_forward_raises(strategy: str, grad: boo
             model(batch(0))
             assert torch.equal(model.blocks[0].up.weight.full_tensor(), before * 0.5)
         else:
-            with pytest.raises(UsageError, match=r"'blocks.0.up.weight'.*in place.*sw.unsharded\(model, writeback=True\)"):
+            with pytest.raises(UsageError, match=r"'blocks.0.up.weight'.*in place.*sw.unsharded\(model, writeback"):
                 model(batch(0))
             assert torch.equal(model.blocks[0].up.weight.full_tensor(), before)
     embedding = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Linear(4, 2))

@@ -43,8 +43,8 @@ def agree_on_layout(
         raise MismatchError(
             f"ranks built different models: rank {rank} has {parameters} parameters ({numel} elements); over all ranks "
             f"there are {int(lowest[1])} to {int(highest[1])} parameters ({int(lowest[2])} to {int(highest[2])} "
-            "elements). Build the same model, with the same dtypes, requires_grad and buffers, and call sw.shard with the "
-            "same arguments on every rank"
+            "elements). Build the same model, with the same dtypes, requires_grad and buffers, and call sw.shard with "
+            "the same arguments on every rank"
         )
 
 

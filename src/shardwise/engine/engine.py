@@ -304,8 +304,8 @@ class Engine:
         if written is not None:
             self._release(unit)
             raise UsageError(
-                f"the forward of unit {unit.fqn!r} wrote parameter {written!r} in place: that copy is only gathered, so it "
-                "would be lost. Write parameters outside forward, in sw.unsharded(model, writeback=True), or make what "
+                f"the forward of unit {unit.fqn!r} wrote parameter {written!r} in place: a gathered copy, so it would "
+                "be lost. Write parameters outside forward, in sw.unsharded(model, writeback=True), or make what "
                 "changes a buffer"
             )
         if unit.keeps_params or call.recompute:

@@ -134,7 +134,7 @@ class Group:
             self._put(index, self.sharded[index])
 
     def rebase(self, prefix: str, collectives: Collectives) -> None:
-        """The group now belongs to a model in which its names start with `prefix`, sharded over `collectives`. Local."""
+        """The group now belongs to a model where its names start with `prefix`, sharded over `collectives`. Local."""
         self.collectives = collectives
         self.fqns = [prefix + fqn for fqn in self.fqns]
         entries = tuple(replace(entry, fqn=prefix + entry.fqn) for entry in self.layout.entries)

@@ -117,10 +117,10 @@ class ShardedParameter(Tensor):
 
     def take_grad_hooks(self, parameter: torch.nn.Parameter) -> None:
         """Have the post-accumulate hooks of `parameter` run here instead; their handles go on working."""
-        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks: Any = parameter._post_accumulate_grad_hooks
         if hooks is not None:
             self._grad_hooks = hooks
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -111,7 +111,7 @@ class SavedTensors:
         handle = self._handle(tensor)
         if handle is not None:
             return handle
-        # Detached: an operation that saves its own output would otherwise keep itself alive for good. Versions are shared.
+        # Detached (versions are shared): an operation that saves its own output would else keep itself alive for good.
         return tensor.detach(), tensor._version
 
     def _unpack(self, packed: object) -> Tensor:

@@ -202,7 +202,8 @@ class Unit:
         """Let go of everything that lies in an arena, and of a slot that is the shard itself."""
         if self.slot is not None:
             self.move(UnitState.SHARDED)
-            self.slot.holder = self.slot = None
+            self.slot.holder = None
+            self.slot = None
         self.own_reduce_slot = self.reduce_slot = None
         self.secondary = []
         self._views.clear()
