@@ -13,8 +13,10 @@ LAYERS = [
     {"errors"},
     {"layout", "policy"},
     {"comm"},
+    {"sharded"},
+    {"modules"},
     {"engine"},
-    {"plan", "checkpoint", "offload", "optim"},
+    {"plan", "checkpoint", "offload", "optim", "model"},
     {"train", "integrations"},
     {"cli"},
 ]

@@ -9,30 +9,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.engine.describe import describe
-    from shardwise.engine.memory import memory
-    from shardwise.engine.parameter import ShardedParameter
     from shardwise.engine.shard import shard
-    from shardwise.engine.unsharded import full_state_dict, no_sync, unsharded
+    from shardwise.model.describe import describe
+    from shardwise.model.memory import memory
+    from shardwise.model.unsharded import full_state_dict, no_sync, unsharded
     from shardwise.optim.clip import clip_grad_norm_
     from shardwise.optim.scaler import GradScaler
     from shardwise.policy.precision import Precision
     from shardwise.policy.strategy import Strategy
+    from shardwise.sharded.parameter import ShardedParameter
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "GradScaler": "optim.scaler",
     "Precision": "policy.precision",
-    "ShardedParameter": "engine.parameter",
+    "ShardedParameter": "sharded.parameter",
     "Strategy": "policy.strategy",
     "clip_grad_norm_": "optim.clip",
-    "describe": "engine.describe",
-    "full_state_dict": "engine.unsharded",
-    "memory": "engine.memory",
-    "no_sync": "engine.unsharded",
+    "describe": "model.describe",
+    "full_state_dict": "model.unsharded",
+    "memory": "model.memory",
+    "no_sync": "model.unsharded",
     "shard": "engine.shard",
-    "unsharded": "engine.unsharded",
+    "unsharded": "model.unsharded",
 }
 
 __all__ = [

@@ -26,9 +26,9 @@ import shardwise as sw
 from shardwise.comm.recording import Event, RecordingCollectives
 from shardwise.engine import mesh as mesh_module
 from shardwise.engine.engine import Engine
-from shardwise.engine.parameter import ShardedParameter
 from shardwise.engine.shard import require_engine
 from shardwise.engine.unit import Unit
+from shardwise.sharded.parameter import ShardedParameter
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 

@@ -52,6 +52,18 @@ def test_accumulation_without_communication(strategy: str) -> None:
         twins.same_parameters()
 
 
+@on_ranks(1, 2)
+def test_stepping_before_the_sum_is_an_error() -> None:
+    twins = Twins()
+    optimizer = torch.optim.SGD(twins.sharded.parameters(), lr=0.1)
+    with sw.no_sync(twins.sharded):
+        squares(twins.sharded, batch(1)).backward()
+    with pytest.raises(UsageError, match=r"outside sw\.no_sync"):
+        optimizer.step()
+    squares(twins.sharded, batch(2)).backward()
+    optimizer.step()
+
+
 def accumulated(model: nn.Module, rank: int) -> dict[str, Tensor]:
     model.zero_grad()
     for i in range(3):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.clip import clip_grad_norm_
-from tests.engine.threads import cut, on_threads, randn
+from tests.sharded.threads import cut, on_threads, randn
 
 SHAPES = [(5, 3), (7,), (), (16, 4)]
 

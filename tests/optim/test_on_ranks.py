@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from shardwise.comm import collectives_for
-from shardwise.engine.parameter import ShardedParameter
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.scaler import GradScaler
-from tests.engine.threads import cut, randn
+from shardwise.sharded.parameter import ShardedParameter
 from tests.ranks import RankPools
+from tests.sharded.threads import cut, randn
 
 SHAPES = [(5, 3), (7,), (0,), (), (16, 4)]
 

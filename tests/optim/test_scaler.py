@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.errors import UsageError
 from shardwise.optim.scaler import GradScaler
-from tests.engine.threads import cut, on_threads, randn
+from tests.sharded.threads import cut, on_threads, randn
 
 SHAPES = [(5, 3), (7,), (0,), (), (16, 4)]
 OPTIMIZERS = [(torch.optim.SGD, {}), (torch.optim.AdamW, {"fused": True}), (torch.optim.AdamW, {"foreach": True})]

@@ -24,13 +24,13 @@ from shardwise.engine.arena import Arena, Slot, size_classes
 from shardwise.engine.call import Call, exchange_tensors, first_differentiable, output_tensors
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.parameter import ShardedParameter
 from shardwise.engine.saved import SavedTensors
 from shardwise.engine.schedule import Event, Phase, Schedule
 from shardwise.engine.unit import Unit, UnitState
 from shardwise.errors import ConfigError, UsageError
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
+from shardwise.sharded.parameter import ShardedParameter
 
 Forward = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -94,7 +94,7 @@ class Gradients:
         """Follow what is trainable now. A slot of the unit's own that has become too small is given up."""
         if unit.written:
             raise UsageError(
-                f"requires_grad of parameters of unit {unit.fqn!r} changed while gradients of a sw.no_sync backward wait "
+                f"requires_grad in unit {unit.fqn!r} changed while gradients of a sw.no_sync backward wait "
                 "to be reduced: run a backward outside sw.no_sync first"
             )
         unit.place_groups()

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from shardwise.comm.protocol import Collectives, Region
 from shardwise.engine.arena import SLOT_ALIGN_BYTES, Slot
-from shardwise.engine.parameter import ShardedParameter
-from shardwise.engine.placement import Placement
 from shardwise.engine.stepping import SHARDED_FACE
 from shardwise.errors import UsageError
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
+from shardwise.modules.site import Site, inherit
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.placement import Placement
 
 ALIGN_BYTES = 16
 """Parameters and slices start on this boundary in the narrowest dtype that holds them."""
@@ -34,14 +35,6 @@ class Dtypes:
     def align(self) -> int:
         """Elements that make ALIGN_BYTES in the narrowest of the three."""
         return max(1, ALIGN_BYTES // min(self.master.itemsize, self.compute.itemsize, self.reduce.itemsize))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Site:
-    """A place in the module tree that holds a parameter. Tied parameters have several."""
-
-    module: nn.Module
-    name: str
 
 
 class Group:
@@ -245,12 +238,3 @@ def _inner_face(original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
         original.grad = None
         return original
     return inherit(nn.Parameter(placeholder, requires_grad=original.requires_grad), original)
-
-
-def inherit(heir: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
-    """Give `heir` the attributes and hooks of the parameter that it replaces; returns it."""
-    # What the heir has already is its own: fake tensors keep their device there.
-    heir.__dict__.update({name: value for name, value in original.__dict__.items() if name not in heir.__dict__})
-    heir._backward_hooks = original._backward_hooks
-    heir._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
-    return heir

@@ -11,15 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.agreement import agree_on_layout, agree_on_values
 from shardwise.engine.engine import Engine
-from shardwise.engine.group import Dtypes, Group, Site
-from shardwise.engine.materialize import materialize, on_meta
+from shardwise.engine.group import Dtypes, Group
 from shardwise.engine.mesh import Mesh, build_mesh
-from shardwise.engine.parameter import ShardedParameter
 from shardwise.engine.unit import Unit
-from shardwise.engine.wrapping import UnitPlan, Units, assign_parameters, choose_units
 from shardwise.errors import ConfigError, LayoutError, UsageError
+from shardwise.modules.materialize import materialize, on_meta
+from shardwise.modules.site import Site
+from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
+from shardwise.sharded.parameter import ShardedParameter
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,6 +1,7 @@
 """What happens around every optimizer step, whichever optimizer it is.
 
-Before: parameters that the optimizer was given before `sw.shard` are exchanged for their sharded faces. After: units
+Before: parameters that the optimizer was given before `sw.shard` are exchanged for their sharded faces, and gradients
+that still wait to be reduced are an error. After: units
 whose weights were written get a newer version, since fused optimizers bump no tensor's version counter.
 """
 
@@ -12,14 +13,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.engine.parameter import ShardedParameter
 from shardwise.errors import UsageError
+from shardwise.sharded.parameter import Owner, ShardedParameter
 
 SHARDED_FACE = "_shardwise_sharded"
 """Attribute of an inner parameter: its outer face."""
 
 
-def _exchange(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _exchange(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         parameters = group["params"]
         for position, parameter in enumerate(parameters):
@@ -37,21 +38,26 @@ def _exchange(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             parameters[position] = sharded
 
 
-def _bump(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    units = {
+def _owners(optimizer: Optimizer) -> set[Owner]:
+    return {
         parameter.unit
         for group in optimizer.param_groups
         for parameter in group["params"]
         if type(parameter) is ShardedParameter and parameter.unit is not None
     }
-    for unit in units:
-        unit.stepped_by(optimizer)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _exchange(optimizer, args, kwargs)
+    _exchange(optimizer)
+    for unit in _owners(optimizer):
+        unit.about_to_step()
+
+
+def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for unit in _owners(optimizer):
+        unit.stepped_by(optimizer)
 
 
 register_optimizer_step_pre_hook(_pre_step)
-register_optimizer_step_post_hook(_bump)
+register_optimizer_step_post_hook(_post_step)

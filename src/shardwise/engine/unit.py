@@ -209,6 +209,14 @@ class Unit:
         self._views.clear()
         self._reduce_views.clear()
 
+    def about_to_step(self) -> None:
+        """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
+        if self.written:
+            raise UsageError(
+                f"optimizer.step() while gradients of unit {self.fqn!r} from a backward inside sw.no_sync wait to be "
+                "reduced: run the last backward of a step outside sw.no_sync"
+            )
+
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated the shards."""
         self.updates += 1

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from shardwise.engine.parameter import ShardedParameter
-from shardwise.engine.reductions import global_norms
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.reductions import global_norms
 
 
 @torch.no_grad()

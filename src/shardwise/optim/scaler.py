@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.protocol import Collectives
-from shardwise.engine.parameter import ShardedParameter
+from shardwise.sharded.parameter import ShardedParameter
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 import torch
 
 import shardwise as sw
-from shardwise.engine.recompute import checkpoint_units
 from shardwise.errors import ConfigError, UserError
+from shardwise.model.recompute import checkpoint_units
 from shardwise.train.compilation import compile_blocks
 from shardwise.train.config import Config
 from shardwise.train.console import RunConsole

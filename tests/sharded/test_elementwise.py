@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardwise.engine.parameter import ShardedParameter
 from shardwise.errors import UsageError
-from tests.engine.threads import cut, on_threads, randn
+from shardwise.sharded.parameter import ShardedParameter
+from tests.sharded.threads import cut, on_threads, randn
 
 SHAPES = [(5, 3), (7,), (), (0,), (16, 4)]
 

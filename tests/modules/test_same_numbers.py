@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
-from shardwise.engine.materialize import materialize
 from shardwise.errors import LayoutError
+from shardwise.modules.materialize import materialize
 from tests.parity.architectures import ARCHITECTURES, without_dropout
 from tests.ranks import RankPools
 

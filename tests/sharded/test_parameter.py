@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.engine.parameter import ShardedParameter
-from shardwise.engine.placement import Placement
 from shardwise.errors import UsageError
 from shardwise.layout.flat import build_layout
-from tests.engine.threads import cut, on_threads, randn
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.placement import Placement
+from tests.sharded.threads import cut, on_threads, randn
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -21,13 +21,20 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.engine import elementwise, reductions
-from shardwise.engine.placement import Placement
 from shardwise.errors import UsageError
 from shardwise.layout.fragment import Fragment
+from shardwise.sharded import elementwise, reductions
+from shardwise.sharded.placement import Placement
 
-if TYPE_CHECKING:
-    from shardwise.engine.unit import Unit
+
+class Owner(Protocol):
+    """What a parameter belongs to and tells of its updates: its unit."""
+
+    def about_to_step(self) -> None:
+        """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
+
+    def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has updated the shards."""
 
 
 class ShardedParameter(Tensor):
@@ -49,7 +56,7 @@ class ShardedParameter(Tensor):
     local: Tensor
     """This rank's piece: 1-D, row-major order. Writing to it writes the parameter; bump versions as usual."""
     placement: Placement
-    unit: Unit | None = None
+    unit: Owner | None = None
     """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
     inner: torch.nn.Parameter | None = None  # type: ignore[assignment]
     """The leaf that modules compute with while the unit is gathered; None as for `unit`."""

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from shardwise.engine.group import inherit
-from shardwise.engine.parameter import ShardedParameter
-from shardwise.engine.tape import Tape
-from shardwise.engine.wrapping import UnitPlan
 from shardwise.errors import LayoutError
+from shardwise.modules.site import inherit
+from shardwise.modules.tape import Tape
+from shardwise.modules.wrapping import UnitPlan
+from shardwise.sharded.parameter import ShardedParameter
 
 Initialise = Callable[[nn.Module], object]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardwise.engine.placement import Placement
 from shardwise.errors import UsageError
+from shardwise.sharded.placement import Placement
 
 if TYPE_CHECKING:
-    from shardwise.engine.parameter import ShardedParameter
+    from shardwise.sharded.parameter import ShardedParameter
 
     Handler: TypeAlias = Callable[[type[ShardedParameter], OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
 

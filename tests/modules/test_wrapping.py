@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.wrapping import UnitPlan, Units, assign_parameters, choose_units
 from shardwise.errors import ConfigError, LayoutError
+from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units
 from tests.engine.rig import Block, Net
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, Finished
-from shardwise.engine.parameter import ShardedParameter
-from shardwise.engine.placement import Placement
 from shardwise.layout.flat import build_layout
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.placement import Placement
 
 
 class _Meeting:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.group import foreign_parameter
-from shardwise.engine.parameter import ShardedParameter
 from shardwise.engine.shard import require_engine
 from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter
 
 
 @contextmanager
@@ -98,6 +98,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside accumulate gradients locally, unreduced; the first one outside reduces the sum.
 
     Costs a full gradient buffer per unit from then on (SHARD_OPTIMIZER has them anyway). Every rank must do so alike.
+    What waits is not in `.grad` yet: `zero_grad` does not drop it, and `optimizer.step()` before the sum is an error.
     """
     gradients = require_engine(model).gradients
     before, gradients.sync = gradients.sync, False

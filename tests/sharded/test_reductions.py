@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardwise.engine.parameter import ShardedParameter
 from shardwise.errors import UsageError
-from tests.engine.threads import cut, on_threads, randn
+from shardwise.sharded.parameter import ShardedParameter
+from tests.sharded.threads import cut, on_threads, randn
 
 ORDERS = [0.0, 0.5, 1.0, 2.0, 3.0, math.inf]
 REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {

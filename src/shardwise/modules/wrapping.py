@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shardwise.engine.group import Site
 from shardwise.errors import ConfigError
+from shardwise.modules.site import Site
 
 Units = None | int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise.comm.protocol import Collectives
-from shardwise.engine.placement import Placement
 from shardwise.errors import UsageError
+from shardwise.sharded.placement import Placement
 
 if TYPE_CHECKING:
-    from shardwise.engine.elementwise import Handler
-    from shardwise.engine.parameter import ShardedParameter
+    from shardwise.sharded.elementwise import Handler
+    from shardwise.sharded.parameter import ShardedParameter
 
     Reduce: TypeAlias = Callable[[ShardedParameter, Mapping[str, Any]], Tensor]
 

@@ -1,0 +1,1 @@
+"""The user's module tree: which modules become units, whose parameters are whose, and their initial numbers."""
