@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,3 +78,14 @@ def test_predictions_are_the_last_steps_rest_while_it_is_repeated(before: list[E
     for position, predicted in enumerate(play(schedule, now)):
         follows = now[:position] == before[:position] and position < len(before)
         assert predicted == (before[position:] if follows else [])
+
+
+def test_units_called_without_their_root_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.engine.schedule.LONGEST", 4)
+    schedule = Schedule()
+    for _ in range(20):
+        schedule.record(ORDER[0])
+    schedule.begin("train")
+    assert len(list(schedule.upcoming())) == 0
+    schedule.begin(None)
+    assert len(list(schedule.upcoming())) <= 4

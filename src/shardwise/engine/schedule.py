@@ -27,6 +27,10 @@ class Event:
     unit: int
 
 
+LONGEST = 1 << 16
+"""Events remembered of a step that nothing ends."""
+
+
 class Schedule:
     """Records the running step and predicts from the last one of the same mode."""
 
@@ -52,6 +56,8 @@ class Schedule:
 
     def record(self, event: Event) -> None:
         """An event happened."""
+        if self._diverged and len(self._recording) >= LONGEST:
+            self._recording.clear()  # no step's: units are being called one by one, without their root
         position = len(self._recording)
         self._recording.append(event)
         if self._diverged:

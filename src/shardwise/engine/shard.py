@@ -169,6 +169,8 @@ def _materialize(
             group.originals = [replaced[fqn] for fqn in group.fqns]
         unit.shard_parameters(mesh.device)
 
+    real = [(fqn, parameter) for plan in plans for fqn, parameter, _ in plan.parameters if not parameter.is_meta]
+    agree_on_values(real, mesh)
     with _SameRandomState(mesh):
         materialize(model, plans, mesh.device, finish)
     for unit, plan in units:

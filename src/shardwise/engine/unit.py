@@ -101,6 +101,12 @@ class Unit:
         """Nothing to gather: the slot is the shard itself (a shard group of one and no cast, or no elements)."""
         self.place_groups()
 
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(f"a sharded model (unit {self.fqn!r}) cannot be deep-copied; copy it before sw.shard")
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("a sharded model cannot be pickled or given to torch.save: save sw.full_state_dict(model)")
+
     def place_groups(self) -> None:
         """Lay the groups one after another in the unit's slots."""
         gather = reduce = 0
@@ -239,15 +245,6 @@ class Unit:
         return self._engine.post_forward(self, output)
 
     # Gathering: each step is called by the engine, in graph order ----------------------------------------------------
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise UsageError(f"a sharded model (unit {self.fqn!r}) cannot be deep-copied; copy it before sw.shard")
-
-    def __reduce__(self) -> NoReturn:
-        raise UsageError(
-            "a sharded model cannot be pickled or given to torch.save; save sw.full_state_dict(model), or call "
-            "sw.checkpoint.save"
-        )
 
     def issue(self, slot: Slot[Unit]) -> None:
         """Take `slot` (a free one), write this rank's slice, cast, in its final place and start the gather."""
