@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import collectives_for, segment
+from shardwise.comm import collectives_for, segment, select
 from shardwise.errors import ConfigError
 from tests.ranks import RankPools
 
@@ -85,3 +85,16 @@ def test_nccl_imports_without_a_gpu() -> None:
     from shardwise.comm.nccl import NcclCollectives
 
     assert NcclCollectives.name == "nccl"
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("", False), ("0", False), ("1", True)])
+def test_a_second_communicator_is_opt_in(monkeypatch: pytest.MonkeyPatch, asked: str, expected: bool) -> None:
+    if asked:
+        monkeypatch.setenv("SHARDWISE_SEPARATE_REDUCTIONS", asked)
+    assert select._separate_reductions() is expected
+
+
+def test_a_second_communicator_takes_no_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_SEPARATE_REDUCTIONS", "yes")
+    with pytest.raises(ConfigError, match="SHARDWISE_SEPARATE_REDUCTIONS='yes'"):
+        select._separate_reductions()

@@ -26,6 +26,8 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str)
     Returns:
         nccl on CUDA; on CPUs shm where all ranks can share memory, else gloo; dry for a world of one and under torch's
         `fake` process group. `SHARDWISE_COLLECTIVES` overrides this for a larger world.
+        `SHARDWISE_SEPARATE_REDUCTIONS=1` gives nccl a second communicator for reductions: they and gathers then do not
+        queue behind one another, for the memory of NCCL's buffers a second time.
 
     Raises:
         ConfigError: `SHARDWISE_COLLECTIVES` names none of them, or one that does not serve the device.
@@ -46,8 +48,15 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str)
     if device.type == "cuda":
         from shardwise.comm.nccl import NcclCollectives
 
-        return NcclCollectives(group, device)
+        return NcclCollectives(group, device, separate_reductions=_separate_reductions())
     return GlooCollectives(group) if asked == "gloo" else _on_cpus(group, must_share=asked == "shm")
+
+
+def _separate_reductions() -> bool:
+    asked = os.environ.get("SHARDWISE_SEPARATE_REDUCTIONS", "0")
+    if asked not in {"0", "1"}:
+        raise ConfigError(f"SHARDWISE_SEPARATE_REDUCTIONS={asked!r}: 1 or 0")
+    return asked == "1"
 
 
 def _on_cpus(group: dist.ProcessGroup, must_share: bool) -> Collectives:
