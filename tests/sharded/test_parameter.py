@@ -207,7 +207,7 @@ def test_nothing_is_silently_local(sharded: ShardedParameter, operation: Callabl
     ("operation", "words"),
     [
         ("matmul", ["aten.mm", "'p0'", "sw.unsharded", ".full_tensor()", "forward"]),
-        ("save", ["torch.save", "'p0'", "sw.full_state_dict", "sw.checkpoint.save"]),
+        ("save", ["torch.save", "'p0'", "sw.full_state_dict"]),
         ("item", ["'p0'", ".full_tensor()"]),
         ("normal_", ["aten.normal_", "writeback=True"]),
         ("torch_grad_scaler", ["sw.GradScaler"]),

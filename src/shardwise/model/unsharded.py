@@ -72,7 +72,7 @@ def full_state_dict(model: nn.Module, cpu: bool = True, rank0_only: bool = True)
         rank0_only: global rank 0 gets it; the others get an empty dict.
 
     One parameter at a time is gathered, but whoever gets the result holds the whole model. Tied parameters share one
-    tensor. `sw.checkpoint.save` needs no full copy.
+    tensor.
     """
     engine = require_engine(model)
     wanted = not rank0_only or engine.is_rank0

@@ -171,7 +171,7 @@ class ShardedParameter(Tensor):
         self._no("copy.deepcopy", "copy the model before sw.shard, or use clone() for a copy of this rank's piece")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._no("pickling (torch.save)", "save sw.full_state_dict(model), or call sw.checkpoint.save")
+        self._no("pickling (torch.save)", "save sw.full_state_dict(model, cpu=True, rank0_only=True) (collective)")
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         self._no("numpy()", _LOOK)
