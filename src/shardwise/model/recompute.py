@@ -6,6 +6,7 @@ The checkpoint lies inside the unit's hooks, so the unit is gathered once for ba
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, UsageError
 
 MODES = ("none", "full", "selective-ops", "every-2")
-"""What `activation_checkpointing` can be."""
+"""What `activation_checkpointing` can be; "every-2" stands for any number."""
 
 _ATTENTION = {
     getattr(torch.ops.aten, name).default
@@ -38,17 +39,18 @@ def checkpoint_units(model: nn.Module, mode: str) -> nn.Module:
     """Recompute the activations of the model's blocks: its units that have submodules, the root apart. In place.
 
     Args:
-        mode: "none"; "full" = every block; "every-2" = every second block; "selective-ops" = every block, but the
-            outputs of attention and of every second matmul are kept (torchtitan's selective activation checkpointing).
+        mode: "none"; "full" = every block; "every-N" = one block in N; "selective-ops" = every block, but the outputs
+            of attention and of every second matmul are kept (torchtitan's selective activation checkpointing).
 
     Call it once, after `sw.shard`. Local. Raises ConfigError for another mode.
     """
-    if mode not in MODES:
+    every = re.fullmatch(r"every-([1-9]\d*)", mode)
+    if mode not in MODES and every is None:
         raise ConfigError(f"activation_checkpointing={mode!r}: choose one of {', '.join(MODES)}")
     blocks = blocks_of(require_engine(model).units)
     if mode == "none":
         return model
-    for unit in blocks[:: 2 if mode == "every-2" else 1]:
+    for unit in blocks[:: int(every[1]) if every else 1]:
         if "forward" in unit.module.__dict__:
             raise UsageError(f"the forward of unit {unit.fqn!r} was replaced already; call checkpoint_units once")
         unit.module.forward = _recomputed(unit.module.forward, selective=mode == "selective-ops")
