@@ -6,7 +6,8 @@
     │   ├── LayoutError        a model that cannot be laid out as asked (no parameters, meta tensors, ...)
     │   ├── MeshError          ranks, groups and meshes that do not fit together
     │   └── UsageError         a call that would be silently wrong on a sharded model
-    ├── MismatchError          ranks disagree (different models, different order); no collective was started
+    ├── MismatchError          ranks disagree (different models, different order)
+    │   └── DifferentModelsError  before the first collective on the model; a UserError too
     ├── StaleWeightsError      backward met weights newer than those its forward used
     └── CollectiveTimeout      a peer did not arrive, or died
 
@@ -40,6 +41,10 @@ class UsageError(UserError, RuntimeError):
 
 class MismatchError(ShardwiseError):
     """Ranks disagree about the model or the order of units. Raised on every rank."""
+
+
+class DifferentModelsError(MismatchError, UserError):
+    """Ranks built different models, or sharded one with different arguments. Raised on every rank, before any waits."""
 
 
 class StaleWeightsError(ShardwiseError, RuntimeError):

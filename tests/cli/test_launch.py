@@ -76,6 +76,13 @@ def test_a_mistake_that_every_rank_finds_is_one_line(start: Start) -> None:
     assert (ended.status, ended.err) == (2, "error: no such tokenizer\n")
 
 
+def test_ranks_with_different_models_are_one_line(start: Start) -> None:
+    scenario = "from shardwise import errors\nraise errors.DifferentModelsError(f'as rank {rank} sees it')"
+    ended = start("train", "run.toml", scenario=scenario).end()
+    assert ended.status == 2
+    assert ended.err in {f"error: as rank {rank} sees it\n" for rank in (0, 1)}
+
+
 def test_debug_adds_the_traceback_of_a_mistake(start: Start) -> None:
     ended = start("train", "run.toml", "--debug", scenario="raise ConfigError('no such tokenizer')").end()
     assert ended.status == 2

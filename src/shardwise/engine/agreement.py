@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.unit import Unit
-from shardwise.errors import MismatchError
+from shardwise.errors import DifferentModelsError
 
 _HASH_BITS = 62
 """Hashes are compared as positive int64."""
@@ -20,7 +20,7 @@ _HASH_BITS = 62
 def agree_on_layout(
     units: Sequence[Unit], buffers: Sequence[tuple[str, Tensor]], settings: Sequence[object], mesh: Mesh
 ) -> None:
-    """Raise MismatchError on every rank if any two ranks laid out different models, or gave `shard` other settings.
+    """Raise DifferentModelsError on every rank if two ranks laid out different models or gave `shard` other settings.
 
     Every rank must call this, before the first collective that depends on the model: it exchanges a few bytes of fixed
     size, so ranks with different models learn of it instead of waiting for one another.
@@ -40,7 +40,7 @@ def agree_on_layout(
     lowest, highest = _extremes(mine, mesh)
     if not torch.equal(lowest, highest):
         rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
-        raise MismatchError(
+        raise DifferentModelsError(
             f"ranks built different models: rank {rank} has {parameters} parameters ({numel} elements); over all ranks "
             f"there are {int(lowest[1])} to {int(highest[1])} parameters ({int(lowest[2])} to {int(highest[2])} "
             "elements). Build the same model, with the same dtypes, requires_grad and buffers, and call sw.shard with "

@@ -58,7 +58,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     Raises:
         ConfigError: an argument cannot be used. MeshError: ranks, mesh and strategy do not fit together.
         LayoutError: the model has no parameters, or one that cannot be laid out.
-        MismatchError: ranks built different models.
+        DifferentModelsError: ranks built different models.
 
     Ranks whose initial parameters or buffers differ get rank 0's, with a warning. A second call on an ancestor adopts
     the units below it. Source: ZeRO (arXiv:1910.02054), PyTorch FSDP (arXiv:2304.11277).
