@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.shard import require_engine
-from shardwise.errors import ConfigError, LayoutError, MismatchError, UsageError
+from shardwise.errors import ConfigError, DifferentModelsError, LayoutError, MeshError, UsageError
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares, unwarned, warned
 
 # Ties -----------------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_ranks_with_different_models_raise_on_every_rank(what: str) -> None:
         options = {"strategy": "shard_grad_op"}
     if odd and what == "slots":
         options = {"slots": 4}
-    with pytest.raises(MismatchError, match=f"rank {dist.get_rank()}"):
+    with pytest.raises(DifferentModelsError, match=f"rank {dist.get_rank()}"):
         sw.shard(model, **options)
     dist.barrier()  # nobody is left behind in a collective
 
@@ -256,6 +256,12 @@ def test_replacing_a_parameter_after_shard_raises() -> None:
         model(batch(0))
 
 
+@on_ranks(2)
+def test_a_smaller_group_that_is_larger_than_the_shard_group_raises() -> None:
+    with pytest.raises(MeshError, match="reshard_after_forward=4 does not divide the shard group of 2 ranks"):
+        sw.shard(Net(), reshard_after_forward=4)
+
+
 # Freezing and unfreezing ----------------------------------------------------------------------------------------------
 
 
@@ -273,6 +279,20 @@ def test_requires_grad_toggles_after_shard(strategy: str) -> None:
             twins.sharded.get_submodule(fqn).requires_grad_(flag)
         twins.train(2)
     assert sw.memory(twins.sharded).now["reduce_slots"] <= 2 * slots + 4096
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+@on_ranks(1, 2)
+def test_freezing_and_thawing_in_turn_goes_on_in_the_same_reduce_slots(strategy: str) -> None:
+    twins = Twins(strategy=strategy, optimizer=momentum)
+    seen = []
+    for flag in (True, False, True, False, True):
+        for model in (twins.plain, twins.sharded):
+            model.get_submodule("blocks.1").requires_grad_(flag)
+        twins.train(1)
+        seen.append([slot.buffer.bytes.data_ptr() for slot in twins.engine.gradients.slots])
+    assert seen[0]
+    assert seen == seen[:1] * 5
 
 
 def frozen(model: nn.Module, *fqns: str) -> nn.Module:

@@ -50,6 +50,8 @@ class Gradients:
         self._scaled = ScaledAddition(1.0 / (mesh.shard.world_size * mesh.replicate.world_size))
         self._unscaled = ScaledAddition(1.0)
         self._arena: Arena[Unit] | None = None
+        self._largest: dict[Unit, int] = {}
+        """Bytes in a reduce slot that each unit has asked for so far, at most."""
         self._own: dict[Unit, Slot[Unit]] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._flags = torch.zeros(0, dtype=torch.uint8)
@@ -80,15 +82,23 @@ class Gradients:
         """Allocate reduce slots and gradient shards for the parameters that are trainable now."""
         for unit in units:
             self._replan(unit)
-        classes = size_classes([(unit, unit.reduce_bytes) for unit in units], lambda _: REDUCE_SLOTS + nesting)
         if self._keeps_full:
             for unit in units:
                 if unit.reduce_bytes and unit.own_reduce_slot is None:
                     self._give_own_slot(unit)
         else:
-            self._arena = Arena(self._collectives, BufferKind.REDUCE, classes)
+            self._plan_arena(units, nesting)
         count = sum(len(group.sharded) for unit in units for group in unit.groups)
         self._flags = torch.zeros(count, dtype=torch.uint8)
+
+    def _plan_arena(self, units: Sequence[Unit], nesting: int) -> None:
+        """Slots for the most that each unit has had to reduce, so that freezing and thawing in turn (a GAN's two
+        halves) goes on in the slots that are there."""
+        largest = {unit: max(unit.reduce_bytes, self._largest.get(unit, 0)) for unit in units}
+        if self._arena is None or largest != self._largest:
+            classes = size_classes(list(largest.items()), lambda _: REDUCE_SLOTS + nesting)
+            self._arena = Arena(self._collectives, BufferKind.REDUCE, classes)
+        self._largest = largest
 
     def _replan(self, unit: Unit) -> None:
         """Follow what is trainable now. A slot of the unit's own that has become too small is given up."""

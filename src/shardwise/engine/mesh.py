@@ -76,7 +76,7 @@ def build_mesh(
     over_shard = _alone(device) if shard is None else collectives_for(shard, device)
     over_replicas = _alone(device) if replicate is None else collectives_for(replicate, device)
     secondary = None
-    if secondary_size is not None and secondary_size < over_shard.world_size:
+    if secondary_size is not None and over_shard.world_size not in {1, secondary_size}:
         secondary = collectives_for(_subgroup(shard, over_shard.world_size, secondary_size), device)
     return Mesh(over_shard, over_replicas, device, secondary)
 
