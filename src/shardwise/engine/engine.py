@@ -483,22 +483,6 @@ class Engine:
             if unit.state is not UnitState.SHARDED:
                 self._release(unit)
 
-    # Outside forward and backward -----------------------------------------------------------------------------------
-
-    def unshard(self, unit: Unit) -> None:
-        """Gather `unit` and let its modules hold full parameters until `reshard`. Every rank must call this."""
-        self.plan()
-        unit.forward_depth += 1
-        self._gather(unit, again=False)
-        if unit.state is UnitState.GATHERED:
-            unit.show_inner()
-
-    def reshard(self, unit: Unit) -> None:
-        """Undo `unshard`. Every rank must call this."""
-        unit.forward_depth -= 1
-        if unit.forward_depth == 0 and unit.backward_depth == 0:
-            self._leave_backward(unit)
-
 
 def _cast(tree: Any, name: str) -> Any:
     """Floating-point tensors of a pytree in another dtype."""

@@ -35,7 +35,7 @@ class UnitState(enum.Enum):
     GATHERED = "gathered"
     """The full parameters lie in a slot; modules hold the sharded face."""
     ACTIVE = "active"
-    """The full parameters lie in a slot and modules hold them: forward, backward or `sw.unsharded` is inside."""
+    """The full parameters lie in a slot and modules hold them: forward or backward is inside."""
 
 
 _MOVES: dict[UnitState, tuple[UnitState, ...]] = {
