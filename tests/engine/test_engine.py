@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -233,6 +234,20 @@ def test_train_and_eval_alternate_with_prefetch() -> None:
         with torch.no_grad():
             assert torch.equal(twins.sharded(batch(3)), twins.plain(batch(3)))
     assert twins.engine.schedule.divergences == 0
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer"])
+@on_ranks(2)
+def test_the_next_block_is_on_its_way_while_one_runs(strategy: str) -> None:
+    """Also where units stay gathered, whose weights are old after an optimizer's step."""
+    twins = Twins(strategy=strategy)
+    twins.train(2)
+    blocks = twins.engine.units[1:]
+    states = []
+    for block, following in pairwise(blocks):
+        block.module.register_forward_pre_hook(lambda module, args, unit=following: states.append(unit.state))
+    twins.backward()
+    assert states == [UnitState.GATHERING] * (len(blocks) - 1)
 
 
 class Alternating(Net):

@@ -236,6 +236,8 @@ class Engine:
         wanted = max(1, self.slots - 2)
         for event in islice(self.schedule.upcoming(), wanted + 2):
             unit = self.units[event.unit]
+            if unit.state is UnitState.GATHERED and not unit.is_fresh:  # kept over an optimizer's step
+                self._release(unit)
             if unit.state is UnitState.SHARDED:
                 arena = self._arena_of(unit, event.phase is Phase.BACKWARD)
                 slot = arena.preferred(unit)
