@@ -17,7 +17,7 @@ CHUNK_NUMEL = 256 * 1024
 
 
 class ScaledAddition:
-    """target (+)= scale * source."""
+    """target (+)= scale * source, for tensors that require no gradient: nothing is recorded, so no mode is changed."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -29,7 +29,6 @@ class ScaledAddition:
         """What it holds by now."""
         return sum(memory.nbytes for held in (self._factors, self._scratch) for memory in held.values())
 
-    @torch.no_grad()
     def write(self, target: Tensor, source: Tensor) -> None:
         """target[:] = scale * source, scaled in the wider dtype of the two, and rounded once."""
         wide = torch.promote_types(target.dtype, source.dtype)
@@ -45,7 +44,6 @@ class ScaledAddition:
             for part, term in _chunks(target, source):
                 part.copy_(self._memory(wide, term.numel()).copy_(term).mul_(self._factor(wide)))
 
-    @torch.no_grad()
     def add(self, target: Tensor, source: Tensor) -> None:
         """target += scale * source, in the wider dtype of the two."""
         if target.dtype == source.dtype or target.device.type != "cpu":

@@ -63,6 +63,8 @@ class Group:
         self.sharded: list[ShardedParameter] = []
         self.grad_shard: Tensor | None = None
         self.grads: list[ShardedParameter] = []
+        self._unkept = 0
+        """References to a gradient, and to its piece, that are the group's own."""
         self.grad_is_fresh = True
         """Nothing of this backward has been added to `grad_shard` yet."""
         self._placeholders: list[Tensor] = []
@@ -149,15 +151,20 @@ class Group:
             fragment = sharded.placement.fragment
             piece = self.grad_shard[fragment.offset : fragment.offset + fragment.numel]
             self.grads.append(ShardedParameter(piece, sharded.placement))
+        del piece
+        self._unkept = self._references(-1)
 
     def leave_kept_gradients(self) -> None:
         """If somebody keeps a gradient that its parameter let go of, leave the memory to them and take other. Local."""
-        candidates = [own for own, sharded in zip(self.grads, self.sharded, strict=True) if sharded.grad is None]
-        unkept = ShardedParameter(self.grads[0].local[:], self.grads[0].placement)
-        candidates.append(unkept)  # its name is to it what `self.grads` is to the others
-        *counts, least = [sys.getrefcount(own) + sys.getrefcount(own.local) for own in candidates]
-        if any(count > least for count in counts):
-            self._new_gradients()
+        for index, sharded in enumerate(self.sharded):
+            if sharded.grad is None and self._references(index) > self._unkept:
+                self._new_gradients()
+                return
+
+    def _references(self, index: int) -> int:
+        """How often a gradient and its piece are referred to from Python."""
+        own = self.grads[index]
+        return sys.getrefcount(own) + sys.getrefcount(own.local)
 
     # Faces ------------------------------------------------------------------------------------------------------
 
