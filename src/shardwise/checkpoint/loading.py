@@ -82,6 +82,16 @@ def load(
 
 
 @dataclass(frozen=True, slots=True)
+class _Member:
+    """A parameter in an optimizer's group, and the state that it has there."""
+
+    fqn: str
+    parameter: Tensor
+    group: dict[str, Any]
+    present: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class _NewState:
     """The state of one parameter, to be put into the optimizer when it has been read."""
 
@@ -141,32 +151,34 @@ class _Reading:
             self._options += [(group, saved["groups"][position]) for position in found]
             for fqn, parameter in members:
                 if fqn in left:
-                    self._expect_state(fqn, parameter, left.pop(fqn), group, stored)
+                    member = _Member(fqn, parameter, group, optimizer.state.get(parameter, {}))
+                    self._expect_state(member, left.pop(fqn), stored)
                 else:
                     self._differences.missing.append(f"optimizer state of {fqn}")
         self._differences.unexpected.extend(f"optimizer state of {fqn}" for fqn in left)
 
-    def _expect_state(
-        self, fqn: str, parameter: Tensor, saved: dict[str, Any], group: dict[str, Any], stored: dict[str, StoredTensor]
-    ) -> None:
+    def _expect_state(self, member: _Member, saved: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
         values: dict[str, Any] = {}
+        pieces: list[tuple[str, Piece]] = []
         for name, value in saved.items():
             if not isinstance(value, dict):
                 values[name] = value
             elif "scalar" in value:
-                values[name] = optimizer_state.scalar(value, parameter, group)
+                values[name] = optimizer_state.scalar(value, member.parameter, member.group)
             elif value.get("tensor") not in stored:
-                self._differences.missing.append(f"{fqn}.{name}")
+                self._differences.missing.append(f"{member.fqn}.{name}")
                 return
             else:
                 tensor = stored[value["tensor"]]
-                room = optimizer_state.room_for(parameter, self._state_dtype(fqn, parameter, tensor.dtype))
-                piece = piece_of((f"{fqn}.{name}",), room)
+                dtype = self._state_dtype(member.fqn, member.parameter, tensor.dtype)
+                room = optimizer_state.room_for(member.parameter, dtype, member.present.get(name))
+                piece = piece_of((f"{member.fqn}.{name}",), room)
                 if not self._fits(piece, tensor):
                     return
                 values[name] = room
-                self.optimizer_pieces.append((tensor.name, piece))
-        self._states.append(_NewState(parameter, values))
+                pieces.append((tensor.name, piece))
+        self.optimizer_pieces += pieces
+        self._states.append(_NewState(member.parameter, values))
 
     def _state_dtype(self, fqn: str, parameter: Tensor, saved: str) -> torch.dtype:
         """State that was kept in the parameter's dtype stays in the parameter's dtype when that changes."""

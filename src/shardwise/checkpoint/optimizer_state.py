@@ -124,8 +124,21 @@ def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
     return torch.full(saved["shape"], saved["scalar"], dtype=DTYPES[saved["dtype"]], device=device)
 
 
-def room_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new state tensor of a parameter's shape, cut alike; its numbers are still to come."""
+def room_for(parameter: Tensor, dtype: torch.dtype, present: object) -> Tensor:
+    """A state tensor of a parameter's shape, cut alike; its numbers are still to come.
+
+    `present`: what the optimizer has there; used again if it is like that, so that state is not held twice.
+    """
+    if isinstance(present, Tensor) and _description(present) == (_kind(parameter), parameter.shape, dtype):
+        return present
     if isinstance(parameter, ShardedParameter):
         return ShardedParameter(torch.empty_like(parameter.local, dtype=dtype), parameter.placement)
     return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+def _description(tensor: Tensor) -> tuple[type[Tensor], torch.Size, torch.dtype]:
+    return _kind(tensor), tensor.shape, tensor.dtype
+
+
+def _kind(parameter: Tensor) -> type[Tensor]:
+    return ShardedParameter if isinstance(parameter, ShardedParameter) else Tensor
