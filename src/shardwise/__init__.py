@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise import checkpoint
     from shardwise.engine.shard import shard
     from shardwise.model.describe import describe
     from shardwise.model.memory import memory
@@ -35,12 +36,15 @@ _HOMES = {
     "unsharded": "model.unsharded",
 }
 
+_PACKAGES = ("checkpoint",)
+
 __all__ = [
     "GradScaler",
     "Precision",
     "ShardedParameter",
     "Strategy",
     "__version__",
+    "checkpoint",
     "clip_grad_norm_",
     "describe",
     "full_state_dict",
@@ -52,6 +56,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"shardwise.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     value = getattr(import_module(f"shardwise.{_HOMES[name]}"), name)

@@ -3,6 +3,7 @@
     ShardwiseError
     ├── UserError              a mistake in what was asked for; the CLI prints one line and exits 2
     │   ├── ConfigError        a configuration key or value
+    │   ├── CheckpointError    a checkpoint that is missing, damaged, cannot be written or does not fit the model
     │   ├── LayoutError        a model that cannot be laid out as asked (no parameters, meta tensors, ...)
     │   ├── MeshError          ranks, groups and meshes that do not fit together
     │   └── UsageError         a call that would be silently wrong on a sharded model
@@ -25,6 +26,10 @@ class UserError(ShardwiseError):
 
 class ConfigError(UserError):
     """A configuration key or value that cannot be used."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged, cannot be written or does not fit the model."""
 
 
 class LayoutError(UserError):

@@ -68,7 +68,7 @@ def train(
     overrides: OverridesArgument = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of configuration errors too.")] = False,
 ) -> int:
-    """Train a model, on all GPUs or else on 2 CPU ranks."""
+    """Train a model, on all GPUs or else on 2 CPU ranks; resume from the newest good checkpoint."""
     from shardwise.train.config import load
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

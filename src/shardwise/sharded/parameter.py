@@ -171,7 +171,7 @@ class ShardedParameter(Tensor):
         self._no("copy.deepcopy", "copy the model before sw.shard, or use clone() for a copy of this rank's piece")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._no("pickling (torch.save)", "save sw.full_state_dict(model, cpu=True, rank0_only=True) (collective)")
+        self._no("pickling (torch.save)", _SAVE)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         self._no("numpy()", _LOOK)
@@ -189,6 +189,7 @@ class ShardedParameter(Tensor):
         raise UsageError(f"{operation} of the sharded parameter {self.fqn!r} is not possible: {way_out}")
 
 
+_SAVE = "call sw.checkpoint.save, or save sw.full_state_dict(model, cpu=True, rank0_only=True) (collective)"
 _LOOK = "use .full_tensor() (collective) for the whole, .local for this rank's piece"
 _WAYS_OUT: dict[str, str] = {
     "aten::_amp_foreach_non_finite_check_and_unscale_": "torch's GradScaler would let ranks disagree about a step: "

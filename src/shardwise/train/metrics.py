@@ -40,8 +40,8 @@ class MetricsWriter:
     def __init__(self, metrics: Path, evaluations: Path, flush_every: int, tensorboard: Path | None = None) -> None:
         """
         Args:
-            metrics: the file for steps, created anew.
-            evaluations: the file for evaluations, created anew.
+            metrics: the file for steps; what it has stays.
+            evaluations: the file for evaluations; what it has stays.
             flush_every: steps after which what was written is on disk.
             tensorboard: directory for TensorBoard's files; None = none.
 
@@ -50,8 +50,8 @@ class MetricsWriter:
         """
         self._flush_every = flush_every
         self._board = None if tensorboard is None else _open_board(tensorboard)
-        self._steps: IO[str] = metrics.open("w", encoding="utf-8")
-        self._evaluations: IO[str] = evaluations.open("w", encoding="utf-8")
+        self._steps: IO[str] = metrics.open("a", encoding="utf-8")
+        self._evaluations: IO[str] = evaluations.open("a", encoding="utf-8")
 
     def step(self, metrics: StepMetrics) -> None:
         self._steps.write(json.dumps(asdict(metrics)) + "\n")
@@ -69,6 +69,10 @@ class MetricsWriter:
         self._evaluations.flush()
         if self._board is not None:
             self._board.add_scalar("eval/loss", loss, step)
+
+    def flush(self) -> None:
+        """Hand every step so far to the operating system."""
+        self._steps.flush()
 
     def close(self) -> None:
         self._steps.close()

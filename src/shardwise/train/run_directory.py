@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,11 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     @property
+    def checkpoints(self) -> Path:
+        """`step-NNNNNN/` each."""
+        return self.path / "checkpoints"
+
+    @property
     def final(self) -> Path:
         """The trained model; it appears at the very end, complete."""
         return self.path / "final"
@@ -46,8 +52,11 @@ class RunDirectory:
     def is_finished(self) -> bool:
         return self.final.is_dir()
 
-    def begin(self, config: Config) -> bool:
+    def begin(self, config: Config, steps: int = 0) -> bool:
         """Create the directory and write the configuration.
+
+        Args:
+            steps: that a run which goes on has taken; what was measured later is dropped, for it comes again.
 
         Returns:
             Whether metrics of a run that did not finish were there and have been dropped.
@@ -55,13 +64,14 @@ class RunDirectory:
         Raises:
             ConfigError: the directory cannot be written.
         """
-        dropped = self.metrics.exists()
+        dropped = self.metrics.exists() and not steps
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.config.write_text(dump_toml(config), encoding="utf-8")
-            for old in (self.metrics, self.evaluations):
-                old.unlink(missing_ok=True)
-            shutil.rmtree(self.tensorboard, ignore_errors=True)
+            for log in (self.metrics, self.evaluations):
+                _keep(log, steps)
+            if not steps:
+                shutil.rmtree(self.tensorboard, ignore_errors=True)
         except OSError as error:
             raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
         return dropped
@@ -74,3 +84,15 @@ class RunDirectory:
         partial.mkdir(parents=True)
         yield partial
         partial.rename(self.final)
+
+
+def _keep(log: Path, steps: int) -> None:
+    """Keep the lines of the first `steps` steps; a run killed in the middle of a line has lost it."""
+    if not steps:
+        log.unlink(missing_ok=True)
+    elif log.exists():
+        lines = [line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+        kept = [line for line in lines if json.loads(line)["step"] <= steps]
+        partial = log.with_name(f"{log.name}.partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(log)

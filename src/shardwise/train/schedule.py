@@ -30,7 +30,7 @@ class Schedule:
         `warmup_steps - 1` reaches `lr`. The last step, `steps - 1`, has lr * min_lr_ratio; later ones keep it.
         """
         if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
+            return self.lr * ((step + 1) / self.warmup_steps)  # the last one is lr to the bit
         if self.shape == "constant":
             return self.lr
         first = max(self.warmup_steps - 1, 0)  # the step that has the full rate

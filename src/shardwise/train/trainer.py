@@ -12,6 +12,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import ConfigError, UserError
 from shardwise.model.recompute import checkpoint_units
+from shardwise.train.checkpoints import Checkpoints, Resumed
 from shardwise.train.compilation import compile_blocks
 from shardwise.train.config import Config
 from shardwise.train.console import RunConsole
@@ -68,7 +69,10 @@ class Trainer:
         assert train.global_batch is not None, "Config.for_ranks fills it in"
         self.data = load_datasets(config.data)
         share = Share(ranks.rank, ranks.world_size, train.micro_batch)
+        self.share = share
         self.batches = Batches(self.data.train, share, train.global_batch, config.data.seed)
+        self.first_step = 0
+        """Steps that were taken before this start of the run; `batches` begin there."""
         self.held_out = evaluation_batches(self.data.held_out, share)
         self._say_data()
 
@@ -93,11 +97,13 @@ class Trainer:
             UserError: the loss or the gradient's norm is not finite.
         """
         train = self.config.train
+        checkpoints = Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks)
+        self._go_on(checkpoints.resume(self.model, self.optimizer))
         with ExitStack() as stack:
             writer = stack.enter_context(self._open_writer(directory)) if self.ranks.is_first else None
-            if train.eval_every:
+            if train.eval_every and not self.first_step:
                 self._evaluate(0, writer)
-            for step in range(train.steps):
+            for step in range(self.first_step, train.steps):
                 metrics = self.step(step)
                 if writer is not None:
                     writer.step(metrics)
@@ -105,8 +111,36 @@ class Trainer:
                 last = metrics.step == train.steps
                 if last or (train.eval_every and metrics.step % train.eval_every == 0):
                     self._evaluate(metrics.step, writer)
+                if checkpoints.is_due(metrics.step):
+                    if writer is not None:
+                        writer.flush()
+                    self._save(checkpoints, metrics.step)
         export(self.model, self.data.tokenizer, directory, self.ranks)
         self._sum_up(directory)
+
+    def _go_on(self, resumed: Resumed | None) -> None:
+        """Take up the data, and the loss scale, where a checkpoint left them."""
+        if resumed is None:
+            return
+        train = self.config.train
+        assert train.global_batch is not None
+        try:
+            self.batches = Batches(
+                self.data.train, self.share, train.global_batch, self.config.data.seed, resumed.position
+            )
+        except ValueError:
+            raise ConfigError(
+                f"{resumed.path} was saved with other data, or another data.seed: set them back, or set log.name to "
+                "train anew"
+            ) from None
+        self.first_step = resumed.step
+        if resumed.extra.get("scaler"):
+            self.scaler.load_state_dict(resumed.extra["scaler"])
+        self.console.say(f"going on from {resumed.path}: step {resumed.step + 1} is next")
+
+    def _save(self, checkpoints: Checkpoints, step: int) -> None:
+        position = self.batches.position(step - self.first_step)
+        checkpoints.save(step, self.model, self.optimizer, position, {"scaler": self.scaler.state_dict()})
 
     def step(self, step: int) -> StepMetrics:
         """One optimizer step on the whole global batch. Every rank must call this.
@@ -118,7 +152,7 @@ class Trainer:
             step: counted from 0.
         """
         start_s = time.perf_counter()
-        batches = self.batches.batch(step)
+        batches = self.batches.batch(step - self.first_step)
         loss = self._accumulate(batches)
         self.scaler.unscale_(self.optimizer)
         grad_norm = float(sw.clip_grad_norm_(self.model, self.config.train.clip or math.inf))
@@ -175,7 +209,7 @@ class Trainer:
             writer.evaluation(step, loss, self.data.held_out.target_tokens)
 
     def _open_writer(self, directory: RunDirectory) -> MetricsWriter:
-        if directory.begin(self.config):
+        if directory.begin(self.config, self.first_step):
             self.console.say(f"{directory.path} held a run that had not finished: it starts again")
         log = self.config.log
         board = directory.tensorboard if log.tensorboard else None
@@ -201,7 +235,7 @@ class Trainer:
         measured = self.ranks.gather([own[kind] for kind in STATE_KINDS])
         by_rank = [dict(zip(STATE_KINDS, map(int, row), strict=True)) for row in measured]
         footprint = compare(by_rank, self.model, self.optimizer)
-        step_time_s = statistics.median(self.step_times_s)
+        step_time_s = statistics.median(self.step_times_s or [0.0])  # a run may be resumed at its end
         self.console.summary(self.config.parallel.strategy, self.ranks.world_size, footprint, step_time_s)
         self.console.say(f"done: {directory.final}")
 
@@ -214,10 +248,5 @@ def _refuse_what_cannot_be(config: Config) -> None:
             'model.dtype="fp16" would update the weights in fp16, which loses small steps; '
             'set model.dtype="fp32" and parallel.param_dtype="fp16"'
         )
-    if checkpoint.every:
-        raise ConfigError(
-            f"checkpoint.every={checkpoint.every}: saving during a run is not there yet; set checkpoint.every=0 "
-            "(the trained model is written at the end)"
-        )
-    if checkpoint.resume not in ("auto", "never"):
-        raise ConfigError(f"checkpoint.resume={checkpoint.resume!r}: resuming is not there yet; leave it out")
+    if checkpoint.asynchronous:
+        raise ConfigError("checkpoint.asynchronous=true: saving while training goes on is not there yet; leave it out")

@@ -1,0 +1,31 @@
+"""Checkpoints: directories of ordinary safetensors files, in which every rank writes and reads its own bytes.
+
+Names are loaded when first used: the manifest and the commit need no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.commit import latest
+    from shardwise.checkpoint.loading import Loaded, load
+    from shardwise.checkpoint.manifest import verify
+    from shardwise.checkpoint.saving import save
+
+_HOMES = {"Loaded": "loading", "latest": "commit", "load": "loading", "save": "saving", "verify": "manifest"}
+
+__all__ = ["Loaded", "latest", "load", "save", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise.checkpoint' has no attribute {name!r}")
+    value = getattr(import_module(f"shardwise.checkpoint.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

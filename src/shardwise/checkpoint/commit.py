@@ -1,0 +1,93 @@
+"""A checkpoint appears in one rename: written as `NAME.partial`, on disk before it is called `NAME`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from shardwise.checkpoint import manifest
+from shardwise.errors import CheckpointError
+
+PARTIAL = ".partial"
+_STEP = re.compile(r"step-(\d+)")
+
+
+def partial_of(path: Path) -> Path:
+    """Where the checkpoint `path` is written."""
+    return path.with_name(path.name + PARTIAL)
+
+
+def begin(path: Path) -> Path:
+    """Make an empty partial directory for the checkpoint `path`; what a crash left there is removed.
+
+    Raises CheckpointError if `path` is taken.
+    """
+    if path.is_symlink() or (path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None)):
+        raise CheckpointError(f"{path} exists already: save to another path, or remove it first")
+    partial = partial_of(path)
+    if partial.is_dir() and not partial.is_symlink():
+        shutil.rmtree(partial)
+    new = [above for above in partial.parents if not above.exists()]
+    partial.mkdir(parents=True)
+    for above in new:
+        sync(above.parent)
+    return partial
+
+
+def commit(path: Path) -> None:
+    """Turn the partial directory, whose files are on disk, into the checkpoint `path`: there after any crash."""
+    partial = partial_of(path)
+    sync(partial)
+    os.rename(partial, path)  # noqa: PTH104
+    sync(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Remove the partial directory of `path`, if that is possible."""
+    shutil.rmtree(partial_of(path), ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a directory's names, on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_partials(directory: str | os.PathLike[str]) -> list[Path]:
+    """Remove what crashes left in a directory of `step-NNNNNN` checkpoints that nobody else writes to; returns it."""
+    stale = [path for path in sorted(Path(directory).glob(f"step-*{PARTIAL}")) if path.is_dir()]
+    for path in stale:
+        shutil.rmtree(path, ignore_errors=True)
+    return stale
+
+
+def latest(run_directory: str | os.PathLike[str]) -> Path | None:
+    """The committed checkpoint of the highest step in a run's directory or its `checkpoints`; None without one. Local.
+
+    Looks at names and manifests, not at every byte: `verify` does.
+    """
+    run = Path(run_directory)
+    found = [
+        (step, path.name, path)
+        for directory in (run, run / "checkpoints")
+        if directory.is_dir()
+        for path in directory.iterdir()
+        if path.suffix != PARTIAL and (path / manifest.NAME).is_file() and (step := _step(path)) is not None
+    ]
+    return max(found)[2] if found else None
+
+
+def _step(path: Path) -> int | None:
+    named = _STEP.fullmatch(path.name)
+    if named:
+        return int(named[1])
+    try:
+        return int(json.loads((path / "training.json").read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

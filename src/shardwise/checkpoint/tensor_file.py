@@ -1,0 +1,180 @@
+"""A safetensors file as byte arithmetic: the header, and where in the file each element of each tensor lies.
+
+    | 8 bytes: n | n bytes: JSON, padded with spaces | tensor | tensor | ... |
+
+Tensors follow one another without gaps, the widest dtypes first, so that each lies on a multiple of its item size.
+Source: https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.layout.flat import round_up
+from shardwise.layout.ranges import Range
+
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+"""Bytes of an element, by the format's name of its dtype."""
+LENGTH_BYTES = 8
+"""The header's length, little-endian, before the header."""
+_HEADER_ALIGN = 8
+_MOST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A whole tensor as a file holds it."""
+
+    name: str
+    dtype: str
+    """A key of ITEM_BYTES."""
+    shape: tuple[int, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.item_bytes
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """Which tensors lie where. Offsets count from the beginning of the file."""
+
+    header: bytes
+    """Everything before the first tensor."""
+    tensors: Mapping[str, StoredTensor]
+    starts: Mapping[str, int]
+    """Of each tensor, in bytes."""
+    nbytes: int
+
+    def byte_range(self, name: str, start: int, stop: int) -> Range:
+        """The bytes of elements [start, stop) of the flattened (row-major) tensor `name`."""
+        tensor = self.tensors[name]
+        if not 0 <= start <= stop <= tensor.numel:
+            raise ValueError(f"elements [{start}, {stop}) of {name!r}, which has {tensor.numel}")
+        first = self.starts[name]
+        return Range(first + start * tensor.item_bytes, first + stop * tensor.item_bytes)
+
+
+def lay_out(tensors: Iterable[StoredTensor], metadata: Mapping[str, str] | None = None) -> TensorFile:
+    """The file that holds `tensors`: the widest dtypes first, otherwise in the order given."""
+    ordered = sorted(tensors, key=lambda tensor: -tensor.item_bytes)
+    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets: dict[str, int] = {}
+    end = 0
+    for tensor in ordered:
+        if tensor.name in offsets or tensor.name == "__metadata__":
+            raise ValueError(f"a file cannot hold two tensors named {tensor.name!r}")
+        offsets[tensor.name] = end
+        stop = end + tensor.nbytes
+        described[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [end, stop]}
+        end = stop
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(round_up(len(text), _HEADER_ALIGN))
+    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    starts = {name: len(header) + offset for name, offset in offsets.items()}
+    return TensorFile(header, {tensor.name: tensor for tensor in ordered}, starts, len(header) + end)
+
+
+def split(tensors: Sequence[StoredTensor], max_file_bytes: int) -> list[list[StoredTensor]]:
+    """Cut a sequence into files of at most `max_file_bytes` of tensors each; a larger tensor is a file of its own.
+
+    Returns at least one file, perhaps an empty one.
+    """
+    if max_file_bytes < 1:
+        raise ValueError(f"max_file_bytes must be at least 1, not {max_file_bytes}")
+    files: list[list[StoredTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if files[-1] and filled + tensor.nbytes > max_file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor)
+        filled += tensor.nbytes
+    return files
+
+
+def header_bytes(prefix: bytes, file_bytes: int) -> int:
+    """Bytes before the first tensor, from a file's first 8 and its size. Raises ValueError if they cannot be right."""
+    length = int.from_bytes(prefix, "little") if len(prefix) == LENGTH_BYTES else -1
+    if not 2 <= length <= min(_MOST_HEADER_BYTES, file_bytes - LENGTH_BYTES):
+        raise ValueError(f"no safetensors header fits in its {file_bytes} bytes")
+    return LENGTH_BYTES + length
+
+
+def parse(header: bytes, file_bytes: int) -> TensorFile:
+    """Read a header back: the bytes before the first tensor.
+
+    Raises ValueError, saying what is wrong, unless every tensor has its bytes and these follow one another to the end
+    of the file.
+    """
+    described = _json_object(header[LENGTH_BYTES:])
+    described.pop("__metadata__", None)
+    tensors: dict[str, StoredTensor] = {}
+    starts: dict[str, int] = {}
+    ranges: list[tuple[int, int, str]] = []
+    for name, entry in described.items():
+        tensor, (start, stop) = _entry(name, entry)
+        if stop - start != tensor.nbytes:
+            raise ValueError(f"tensor {name!r} of {tensor.nbytes} bytes has {stop - start} in the file")
+        tensors[name], starts[name] = tensor, len(header) + start
+        ranges.append((start, stop, name))
+    reached = 0
+    for start, stop, name in sorted(ranges):
+        if start != reached:
+            raise ValueError(f"tensor {name!r} begins at byte {start} of the data, not at {reached}")
+        reached = stop
+    if len(header) + reached != file_bytes:
+        raise ValueError(f"its tensors end at byte {len(header) + reached} and the file has {file_bytes}")
+    return TensorFile(header, tensors, starts, file_bytes)
+
+
+def _json_object(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"its header is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("its header is not a JSON object")
+    return value
+
+
+def _entry(name: str, entry: Any) -> tuple[StoredTensor, tuple[int, int]]:
+    try:
+        start, stop = (int(offset) for offset in entry["data_offsets"])
+        tensor = StoredTensor(name, str(entry["dtype"]), tuple(int(size) for size in entry["shape"]))
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"its header does not say where {name!r} is") from None
+    if tensor.dtype not in ITEM_BYTES:
+        raise ValueError(f"tensor {name!r} has the unknown dtype {tensor.dtype!r}")
+    if start < 0 or min(tensor.shape, default=0) < 0:
+        raise ValueError(f"tensor {name!r} has a negative size or offset")
+    return tensor, (start, stop)

@@ -1,0 +1,100 @@
+"""`training.json`: what is not a tensor. Step, optimizer groups and scalars by fqn, random states, extra."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import CheckpointError, UsageError
+
+NAME = "training.json"
+_FORMAT = 1
+
+
+def package_version() -> str:
+    """Of shardwise, as installed."""
+    try:
+        return version("shardwise")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def check_json(value: object, what: str) -> None:
+    """Raise UsageError unless JSON gives the value back as it is."""
+    try:
+        same = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise UsageError(
+            f"{what} cannot be saved as JSON: use dicts with string keys, lists, strings, numbers, booleans and None"
+        )
+
+
+def describe(step: int, optimizer: Mapping[str, Any] | None, rng: list[Any], extra: object) -> dict[str, Any]:
+    """The document."""
+    return {
+        "format": _FORMAT,
+        "shardwise": package_version(),
+        "step": step,
+        "world_size": len(rng),
+        "optimizer": optimizer,
+        "extra": extra,
+        "rng": rng,
+    }
+
+
+def write(directory: Path, document: Mapping[str, Any]) -> None:
+    """Write `training.json`."""
+    (directory / NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """Raises CheckpointError if it is missing or damaged."""
+    path = directory / NAME
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if document["format"] != _FORMAT:
+            raise ValueError(f"format {document['format']!r} is not known")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+    return document
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """This process's random states: torch's on the CPU and on its device, and Python's."""
+    states: dict[str, Any] = {"torch": _encode(torch.get_rng_state()), "python": _python_state()}
+    if device.type == "cuda":
+        states["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return states
+
+
+def restore_random_state(states: Mapping[str, Any], device: torch.device) -> None:
+    """What `random_state` gave."""
+    torch.set_rng_state(_decode(states["torch"]))
+    kind, words, spare = states["python"]
+    random.setstate((kind, tuple(_decode(words).view(torch.uint32).tolist()), spare))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(_decode(states["cuda"]), device)
+
+
+def _python_state() -> list[Any]:
+    kind, numbers, spare = random.getstate()
+    return [kind, _encode(torch.tensor(numbers, dtype=torch.uint32).view(torch.uint8)), spare]
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.numpy())).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,57 @@
+"""What counts as a checkpoint, and what is in its way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint import commit, latest, manifest
+from shardwise.errors import CheckpointError
+
+
+def committed(path: Path, step: int) -> Path:
+    path.mkdir(parents=True)
+    (path / "training.json").write_text(json.dumps({"step": step}))
+    manifest.write(path, {"training.json": manifest.record_of(path / "training.json")})
+    return path
+
+
+def test_the_latest_is_the_highest_step_that_was_committed(tmp_path: Path) -> None:
+    assert latest(tmp_path / "nothing") is None
+    assert latest(tmp_path) is None
+    committed(tmp_path / "checkpoints" / "step-000900", 900)
+    newest = committed(tmp_path / "checkpoints" / "step-001000", 1000)
+    committed(tmp_path / "checkpoints" / "step-002000.partial", 2000)
+    (tmp_path / "checkpoints" / "step-003000").mkdir()  # no manifest
+    (tmp_path / "checkpoints" / "step-004000").write_text("a file")
+    assert latest(tmp_path) == newest
+    assert latest(tmp_path / "checkpoints") == newest
+    other = committed(tmp_path / "mine", 1001)
+    assert latest(tmp_path) == other
+
+
+def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+    path = committed(tmp_path / "step-000001", 1)
+    with pytest.raises(CheckpointError, match="step-000001 exists already"):
+        commit.begin(path)
+    manifest.read(path)
+
+
+def test_what_a_crash_left_is_replaced(tmp_path: Path) -> None:
+    partial = tmp_path / "step-000001.partial"
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
+    assert commit.begin(tmp_path / "step-000001") == partial
+    assert list(partial.iterdir()) == []
+    commit.commit(tmp_path / "step-000001")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_partials_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    kept = committed(tmp_path / "step-000001", 1)
+    (tmp_path / "mine.partial").mkdir()
+    (tmp_path / "step-000002.partial" / "below").mkdir(parents=True)
+    assert [path.name for path in commit.remove_partials(tmp_path)] == ["step-000002.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.partial", kept.name]

@@ -1,0 +1,174 @@
+"""Whatever goes wrong, and wherever: every rank hears of it, and what was there before is still there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.checkpoint import latest, saving, verify
+from shardwise.errors import CheckpointError, MismatchError, UsageError
+from tests.checkpoint.states import build, everything, same, step
+from tests.engine.cases import Case
+from tests.engine.rig import events, on_ranks, recording
+from tests.ranks import RankPools, RanksHung
+
+CASE = Case("full_shard", 2)
+
+
+def save_twice(run: Path, monkeypatch: pytest.MonkeyPatch, rank: int, function: str, call: int) -> None:
+    """The second save fails on `rank` at the given call of a function of `os`; everybody hears of it."""
+    model, optimizer = build(CASE)
+    step(model, optimizer, 0)
+    sw.checkpoint.save(run / "step-000001", model, optimizer, step=1)
+    before = everything(model, optimizer)
+    step(model, optimizer, 1)
+    if dist.get_rank() == rank:
+        fail(monkeypatch, function, call)
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        sw.checkpoint.save(run / "step-000002", model, optimizer, step=2)
+    monkeypatch.undo()
+    assert str(caught.value).startswith(f"rank {rank} failed: ") == (dist.get_rank() != rank)
+    dist.barrier()  # rank 0 may still be clearing up
+    assert [path.name for path in run.iterdir()] == ["step-000001"]
+    verify(run / "step-000001")
+    sw.checkpoint.load(run / "step-000001", model, optimizer)
+    same(everything(model, optimizer), before)
+    sw.checkpoint.save(run / "step-000002", model, optimizer, step=2)
+    assert latest(run) == run / "step-000002"
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
+    calls = iter(range(10_000))
+    original = getattr(os, function)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(os, function, failing)
+
+
+MOMENTS = [
+    (0, "posix_fallocate", 1),
+    (0, "pwrite", 0),
+    (0, "pwrite", 9),
+    (1, "pwrite", 5),
+    (0, "fsync", 0),
+    (1, "fsync", 1),
+    (0, "fsync", 3),
+    (0, "rename", 0),
+]
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=str)
+def test_an_error_on_one_rank_is_everybodys(moment: tuple[int, str, int], ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(_patched, tmp_path, moment)
+
+
+def _patched(run: Path, moment: tuple[int, str, int]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        save_twice(run, monkeypatch, *moment)
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "committed"),
+    [("pwrite", 0, False), ("pwrite", 6, False), ("fsync", 2, False), ("rename", 0, False), ("fsync", -1, True)],
+)
+def test_a_kill_leaves_the_checkpoint_before(
+    function: str, call: int, committed: bool, ranks: RankPools, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksHung, match="is gone"):
+        ranks(1).run(_die, tmp_path, function, call)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-000001", "step-000002" if committed else "step-000002.partial"]
+    newest = latest(tmp_path)
+    assert newest == tmp_path / ("step-000002" if committed else "step-000001")
+    verify(newest)
+    ranks(1).run(_resume, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+    verify(tmp_path / "step-000002")
+
+
+def _die(run: Path, function: str, call: int) -> None:
+    model, optimizer = build(CASE)
+    step(model, optimizer, 0)
+    sw.checkpoint.save(run / "step-000001", model, optimizer, step=1)
+    step(model, optimizer, 1)
+    calls = iter(range(10_000))
+    original = getattr(os, function)
+
+    def dying(*arguments: Any) -> Any:
+        renamed = call < 0 and (run / "step-000002").exists()
+        if renamed or next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments)
+
+    setattr(os, function, dying)
+    sw.checkpoint.save(run / "step-000002", model, optimizer, step=2)
+
+
+def _resume(run: Path) -> None:
+    model, optimizer = build(CASE, seed=3)
+    found = latest(run)
+    assert found is not None
+    reached = sw.checkpoint.load(found, model, optimizer).step
+    if reached == 1:
+        step(model, optimizer, 1)
+        sw.checkpoint.save(run / "step-000002", model, optimizer, step=2)
+
+
+@on_ranks(2)
+def test_ranks_that_do_not_see_the_same_files_are_told(tmp_path: Path) -> None:
+    model, optimizer = build(CASE)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(saving, "_SIGHT_S", 0.1)
+        with pytest.raises(CheckpointError, match=r"rank 1 does not see what rank 0 wrote .* share"):
+            sw.checkpoint.save(tmp_path / str(dist.get_rank()) / "c", model, optimizer)
+
+
+@on_ranks(2)
+def test_ranks_that_want_different_things_are_told(tmp_path: Path) -> None:
+    model, optimizer = build(CASE)
+    with pytest.raises(MismatchError, match="same path, step"):
+        sw.checkpoint.save(tmp_path / "c", model, optimizer, step=dist.get_rank())
+    with pytest.raises(MismatchError, match="same path, step"):
+        sw.checkpoint.save(tmp_path / "c", model, optimizer if dist.get_rank() else None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
+def test_mistakes_of_one_rank_are_everybodys(tmp_path: Path) -> None:
+    model, optimizer = build(CASE)
+    first = dist.get_rank() == 0
+    with pytest.raises(UsageError if first else CheckpointError, match="extra cannot be saved as JSON"):
+        sw.checkpoint.save(tmp_path / "c", model, optimizer, extra={"a": object()} if first else None)
+    with pytest.raises(UsageError, match=r"asynchronous=True.* is not available yet"):
+        sw.checkpoint.save(tmp_path / "c", model, asynchronous=True)
+    with pytest.raises(UsageError, match=r"inside .* sw\.unsharded"), sw.unsharded(model):
+        sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    with pytest.raises(CheckpointError, match="exists already"):
+        sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    verify(tmp_path / "c")
+
+
+@on_ranks(2)
+def test_no_collective_carries_weights(tmp_path: Path) -> None:
+    with recording():
+        model, optimizer = build(CASE)
+    step(model, optimizer, 0)
+    engine = saving.require_engine(model)
+    before = len(events(engine))
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    sw.checkpoint.load(tmp_path / "c", model, optimizer)
+    told = [event for event in events(engine)[before:] if event.op not in {"release", "claim"}]
+    assert {event.op for event in told} == {"control"}
+    assert sum(event.bytes_sent for event in told) < 512

@@ -1,0 +1,101 @@
+"""A run that is resumed goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, UsageError
+from tests.checkpoint.states import build, everything, same, step
+from tests.engine.cases import Case
+from tests.engine.rig import Net, adamw, on_ranks
+
+
+class Dropping(Net):
+    """With numbers that are drawn in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3)
+
+
+@on_ranks(1, 2)
+def test_losses_go_on_bit_exactly(tmp_path: Path) -> None:
+    case = Case("full_shard", 2)
+    model, optimizer = build(case, Dropping)
+    for index in range(2):
+        step(model, optimizer, index)
+    sw.checkpoint.save(tmp_path / "c", model, optimizer, step=2)
+    losses = [step(model, optimizer, index) for index in (2, 3)]
+    drawn = random.random()
+    other, fresh = build(case, Dropping, seed=50)
+    assert sw.checkpoint.load(tmp_path / "c", other, fresh).step == 2
+    assert [step(other, fresh, index) for index in (2, 3)] == losses
+    assert random.random() == drawn
+    same(everything(other, fresh), everything(model, optimizer))
+
+
+@on_ranks(2)
+def test_gathered_weights_of_before_are_not_used_after(tmp_path: Path) -> None:
+    case = Case("shard_grad_op", 2)
+    model, optimizer = build(case)
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    first = step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    model(torch.ones(2, 4))  # leaves units gathered
+    sw.checkpoint.load(tmp_path / "c", model, optimizer)
+    assert not optimizer.state  # it had taken no steps
+    assert torch.equal(step(model, optimizer, 0), first)
+
+
+@on_ranks(2)
+def test_optimizers_are_matched_by_name(tmp_path: Path) -> None:
+    def two_groups(model: nn.Module, reverse: bool) -> torch.optim.Optimizer:
+        parameters = list(reversed(list(model.parameters()))) if reverse else list(model.parameters())
+        wide = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.5 if not reverse else 0.0}
+        narrow = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.25}
+        return torch.optim.AdamW([narrow, wide] if reverse else [wide, narrow], lr=0.05 if not reverse else 1.0)
+
+    model = sw.shard(Net())
+    optimizer = two_groups(model, reverse=False)
+    step(model, optimizer, 0)
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    other = sw.shard(Net())
+    turned = two_groups(other, reverse=True)
+    sw.checkpoint.load(tmp_path / "c", other, turned)
+    same(everything(other, turned), everything(model, optimizer))
+    assert [(group["lr"], group["weight_decay"]) for group in turned.param_groups] == [(0.05, 0.25), (0.05, 0.5)]
+    with pytest.raises(CheckpointError, match="parameters of 2 groups"):
+        sw.checkpoint.load(tmp_path / "c", other, adamw(other.parameters()))
+
+
+@on_ranks(2)
+def test_masters_of_another_dtype_take_their_state_along(tmp_path: Path) -> None:
+    model = sw.shard(Net().to(torch.bfloat16))
+    optimizer = adamw(model.parameters())
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    other = sw.shard(Net(), precision=sw.Precision(param="bf16"))
+    fresh = adamw(other.parameters())
+    sw.checkpoint.load(tmp_path / "c", other, fresh)
+    expected = everything(model, optimizer)
+    for name, value in everything(other, fresh).items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, expected[name].float()), name
+    step(other, fresh, 1)
+
+
+@on_ranks(2)
+def test_state_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    model, optimizer = build(Case("full_shard", 2))
+    step(model, optimizer, 0)
+    first = next(iter(optimizer.state))
+    optimizer.state[first]["row"] = torch.zeros(5)
+    with pytest.raises(UsageError, match=r"'scale\.row' of shape \(5,\)"):
+        sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,123 @@
+"""Who writes what: every byte once, replicas sharing the work; and what is not sharded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint import verify
+from tests.checkpoint.states import everything, same, step
+from tests.engine.cases import Case
+from tests.engine.rig import Net, adamw, on_ranks
+from tests.ranks import RankPools
+
+
+class Big(Net):
+    """Large enough for the header not to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 6000)
+        self.between = nn.Linear(6000, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.between(self.enter(x)))  # type: ignore[no-any-return]
+
+
+def count_written(case: Case, path: Path) -> int:
+    """Bytes that this rank writes into tensor files."""
+    model = case.shard(Big())
+    written, original = [], os.pwrite
+
+    def counting(fd: int, data: Any, offset: int) -> int:
+        written.append(original(fd, data, offset))
+        return written[-1]
+
+    os.pwrite = counting
+    try:
+        sw.checkpoint.save(path, model)
+    finally:
+        os.pwrite = original
+    return sum(written)
+
+
+CASES = [Case("no_shard", 3), Case("full_shard", 2), Case("hybrid_shard", 4), Case("hybrid_shard_zero2", 4)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_byte_is_written_once_and_ranks_share_alike(case: Case, ranks: RankPools, tmp_path: Path) -> None:
+    counts = ranks(case.world_size).run(count_written, case, tmp_path / "c")
+    verify(tmp_path / "c")
+    nbytes = (tmp_path / "c" / "model.safetensors").stat().st_size
+    assert sum(counts) == nbytes
+    assert max(counts) < 1.1 * nbytes / case.world_size
+
+
+@on_ranks(2)
+def test_parameters_left_alone_and_optimizers_of_before(tmp_path: Path) -> None:
+    def build(optimizer: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net()
+        before = optimizer(model.parameters())
+        return sw.shard(model, ignored=[model.leave.weight]), before
+
+    model, optimizer = build(adamw)
+    step(model, optimizer, 0)
+    dist.broadcast(model.get_parameter("leave.weight").data, 0)  # nobody else keeps it the same on all ranks
+    state = optimizer.state[model.get_parameter("leave.weight")]
+    for value in (state["exp_avg"], state["exp_avg_sq"]):
+        dist.broadcast(value, 0)
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    other, fresh = build(adamw)
+    sw.checkpoint.load(tmp_path / "c", other, fresh)
+    same(everything(other, fresh), everything(model, optimizer))
+    step(other, fresh, 1)
+    step(model, optimizer, 1)
+    same(everything(other, fresh), everything(model, optimizer))
+
+
+@on_ranks(2)
+def test_sgd_without_momentum_has_nothing_to_store(tmp_path: Path) -> None:
+    model = sw.shard(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, 0)
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    other = sw.shard(Net())
+    fresh = torch.optim.SGD(other.parameters(), lr=0.5)
+    sw.checkpoint.load(tmp_path / "c", other, fresh)
+    step(other, fresh, 1)
+    step(model, optimizer, 1)
+    same(everything(other, fresh), everything(model, optimizer))
+
+
+@on_ranks(2)
+def test_pieces_that_are_not_written_as_they_lie(tmp_path: Path) -> None:
+    """Small chunks, a cast, and a buffer whose memory is not in order."""
+    from shardwise.checkpoint import tensor_files
+
+    class Turned(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("turned", torch.arange(12.0).view(3, 4).t())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_files, "_CHUNK_BYTES", 24)
+        model = sw.shard(Turned())
+        sw.checkpoint.save(tmp_path / "c", model)
+        verify(tmp_path / "c")
+        other = sw.shard(Turned().double())
+        other.get_buffer("turned").zero_()
+        sw.checkpoint.load(tmp_path / "c", other)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            mine = other.state_dict()[name]
+            assert mine.dtype == torch.float64
+            full = [t.full_tensor() if isinstance(t, sw.ShardedParameter) else t for t in (value, mine)]
+            assert torch.equal(full[0].double(), full[1]), name
