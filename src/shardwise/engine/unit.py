@@ -105,7 +105,10 @@ class Unit:
         raise UsageError(f"a sharded model (unit {self.fqn!r}) cannot be deep-copied; copy it before sw.shard")
 
     def __reduce__(self) -> NoReturn:
-        raise UsageError("a sharded model cannot be pickled or given to torch.save: save sw.full_state_dict(model)")
+        raise UsageError(
+            "a sharded model cannot be pickled or given to torch.save: call sw.checkpoint.save, or save "
+            "sw.full_state_dict(model)"
+        )
 
     def place_groups(self) -> None:
         """Lay the groups one after another in the unit's slots."""
