@@ -149,7 +149,8 @@ def _not_a_number(sharded: Placement, plain: Tensor, func: OpOverload) -> NoRetu
     raise UsageError(
         f"{func} of the sharded {sharded.fqn!r} {sharded.shape} and a plain tensor of shape {tuple(plain.shape)}: only "
         "single numbers combine with a piece. Make the other from this one (torch.zeros_like), or work in "
-        "sw.unsharded(model, writeback=True) (load weights there) or on .full_tensor() (collective)"
+        "sw.unsharded(model) or on .full_tensor() (collective). Weights are loaded by sw.checkpoint.load, or in "
+        "sw.unsharded(model, writeback=True)"
     )
 
 
