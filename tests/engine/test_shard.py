@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -404,3 +406,15 @@ def test_a_leaf_hidden_where_nobody_can_look_is_never_silently_wrong() -> None:
     model = sw.shard(seeded(Model))
     with torch.no_grad():
         assert model(batch(0, None, 5, 6)).isnan().all()
+
+
+@on_ranks(2)
+def test_a_dropped_model_gives_its_memory_back() -> None:
+    model = sw.shard(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    squares(model, batch(1)).backward()
+    optimizer.step()
+    shard = weakref.ref(model._shardwise_engine.units[0].groups[0].shard)  # type: ignore[union-attr, operator]
+    del model, optimizer
+    gc.collect()
+    assert shard() is None

@@ -8,6 +8,7 @@ SHARDED --issue--> GATHERING --landed--> GATHERED <--enter / leave--> ACTIVE
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -233,9 +234,13 @@ class Unit:
             self._engine.optimizers.add(optimizer)
 
     def _gradient_hook(self, key: tuple[int, int]) -> Any:
+        this = weakref.ref(self)  # the collector cannot see through a tensor's hooks: the leaf would keep us for ever
+
         def on_gradient(leaf: nn.Parameter) -> None:
-            assert self._engine is not None
-            self._engine.on_gradient(self, key, leaf)
+            unit = this()
+            assert unit is not None
+            assert unit._engine is not None
+            unit._engine.on_gradient(unit, key, leaf)
 
         return on_gradient
 
