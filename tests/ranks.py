@@ -97,6 +97,7 @@ class _Nursery:
                 return
             if (pid := os.fork()) == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
                 orders.close()
                 _die_with_parent()
                 os.environ.clear()

@@ -10,19 +10,20 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
-    {"errors"},
+    {"errors", "suggest"},
     {"layout", "policy"},
     {"comm"},
     {"sharded"},
     {"modules"},
     {"engine"},
-    {"plan", "checkpoint", "offload", "optim", "model"},
+    {"model"},
+    {"plan", "checkpoint", "offload", "optim"},
     {"train", "integrations"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 SELF = {"jax": {"errors", "layout", "policy", "checkpoint"}}  # beside the layers
-NO_TORCH = {"errors", "layout", "policy"}
+NO_TORCH = {"errors", "suggest", "layout", "policy"}
 TOP = "the package itself"
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise import checkpoint
+    from shardwise import checkpoint, plan
     from shardwise.engine.shard import shard
     from shardwise.model.describe import describe
     from shardwise.model.memory import memory
@@ -36,7 +36,7 @@ _HOMES = {
     "unsharded": "model.unsharded",
 }
 
-_PACKAGES = ("checkpoint",)
+_PACKAGES = ("checkpoint", "plan")
 
 __all__ = [
     "GradScaler",
@@ -50,6 +50,7 @@ __all__ = [
     "full_state_dict",
     "memory",
     "no_sync",
+    "plan",
     "shard",
     "unsharded",
 ]

@@ -6,10 +6,12 @@
     │   ├── CheckpointError    a checkpoint that is missing, damaged, cannot be written or does not fit the model
     │   ├── LayoutError        a model that cannot be laid out as asked (no parameters, meta tensors, ...)
     │   ├── MeshError          ranks, groups and meshes that do not fit together
+    │   ├── PlanError          a plan that cannot be made: an unknown model or device, nothing fits, untraceable code
     │   └── UsageError         a call that would be silently wrong on a sharded model
     ├── MismatchError          ranks disagree (different models, different order)
     │   └── DifferentModelsError  before the first collective on the model; a UserError too
     ├── StaleWeightsError      backward met weights newer than those its forward used
+    ├── OutOfMemory            a step needed more memory than there is; its message is several lines
     └── CollectiveTimeout      a peer did not arrive, or died
 
 Messages name the value, the rank or the fully qualified name at fault, and the way out.
@@ -40,6 +42,10 @@ class MeshError(UserError):
     """Ranks, groups and meshes that do not fit together."""
 
 
+class PlanError(UserError):
+    """A plan that cannot be made: an unknown model or device, nothing fits, model code that cannot be traced."""
+
+
 class UsageError(UserError, RuntimeError):
     """A call that would be silently wrong on a sharded model; the message names the call to make instead."""
 
@@ -54,6 +60,10 @@ class DifferentModelsError(MismatchError, UserError):
 
 class StaleWeightsError(ShardwiseError, RuntimeError):
     """Backward met weights that were updated after the forward that saved them."""
+
+
+class OutOfMemory(ShardwiseError, RuntimeError):
+    """A step needed more memory than its device has. The message says what is where and the cheapest ways out."""
 
 
 class CollectiveTimeout(ShardwiseError, RuntimeError):

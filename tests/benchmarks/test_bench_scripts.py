@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,34 @@ def test_overhead_measures_fsdp2_over_plain(tmp_path: Path) -> None:
     overheads = _result(tmp_path)["overheads_s"]
     assert isinstance(overheads, dict)
     assert set(overheads) == {"step fsdp2 2", "step fsdp2 4", "adamw fsdp2"}
+
+
+@pytest.mark.slow
+def test_checkpoints_are_timed_beside_dcp(tmp_path: Path) -> None:
+    out = str(tmp_path / "checkpoint.json")
+    sizes = [f"--{name}={size}" for name, size in TINY_SHAPE.items() if name != "batch"]
+    done = _run("checkpoint.py", *sizes, "--rounds=1", "--repeats=1", "--directory", str(tmp_path), "--out", out)
+    assert done.returncode == 0, done.stderr
+    result: Any = _result(tmp_path)
+    assert len(result["targets"]) == 6
+    sides = result["sides"]
+    assert sides["shardwise"]["held_bytes"] == sides["dcp"]["held_bytes"] > 0
+    for side in sides.values():
+        assert 0.0 <= side["still_cached"][0] <= 1.0
+        assert side["save_s"][0] > 0 < side["load_s"][0]
+    assert result["plain"]["written_bytes"] == sides["shardwise"]["written_bytes"] > sides["shardwise"]["held_bytes"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.slow
+def test_runs_are_killed_at_random_moments(tmp_path: Path) -> None:
+    arguments = ["--moments=3", "--places=0", "--saves=synchronous", "--out", str(tmp_path / "crashes.json")]
+    done = _run("crashes.py", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: Any = _result(tmp_path)
+    (verdicts,) = result["kills"].values()
+    assert [verdict["kill"]["victims"] for verdict in verdicts] == [[0], [1], [0, 1]]
+    assert all(verdict["hit"] and not verdict["problems"] for verdict in verdicts)
 
 
 def test_unknown_engine_is_one_line() -> None:

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint import commit, latest, manifest
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.storage import LocalDirectory
 from shardwise.errors import CheckpointError
 
 
 def committed(path: Path, step: int) -> Path:
     path.mkdir(parents=True)
     (path / "training.json").write_text(json.dumps({"step": step}))
-    manifest.write(path, {"training.json": manifest.record_of(path / "training.json")})
+    record = manifest.record_of((path / "training.json").read_bytes())
+    manifest.write(LocalDirectory(path), Manifest({"training.json": record}))
     return path
 
 
@@ -36,7 +39,7 @@ def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     path = committed(tmp_path / "step-000001", 1)
     with pytest.raises(CheckpointError, match="step-000001 exists already"):
         commit.begin(path)
-    manifest.read(path)
+    manifest.read(LocalDirectory(path))
 
 
 def test_what_a_crash_left_is_replaced(tmp_path: Path) -> None:
@@ -55,3 +58,26 @@ def test_partials_are_removed_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "step-000002.partial" / "below").mkdir(parents=True)
     assert [path.name for path in commit.remove_partials(tmp_path)] == ["step-000002.partial"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.partial", kept.name]
+
+
+def test_a_checkpoint_is_called_partial_before_its_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = committed(tmp_path / "step-000001", 1)
+
+    def stop(what: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit.shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            commit.remove(path)
+    assert [left.name for left in tmp_path.iterdir()] == ["step-000001.partial"]
+    commit.remove(committed(path, 1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_set_aside_is_no_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2):  # the second replaces the first
+        aside = commit.set_aside(committed(tmp_path / "step-000003", step))
+    assert [path.name for path in tmp_path.iterdir()] == [aside.name]
+    assert manifest.read(LocalDirectory(aside)).files
+    assert latest(tmp_path) is None

@@ -76,6 +76,20 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
     sw.checkpoint.load(tmp_path / "c", model)
     with pytest.raises(CheckpointError, match="without an optimizer"):
         sw.checkpoint.load(tmp_path / "c", model, adamw(model.parameters()))
+    loaded = sw.checkpoint.load(tmp_path / "c", model, adamw(model.parameters()), strict=False)
+    assert loaded.missing == tuple(f"optimizer state of {name}" for name, _ in Net().named_parameters())
+
+
+@on_ranks(2)
+def test_state_of_another_kind_of_optimizer(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    model = sw.shard(Net(depth=4))
+    other = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    before = everything(model, other)
+    with pytest.raises(CheckpointError, match="was saved with AdamW, and this is SGD"):
+        sw.checkpoint.load(tmp_path / "c", model, other)
+    same(everything(model, other), before)
+    assert set(other.param_groups[0]) == set(torch.optim.SGD([torch.zeros(1)]).param_groups[0])
 
 
 @on_ranks(2)

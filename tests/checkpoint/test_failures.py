@@ -150,14 +150,16 @@ def test_mistakes_of_one_rank_are_everybodys(tmp_path: Path) -> None:
     first = dist.get_rank() == 0
     with pytest.raises(UsageError if first else CheckpointError, match="extra cannot be saved as JSON"):
         sw.checkpoint.save(tmp_path / "c", model, optimizer, extra={"a": object()} if first else None)
-    with pytest.raises(UsageError, match=r"asynchronous=True.* is not available yet"):
-        sw.checkpoint.save(tmp_path / "c", model, asynchronous=True)
     with pytest.raises(UsageError, match=r"inside .* sw\.unsharded"), sw.unsharded(model):
         sw.checkpoint.save(tmp_path / "c", model, optimizer)
     sw.checkpoint.save(tmp_path / "c", model, optimizer)
     with pytest.raises(CheckpointError, match="exists already"):
         sw.checkpoint.save(tmp_path / "c", model, optimizer)
     verify(tmp_path / "c")
+    for name in ("c.partial", "step-000001.damaged", "a\0b", "/"):
+        with pytest.raises(UsageError, match="cannot be a checkpoint's name"):
+            sw.checkpoint.save(tmp_path / name, model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 @on_ranks(2)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.checkpoint import manifest
-from shardwise.checkpoint.manifest import FileRecord, RegionSums, verify
+from shardwise.checkpoint.manifest import FileRecord, Manifest, RegionSums, verify
+from shardwise.checkpoint.storage import LocalDirectory
 from shardwise.errors import CheckpointError
 
 DATA = bytes(range(100))
@@ -29,7 +30,7 @@ def directory(tmp_path: Path) -> Path:
     first.add(60, DATA[60:])
     second.add(30, DATA[30:60])
     record = FileRecord(len(DATA), (*first.regions(), *second.regions()))
-    manifest.write(tmp_path, {"a": record, "b": manifest.record_of(tmp_path / "b")})
+    manifest.write(LocalDirectory(tmp_path), Manifest({"a": record, "b": manifest.record_of(b"")}))
     return tmp_path
 
 

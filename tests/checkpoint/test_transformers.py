@@ -12,7 +12,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import verify
-from shardwise.errors import UsageError
 from tests.ranks import RankPools
 
 transformers = pytest.importorskip("transformers")
@@ -75,28 +74,3 @@ def test_from_pretrained_has_the_same_logits(name: str, max_file_bytes: int, ran
 def _names(path: Path) -> set[str]:
     with path.open("rb") as file:
         return set(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
-
-
-def test_names_that_transformers_changes_on_disk(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4)
-    pixels = torch.ones(1, 3, 8, 8)
-    model = transformers.ViTForImageClassification(config)
-    model.save_pretrained(tmp_path / "theirs")
-    logits = model.eval()(pixels).logits
-    sharded = sw.shard(model)
-    sw.checkpoint.save(tmp_path / "c", sharded)
-    assert _names(tmp_path / "c" / "model.safetensors") == _names(tmp_path / "theirs" / "model.safetensors")
-    again = transformers.ViTForImageClassification.from_pretrained(tmp_path / "c")
-    assert torch.equal(again.eval()(pixels).logits, logits)
-    other = sw.shard(transformers.ViTForImageClassification(config))
-    sw.checkpoint.load(tmp_path / "c", other)
-    assert torch.equal(other.eval()(pixels).logits, logits)
-
-
-def test_tensors_that_transformers_splits_on_disk_are_refused_by_name(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=2, vocab_size=33)
-    model = sw.shard(transformers.MixtralForCausalLM(config))
-    with pytest.raises(UsageError, match=r"splits or stacks .*experts"):
-        sw.checkpoint.save(tmp_path / "c", model)

@@ -53,6 +53,30 @@ time.sleep(600)
         os.kill(int((tmp_path / "rank-0").read_text()), 0)
 
 
+def test_no_rank_outlives_its_launcher(start: Start, tmp_path: Path) -> None:
+    """It would go on saving beside the ranks of the next start."""
+    scenario = f"""
+open(r"{tmp_path}/rank-" + str(rank), "w").write(str(os.getpid()))
+print("training", flush=True)
+time.sleep(600)
+"""
+    command = _start_and_wait(start, scenario)
+    pids = [int((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
+    command.process.kill()
+    command.end(timeout_s=30)  # when nobody has its standard output open any more
+    deadline_s = time.monotonic() + 20
+    while any(_runs(pid) for pid in pids):  # files are closed a little before a process is gone
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_the_cause_is_shown_and_not_what_its_peers_say(start: Start) -> None:
     """Rank 0 ends first, because rank 1 has already closed its connections and is slow to end."""
     scenario = """

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from shardwise.comm import Buffer, BufferKind, Collectives, Reduction, Region, W
 from shardwise.errors import CollectiveTimeout, MismatchError
 from tests.comm.naive import collectives
 from tests.ranks import RankPool, RankPools
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def gather(comm: Collectives, buffer: Buffer, value: int) -> Work:
@@ -25,6 +29,7 @@ def gather(comm: Collectives, buffer: Buffer, value: int) -> Work:
 
 
 def segments() -> list[str]:
+    """All shared memory that this process maps."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "rw-s" in line]
 
 
@@ -90,14 +95,9 @@ def poison() -> None:
         assert buffer.bytes[others].eq(0xFF).all()
 
 
-def held() -> tuple[int, int]:
-    """Mapped segments and open descriptors of this process."""
-    return len(segments()), sum("memfd" in str(fd.resolve()) for fd in Path("/proc/self/fd").iterdir())
-
-
-def nothing_left() -> tuple[int, int]:
-    """What 30 collectives leave behind without the collector's help, and the tests before with it."""
-    gc.collect()
+def nothing_left() -> tuple[list[str], list[str]]:
+    """The shared memory and the descriptors that 30 collectives leave behind without the collector's help."""
+    gc.disable()
     for number in range(30):
         comm = collectives("shm")
         buffers = [comm.allocate(5000, kind) for kind in BufferKind]
@@ -109,7 +109,8 @@ def nothing_left() -> tuple[int, int]:
             comm.close()
             comm.close()
         del comm, buffers, work
-    return held()
+    descriptors = [str(fd.resolve()) for fd in Path("/proc/self/fd").iterdir()]
+    return segments(), [descriptor for descriptor in descriptors if "memfd" in descriptor]
 
 
 def mapped() -> list[str]:
@@ -204,14 +205,20 @@ def test_released_memory_is_poisoned(ranks: RankPools, world_size: int) -> None:
     ranks(world_size).run(poison)
 
 
-def test_memory_and_descriptors_go_with_the_collectives(ranks: RankPools) -> None:
-    ranks(2).run(nothing_left)
-    assert ranks(2).run(nothing_left) == [(0, 0), (0, 0)]
+@pytest.fixture
+def fresh() -> Iterator[RankPool]:
+    """Ranks that have run no other test: what those left mapped would be counted here."""
+    with RankPool(2) as pool:
+        yield pool
 
 
-def test_no_segment_has_a_name(ranks: RankPools) -> None:
+def test_memory_and_descriptors_go_with_the_collectives(fresh: RankPool) -> None:
+    assert fresh.run(nothing_left) == [([], []), ([], [])]
+
+
+def test_no_segment_has_a_name(fresh: RankPool) -> None:
     """So a crash leaves nothing behind: what no process maps does not exist."""
-    for lines in ranks(2).run(mapped):
+    for lines in fresh.run(mapped):
         assert len(lines) >= 6
         assert all(line.endswith("/memfd:shardwise (deleted)") for line in lines)
 

@@ -65,10 +65,18 @@ def _allocations(event: Any, frames: tuple[str, ...]) -> Iterator[Allocation]:
         fields = event.extra_fields
         yield Allocation(event.start_time_ns, fields.alloc_size, fields.ptr, frames)
         return
-    if event.tag != _EventType.PyCCall:  # of some of those the profiler has lost the name
-        frames = (*frames, event.name)
+    if event.tag != _EventType.PyCCall:
+        frames = (*frames, _name(event))
     for child in event.children:
         yield from _allocations(child, frames)
+
+
+def _name(event: Any) -> str:
+    """Of some events the profiler has lost the name and says any bytes; their stacks have enough others."""
+    try:
+        return str(event.name)
+    except UnicodeDecodeError:
+        return "?"
 
 
 def new(allocations: list[Allocation]) -> list[str]:

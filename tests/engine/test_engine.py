@@ -62,6 +62,22 @@ def test_odd_parameters() -> None:
     assert len(twins.engine.root.groups) == 6
 
 
+@on_ranks(1, 3)
+def test_complex_parameters_with_adam_and_clipping() -> None:
+    """Some ranks hold nothing of them."""
+    twins = Twins(Odd, shape=(4, 5), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    for _ in range(3):
+        twins.backward()
+        for part in ({"spin"}, {name for name, _ in twins.plain.named_parameters()} - {"spin"}):
+            norms = [
+                torch.nn.utils.clip_grad_norm_([p for n, p in model.named_parameters() if n in part], 1e9)
+                for model in (twins.plain, twins.sharded)
+            ]
+            torch.testing.assert_close(*norms)
+        twins.step()
+        twins.same_parameters()
+
+
 @on_ranks(2)
 def test_a_unit_of_empty_parameters() -> None:
     class Nothing(nn.Module):
@@ -147,10 +163,8 @@ def test_nested_units() -> None:
     twins = Twins(units=units)
     assert max(len(unit.ancestors) for unit in twins.engine.units) == 2
     twins.train(3)
-    if twins.world_size > 1:
-        model = sw.shard(Net(), units=units, slots=2)
-        with pytest.raises(ConfigError, match="at least 3"):
-            model(batch(0))
+    with pytest.raises(ConfigError, match="at least 3"):
+        sw.shard(Net(), units=units, slots=2)
 
 
 class Fails(nn.Module):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.engine.rig import Net, Twins, on_ranks
+import shardwise as sw
+from shardwise.errors import UsageError
+from tests.engine.cases import collectives
+from tests.engine.rig import Net, Twins, batch, events, on_ranks, recording, seeded, squares
 
 
 class Mixture(nn.Module):
@@ -51,3 +57,184 @@ class Tables(nn.Module):
 @on_ranks(2, 3)
 def test_units_whose_inputs_want_no_gradient() -> None:
     Twins(Tables, units={nn.Embedding}).train(steps=4)
+
+
+# Gradients that find no slot ------------------------------------------------------------------------------------------
+
+
+class Hidden:
+    """A container that the engine cannot look into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.get = lambda: value
+
+
+class LentTable(nn.Embedding):
+    """Is read after its forward, while its strategy keeps it."""
+
+    def forward(self, index: Tensor) -> Any:
+        weight = self.weight
+        return lambda: nn.functional.embedding(index, weight)
+
+
+class OnlySome(nn.Module):
+    """More tables than slots, whose outputs nobody sees; every rank looks into others of them, in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(LentTable(10, 6) for _ in range(8))
+        self.leave = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x[:, 0].abs() * 3).long().clamp(max=9)
+        generator = torch.Generator().manual_seed(int(x.abs().sum() * 1000))
+        chosen = torch.randperm(len(self.tables), generator=generator)[:4].tolist()
+        lent = [table(index) for table in self.tables]
+        total = torch.zeros(())
+        for table in chosen:  # backward goes through them the other way round
+            total = torch.tanh(total + lent[table]())
+        return self.leave(total)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "shard_optimizer", "no_shard"])
+@on_ranks(2, 3)
+def test_gradients_that_come_in_another_order_on_every_rank(strategy: str, name: str) -> None:
+    """No unit's backward is seen to begin or end, so all wait for the fixed order after backward; every rank asks its
+    collectives for the same things in the same order."""
+    with collectives(name), recording():
+        twins = Twins(OnlySome, strategy=strategy, units={LentTable})
+    for _ in range(4):
+        twins.backward()
+        twins.same_gradients()
+        twins.step()
+    if strategy != "no_shard":
+        asked = [(event.op, event.buffer) for event in events(twins.engine)]
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, asked)
+        assert all(other == asked for other in of_ranks)
+    assert not any(unit.late for unit in twins.engine.units)
+
+
+class HiddenBlock(nn.Module):
+    """Hides what it returns on the ranks that are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+        self.hides = True
+
+    def forward(self, x: Tensor) -> Any:
+        y = x + self.down(torch.tanh(self.up(x)))
+        return Hidden(y) if self.hides else y
+
+
+class HiddenNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            y = block(x)
+            x = y.get() if block.hides else y
+        return self.leave(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(2)
+def test_outputs_that_only_some_ranks_hide(strategy: str, everywhere: bool) -> None:
+    """Where a unit's backward begins is then seen by some ranks only, where it ends by all; nothing goes out of order,
+    and hidden units are reduced as their backward ends."""
+    with recording():
+        twins = Twins(lambda: HiddenNet(6, HiddenBlock), strategy=strategy, units={HiddenBlock})
+    for block in twins.sharded.blocks:  # type: ignore[union-attr]
+        block.hides = everywhere or dist.get_rank() == 1
+    twins.train(3)
+    if strategy != "no_shard":
+        asked = [(event.op, event.buffer) for event in events(twins.engine)]
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, asked)
+        assert all(other == asked for other in of_ranks)
+
+
+@on_ranks(2)
+def test_hidden_gradients_accumulate_in_the_reduce_dtype() -> None:
+    """Over `no_sync`, as in a slot: three bf16 micro-batches are summed in fp32."""
+    precision = sw.Precision(param="bf16", reduce="fp32")
+    built = seeded(lambda: Hides(False)), seeded(lambda: Hides(True))
+    models = [sw.shard(model, "shard_grad_op", precision=precision, units={Lends}) for model in built]
+    for model in models:
+        for i in range(3):
+            with sw.no_sync(model):
+                squares(model, batch(i)).backward()
+        squares(model, batch(3)).backward()
+    for plain, hidden in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(plain.grad.local, hidden.grad.local)  # type: ignore[union-attr]
+
+
+class Lends(nn.Module):
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 6)
+        self.hides = hides
+
+    def forward(self, x: Tensor) -> Any:
+        rows = self.table((x[:, 0].abs() * 3).long().clamp(max=9))
+        return Hidden(rows) if self.hides else rows
+
+
+class Hides(nn.Module):
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.lends = nn.ModuleList(Lends(hides) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [lends(x) for lends in self.lends]
+        return torch.stack([r.get() if isinstance(r, Hidden) else r for r in rows]).prod(0)
+
+
+# Gradients that wait --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["optimizer", "optimizer, zeros", "model", "optimizer before shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+@on_ranks(1, 2)
+def test_zero_grad_drops_what_no_sync_left(strategy: str, how: str) -> None:
+    """As in DDP: a batch that was looked at and dropped leaves no trace in the next step."""
+    early = seeded(Net)
+    before = torch.optim.SGD(early.parameters(), lr=0.1)
+    dropping, plain = sw.shard(early, strategy), sw.shard(seeded(Net), strategy)
+    optimizers = [
+        before if how == "optimizer before shard" else torch.optim.SGD(dropping.parameters(), lr=0.1),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    ]
+    for step in range(2):
+        with sw.no_sync(dropping):
+            squares(dropping, batch(100 + step)).backward()
+            squares(dropping, batch(200 + step)).backward()
+        if how == "model":
+            dropping.zero_grad()
+        else:
+            optimizers[0].zero_grad(set_to_none=how != "optimizer, zeros")
+        for model, optimizer in zip((dropping, plain), optimizers, strict=True):
+            with sw.no_sync(model):
+                squares(model, batch(300 + step)).backward()
+            squares(model, batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=how != "optimizer, zeros")
+    for ours, theirs in zip(dropping.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.local, theirs.local)  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_zero_grad_of_one_of_two_optimizers_drops_its_parameters_alone() -> None:
+    model = sw.shard(seeded(Net))
+    head = torch.optim.SGD(model.leave.parameters(), lr=0.1)  # type: ignore[union-attr]
+    rest = torch.optim.SGD([p for n, p in model.named_parameters() if not n.startswith("leave")], lr=0.1)
+    with sw.no_sync(model):
+        squares(model, batch(0)).backward()
+    head.zero_grad()
+    with pytest.raises(UsageError, match=r"drop them with zero_grad"):
+        rest.step()
+    rest.zero_grad()
+    rest.step()
+    head.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import pickle
@@ -14,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
+from shardwise.engine.call import output_tensors
 from shardwise.engine.shard import require_engine
 from shardwise.errors import ConfigError, DifferentModelsError, LayoutError, MeshError, UsageError
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares, unwarned, warned
@@ -198,6 +201,166 @@ def test_a_second_shard_on_an_ancestor_adopts_units(used_before: bool, strategy:
         sw.shard(model)
 
 
+def halves() -> DeviceMesh:
+    """Groups of two ranks of four."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "message"),
+    [
+        ({}, {"strategy": "no_shard"}, r"strategy='no_shard', but 'blocks.0' below was sharded with 'full_shard'"),
+        ({}, {"strategy": "shard_grad_op"}, "strategy='shard_grad_op'"),
+        ({}, {"reshard_after_forward": 2}, r"reshard_after_forward=2, but 'blocks.0' .* with True"),
+        ({"reshard_after_forward": 2}, {"reshard_after_forward": 4}, "reshard_after_forward=4, but .* with 2"),
+        ({"reshard_after_forward": False}, {"reshard_after_forward": True}, "reshard_after_forward=True, but .* False"),
+        ({}, {"precision": sw.Precision(param="bf16")}, r"precision=Precision\(param='bfloat16'"),
+        ({"precision": sw.Precision(param="bf16")}, {"precision": sw.Precision()}, "precision=.*give every sw.shard"),
+        ({}, {"mesh": "halves"}, r"mesh=\(\(\d, \d\), \(\d,\)\), but .* with \(\(0, 1, 2, 3\), \(\d,\)\)"),
+        ({"mesh": "halves"}, {"mesh": "all"}, r"mesh=\(\(0, 1, 2, 3\)"),
+    ],
+)
+@on_ranks(4)
+def test_what_adopted_units_cannot_change_raises(below: dict[str, Any], above: dict[str, Any], message: str) -> None:
+    """And leaves the units below as they were."""
+    meshes = {"halves": lambda: halves()["shard"], "all": lambda: init_device_mesh("cpu", (4,))}
+    below, above = ({k: meshes[v]() if k == "mesh" else v for k, v in given.items()} for given in (below, above))
+    model: Any = seeded(Net)
+    for block in model.blocks:
+        sw.shard(block, **below)
+    with pytest.raises(UsageError, match=message):
+        sw.shard(model, **above)
+    squares(model.blocks[0], batch(0, None, 5, 6)).backward()
+    assert type(model.enter.weight) is nn.Parameter
+    sw.shard(model, **below)
+    squares(model, batch(0)).backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reshard_after_forward": 2},
+        {"reshard_after_forward": False},
+        {"mesh": "halves"},
+        {"strategy": "hybrid_shard", "mesh": "both"},
+        {"precision": sw.Precision(param="bf16", reduce="fp32")},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("again", [True, False])
+@on_ranks(4)
+def test_adopted_units_train_with_what_they_were_sharded_with(options: dict[str, Any], again: bool) -> None:
+    """Whether the ancestor's call repeats that or leaves it out: the same numbers as one call for all gives."""
+    meshes = {"halves": lambda: halves()["shard"], "both": halves}
+    options = {k: meshes[v]() if k == "mesh" else v for k, v in options.items()}
+    model, whole = seeded(Net), sw.shard(seeded(Net), **options)
+    for block in model.blocks:  # type: ignore[union-attr]
+        sw.shard(block, **options)
+    sw.shard(model, **(options if again else {k: v for k, v in options.items() if k == "strategy"}))
+    ours, expected = require_engine(model), require_engine(whole)
+    assert ours.mesh.spans == expected.mesh.spans
+    assert ours.mesh.secondary_size == expected.mesh.secondary_size
+    assert ours.keeps_params == expected.keeps_params
+    assert ours.precision == expected.precision
+    for step in range(2):
+        losses = [squares(m, batch(step)) for m in (model, whole)]
+        assert torch.equal(*losses)
+        for m, loss in zip((model, whole), losses, strict=True):
+            loss.backward()
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a.local, b.local)  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_units_that_were_sharded_differently_cannot_be_adopted_together() -> None:
+    model: Any = seeded(Net)
+    sw.shard(model.blocks[0])
+    sw.shard(model.blocks[1], precision=sw.Precision(param="bf16"))
+    with pytest.raises(UsageError, match=r"'blocks.1' below was sharded with Precision\(param='bfloat16'"):
+        sw.shard(model)
+
+
+@on_ranks(2)
+def test_outputs_of_the_ancestor_have_a_dtype_of_their_own() -> None:
+    """What concerns the sharded module alone need not be asked for below."""
+    model: Any = seeded(Net)
+    for block in model.blocks:
+        sw.shard(block, precision=sw.Precision(param="bf16"))
+    sw.shard(model, precision=sw.Precision(param="bf16", output="fp32"))
+    assert model(batch(0)).dtype is torch.float32
+
+
+# Slots ----------------------------------------------------------------------------------------------------------------
+
+
+def every_block_and_linear(fqn: str, module: nn.Module) -> bool:
+    return isinstance(module, (Block, nn.Linear))
+
+
+@on_ranks(1, 2)
+def test_too_few_slots_for_the_nesting_of_units_raise_in_shard() -> None:
+    model = Net()
+    with pytest.raises(ConfigError, match="slots=2 is fewer than this model's nesting of units needs: at least 3"):
+        sw.shard(model, units=every_block_and_linear, slots=2)
+    assert all(type(p) is nn.Parameter for p in model.parameters())  # it may be tried again
+    squares(sw.shard(model, units=every_block_and_linear, slots=3), batch(0)).backward()
+    with pytest.raises(ConfigError, match=r"slots=1 .* at least 2"):
+        sw.shard(Net(), units=lambda fqn, module: False, slots=1)
+
+
+@on_ranks(2)
+def test_nesting_counts_adopted_units() -> None:
+    model: Any = Net()
+    for block in model.blocks:
+        sw.shard(block.up)
+    with pytest.raises(ConfigError, match=r"slots=2 .* at least 3"):
+        sw.shard(model, units={Block}, slots=2)
+    sw.shard(model, units={Block})
+    squares(model, batch(0)).backward()
+
+
+@on_ranks(2)
+def test_units_that_stay_gathered_need_no_slots_for_nesting() -> None:
+    model = sw.shard(Net(), "shard_grad_op", units=every_block_and_linear, slots=2)
+    squares(model, batch(0)).backward()
+
+
+class Calls(nn.Module):
+    """Calls a block that is not below it: how deep units are inside one another shows when it happens only."""
+
+    def __init__(self, other: nn.Module | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.other = [other] if other is not None else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        for other in self.other:
+            x = other(x)
+        return x * self.weight
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks: list[Calls] = []
+        for _ in range(4):
+            blocks.append(Calls(blocks[-1] if blocks else None))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[-1](x)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_nesting_that_only_shows_when_units_run_raises_then() -> None:
+    model = sw.shard(Chain(), units={Calls}, slots=3)
+    with pytest.raises(ConfigError, match=r"raise slots .now 3. to at least 4"):
+        model(batch(0, None, 5, 6))
+    Twins(Chain, units={Calls}, slots=4, shape=(5, 6)).train(2)
+
+
 # Conversions ----------------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +485,22 @@ class Slotted:
         self.value = value
 
 
+class PrivateSlots(Slotted):
+    """The inherited one, one whose name Python mangles, and one that is never set."""
+
+    __slots__ = ("__mine", "never")
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(None)
+        self.__mine = value
+        del self.value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "value":
+            return self.__mine
+        raise AttributeError(name)
+
+
 @dataclasses.dataclass
 class Data:
     value: Any
@@ -340,6 +519,8 @@ WRAPS: dict[str, Any] = {
     "dataclass": (Data, lambda o: o.value),
     "frozen": (Frozen, lambda o: o.value),
     "object": (Plain, lambda o: o.value),
+    "slots": (Slotted, lambda o: o.value),
+    "private slots": (PrivateSlots, lambda o: o.value),
     "nested": (lambda v: Plain([Data(v)]), lambda o: o.value[0].value),
 }
 
@@ -387,11 +568,22 @@ def test_outputs_that_alias_parameters(wrap: str, how: str) -> None:
         assert torch.equal(twins.sharded(batch(0)), twins.plain(batch(0)))
 
 
+def test_what_is_looked_into() -> None:
+    """Attributes and slots of objects that Python made; not what functions and C's objects refer to."""
+    looked_for = torch.ones(1)
+    found = [*output_tensors([Slotted(looked_for), PrivateSlots(looked_for), Plain(Slotted(looked_for))])]
+    assert len(found) == 3
+    assert not [
+        *output_tensors([lambda: looked_for, functools.partial(torch.add, looked_for), torch.float32, slice(3)])
+    ]
+
+
 @on_ranks(2)
 def test_a_leaf_hidden_where_nobody_can_look_is_never_silently_wrong() -> None:
     class Hides(Lends):
         def forward(self, x: Tensor) -> Any:
-            return x @ self.weight, Slotted(self.weight)
+            weight = self.weight
+            return x @ weight, lambda: weight
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -401,7 +593,7 @@ def test_a_leaf_hidden_where_nobody_can_look_is_never_silently_wrong() -> None:
         def forward(self, x: Tensor) -> Tensor:
             x, hidden = self.lenders[0](x)
             x, _ = self.lenders[1](x)
-            return x @ hidden.value  # type: ignore[no-any-return]
+            return x @ hidden()  # type: ignore[no-any-return]
 
     model = sw.shard(seeded(Model))
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, count, on_ranks, recording, seeded, squares
 
 STRATEGIES = ["no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2"]
@@ -289,6 +291,27 @@ def test_optimizers_that_are_not_elementwise_raise(name: str) -> None:
         optimizer.step(closure) if name == "LBFGS" else (closure(), optimizer.step())
 
 
+class CutOptimizer(torch.optim.Optimizer):
+    """An optimizer of the plain twin's parameters, cut where the ranks' pieces are."""
+
+    def __init__(self, twins: Twins, build: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__(twins.plain.parameters(), {})
+        held = [p.fragment for p in twins.sharded.parameters() if isinstance(p, ShardedParameter)]
+        of_ranks: list[list[tuple[int, int]]] = [[]] * twins.world_size
+        dist.all_gather_object(of_ranks, [(fragment.start, fragment.stop) for fragment in held])
+        self.pieces = [
+            (p, slice(*cut), p.detach().view(-1)[slice(*cut)].requires_grad_())
+            for p, cuts in zip(twins.plain.parameters(), zip(*of_ranks, strict=True), strict=True)
+            for cut in cuts
+        ]
+        self.inner = build([piece for _, _, piece in self.pieces])
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p, cut, piece in self.pieces:
+            piece.grad = None if p.grad is None else p.grad.view(-1)[cut]
+        self.inner.step()
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adamax", "Rprop"])
 @pytest.mark.parametrize("kind", ["foreach", "fused", "loop"])
 @on_ranks(2)
@@ -297,4 +320,7 @@ def test_elementwise_optimizers_are_exact(name: str, kind: str) -> None:
         return
     options = {"foreach": kind == "foreach"} if kind != "fused" else {"fused": True}
     build = getattr(torch.optim, name)
-    Twins(lambda: Net(depth=2), optimizer=lambda parameters: build(parameters, lr=0.01, **options)).train(2)
+    twins = Twins(lambda: Net(depth=2), optimizer=lambda parameters: build(parameters, lr=0.01, **options))
+    if kind == "fused":  # torch's fused Adam rounds the last elements of a tensor, short of a vector, otherwise
+        twins.optimizers[0] = CutOptimizer(twins, lambda parameters: build(parameters, lr=0.01, **options))
+    twins.train(2)

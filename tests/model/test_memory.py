@@ -11,6 +11,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.shm import STAGE_BYTES
 from shardwise.engine.shard import require_engine
+from shardwise.model.memory import replicated
+from shardwise.policy.kinds import KINDS
 from tests.engine.allocations import Live, new, shared_mapping_bytes, traced
 from tests.engine.cases import CASES, FP32, MIXED, Case, collectives, dtype_of
 from tests.engine.rig import Net, batch, seeded, squares
@@ -101,6 +103,43 @@ def test_the_peak_is_what_sw_memory_says(
     for peak, now, known in ranks(case.world_size).run(_peak, case, precision, accumulation):
         assert now == sum(known.values()), known
         assert peak == now
+
+
+def _against_ddp(case: Case) -> tuple[dict[str, int], dict[str, int], int]:
+    loop = Loop(case, FP32)
+    loop.step()
+    plain = small_net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
+    squares(plain, batch(0)).backward()
+    optimizer.step()
+    held = {
+        "param_shards": sum(p.nbytes for p in plain.parameters()),
+        "grad_shards": sum(p.grad.nbytes for p in plain.parameters() if p.grad is not None),
+        "optimizer": sum(value.nbytes for state in optimizer.state.values() for value in state.values()),
+    }
+    return replicated(loop.model), held, sum(sw.memory(loop.model).now.values())
+
+
+def test_what_ddp_would_hold_is_what_a_plain_model_holds(ranks: RankPools) -> None:
+    for computed, held, _ in ranks(2).run(_against_ddp, Case("full_shard", 2)):
+        assert {kind: nbytes for kind, nbytes in computed.items() if nbytes} == held
+
+
+def test_kinds_that_nobody_measured_are_absent() -> None:
+    """A CPU's allocator counts nothing, so activations are not 0 but unknown; whatever is there is a kind."""
+    model = sw.shard(small_net())
+    squares(model, batch(0, 0)).backward()
+    for by_kind in (sw.memory(model).now, sw.memory(model).peak):
+        assert set(by_kind) == {*KINDS} - {"activations"}
+
+
+def test_ignored_parameters_are_counted() -> None:
+    model = small_net()
+    sw.shard(model, ignored=[model.leave.weight])  # type: ignore[union-attr, list-item]
+    before = sw.memory(model).now["other"]
+    squares(model, batch(0, 0)).backward()
+    assert sw.memory(model).now["other"] - before == model.leave.weight.nbytes  # type: ignore[union-attr, operator]
+    assert before >= model.leave.weight.nbytes  # type: ignore[union-attr, operator]
 
 
 def _known_before_the_first_step(case: Case) -> tuple[dict[str, int], dict[str, int]]:

@@ -205,6 +205,102 @@ def test_plain_modules_on_ranks(ranks: RankPools, world_size: int) -> None:
         assert ranks(world_size).run(differences, build) == [[]] * world_size
 
 
+class Clones(nn.Module):
+    """What torch deep-copies, as its documentation has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(3, 3)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(12, 4, 24, batch_first=True), 3, nn.LayerNorm(12)
+        )
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(12, 3, 24), 2)
+        self.after = nn.Linear(3, 3)
+
+
+def whole_transformer() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers that are not batch_first
+        return nn.Transformer(12, 3, 2, 3, 24)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("build", [Clones, whole_transformer])
+def test_copied_layers_have_the_copied_numbers(ranks: RankPools, build: Build, world_size: int) -> None:
+    """The layer that is copied draws once, wherever it went afterwards."""
+    assert ranks(world_size).run(differences, build) == [[]] * world_size
+
+
+class KeepsOriginal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(12, 4, 24, batch_first=True)
+        self.encoder = nn.TransformerEncoder(self.layer, 2)
+        self.head = nn.Linear(12, 3)
+
+
+def test_a_layer_that_stands_beside_its_copies() -> None:
+    with pytest.warns(UserWarning, match="taken for copies of that one"):
+        assert differences(KeepsOriginal) == []
+
+
+def test_layers_that_were_put_in_later_draw() -> None:
+    def build() -> nn.Module:
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 4, 24, batch_first=True), 2)
+        model.layers[1] = nn.TransformerEncoderLayer(12, 3, 36)
+        return model
+
+    assert differences(build) == []
+
+
+class PartlyIgnored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+        self.third.weight.hint = "kept"  # type: ignore[attr-defined]
+        self.third.bias.requires_grad_(False)
+        self.tied = nn.Linear(5, 2)
+        self.tied.weight = self.third.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x))) + self.tied(self.first(x))  # type: ignore[no-any-return]
+
+
+def ignoring() -> None:
+    torch.manual_seed(SEED)
+    real = PartlyIgnored()
+    torch.manual_seed(SEED)
+    model = on_meta(PartlyIgnored)
+    sw.shard(model, ignored=[*model.third.parameters()])  # type: ignore[union-attr, operator]
+    assert type(model.third.weight) is nn.Parameter  # type: ignore[union-attr]
+    assert model.tied.weight is model.third.weight  # type: ignore[union-attr]
+    assert model.third.weight.hint == "kept"  # type: ignore[union-attr, operator]
+    assert not model.third.bias.requires_grad  # type: ignore[union-attr]
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    full = sw.full_state_dict(model, rank0_only=False)
+    assert all(same(full[name], tensor) for name, tensor in real.state_dict().items())
+    model(torch.ones(2, 3)).sum().backward()
+    assert model.third.weight.grad is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ignored_parameters_get_their_numbers(ranks: RankPools, world_size: int) -> None:
+    ranks(world_size).run(ignoring)
+
+
+class Ignorable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_ignored_parameters_that_nothing_initialises_raise() -> None:
+    model: Any = on_meta(Ignorable)
+    with pytest.raises(LayoutError, match=r"Ignorable\.scale \(scale\).*nothing initialised it"):
+        sw.shard(model, ignored=[model.scale])
+
+
 def test_parents_that_initialise_units_below() -> None:
     torch.manual_seed(SEED)
     with warnings.catch_warnings():

@@ -128,6 +128,34 @@ def test_optimizers_step_as_unsharded(optimizer: type[torch.optim.Optimizer], op
     on_threads(3, rank)
 
 
+COMPLEX = {
+    name: case for name, case in OPTIMIZERS.items() if case[0].__name__ in "AdamW RMSprop Adagrad Adadelta NAdam"
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [case for case in COMPLEX.values() if "fused" not in case[1]],
+    ids=[name for name, case in COMPLEX.items() if "fused" not in case[1]],
+)
+def test_optimizers_step_complex_parameters_as_unsharded(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    """They look at them as pairs of real numbers; each piece holds whole pairs."""
+    pairs = [randn((7,), (3, 5), (2, 2), (), seed=seed) for seed in range(8)]
+    start, *gradients = [[torch.complex(a, b) for a, b in zip(*pairs[i : i + 2], strict=True)] for i in (0, 2, 4, 6)]
+    whole = [nn.Parameter(t.clone()) for t in start]
+    steps(optimizer(whole, **options), whole, [[g.clone() for g in several] for several in gradients])
+
+    def rank(group: Any) -> None:
+        parameters = [nn.Parameter(p) for p in cut(group, start)]
+        steps(optimizer(parameters, **options), parameters, [cut(group, several) for several in gradients])
+        for parameter, expected in zip(parameters, whole, strict=True):
+            assert torch.equal(parameter.full_tensor(), expected)
+
+    on_threads(3, rank)
+
+
 class Lion(torch.optim.Optimizer):
     """What a user writes."""
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from shardwise.errors import ConfigError
+import shardwise as sw
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train import trainer
-from shardwise.train.config import load
+from shardwise.train.checkpoints import Checkpoints
+from shardwise.train.config import CheckpointConfig, load
+from shardwise.train.order import Position
+from shardwise.train.ranks import Ranks
 from shardwise.train.trainer import Trainer
+from tests.checkpoint.test_asynchronous import fail_in_thread, held
 from tests.ranks import RankPools
 
 TINY = """
@@ -95,6 +104,87 @@ def test_two_ranks_go_on_bit_exactly_and_one_rank_in_the_same_order(ranks: RankP
     assert losses("one")[-1][1] == pytest.approx(losses("whole")[-1][1], rel=0.05)  # its dropout is another
 
 
+def test_asynchronous_saves_go_on_alike_and_are_there_at_the_end(ranks: RankPools) -> None:
+    here, options = str(Path.cwd()), ("checkpoint.every=1", "checkpoint.asynchronous=true")
+    ranks(2).run(run_here, here, None, "log.name=whole", timeout_s=120)
+    ranks(2).run(run_here, here, 5, "log.name=two", *options, timeout_s=120)
+    assert kept("two") == ["step-000004", "step-000005"]  # the failure waited for the last one
+    ranks(2).run(run_here, here, None, "log.name=two", *options, timeout_s=120)
+    assert kept("two") == ["step-000005", "step-000006"]
+    assert losses("two") == losses("whole")
+    sw.checkpoint.verify("runs/two/checkpoints/step-000006")
+
+
+def test_the_last_good_checkpoint_stays_while_a_newer_one_is_written(tmp_path: Path) -> None:
+    model = sw.shard(torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = CheckpointConfig(every=1, keep=1, asynchronous=True)
+    checkpoints = Checkpoints(tmp_path / "c", config, Ranks(0, 1, torch.device("cpu")))
+    with held() as opened, checkpoints.finished(model):
+        for step in (1, 2, 3):
+            opened.clear()
+            checkpoints.save(step, model, optimizer, Position(0, 0, 0), {})
+            there = sorted(path.name for path in (tmp_path / "c").iterdir())
+            before = [f"step-{step - 1:06d}"] if step > 1 else []
+            assert there == [*before, f"step-{step:06d}.partial"]
+            opened.set()
+            sw.checkpoint.wait(model)
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-000003"]
+
+
+def test_what_fails_in_the_background_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in_thread(monkeypatch, "fsync", 12)
+    with pytest.raises(CheckpointError, match=r"asynchronous save of .*step-00000\d failed: .*No space left"):
+        run_here(".", None, "checkpoint.every=1", "checkpoint.asynchronous=true")
+    monkeypatch.undo()
+    assert not Path("runs/tiny/final").exists()
+
+
+def interrupt(folder: str, rank: int, *overrides: str) -> str:
+    """Run in a folder; `rank` alone has a signal in its third step. Returns what the first rank said."""
+    original, before = Trainer.step, Path.cwd()
+
+    def step(self: Trainer, number: int) -> Any:
+        if number == 2 and self.ranks.rank == rank:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, number)
+
+    os.chdir(folder)
+    Trainer.step = step  # type: ignore[method-assign]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(KeyboardInterrupt):
+            trainer.run(load("tiny.toml", overrides))
+    finally:
+        Trainer.step = original  # type: ignore[method-assign]
+        os.chdir(before)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_one_rank_that_is_interrupted_ends_all_after_the_same_step(
+    asynchronous: str, ranks: RankPools, tmp_path: Path
+) -> None:
+    options = ("checkpoint.every=2", f"checkpoint.asynchronous={asynchronous}")
+    said, _ = ranks(2).run(interrupt, str(tmp_path), 1, *options, timeout_s=120)
+    assert "interrupted after step 3: saved as runs/tiny/checkpoints/step-000003" in said
+    assert [step for step, _ in losses("tiny")] == [1, 2, 3]
+    assert kept("tiny") == ["step-000002", "step-000003"]
+    sw.checkpoint.verify("runs/tiny/checkpoints/step-000003")
+
+
+def test_nothing_is_saved_where_checkpoints_are_off(ranks: RankPools, tmp_path: Path) -> None:
+    said, _ = ranks(2).run(interrupt, str(tmp_path), 0, timeout_s=120)
+    assert "interrupted after step 3; checkpoint.every=0, so nothing was saved" in said
+    assert not Path("runs/tiny/checkpoints").exists()
+
+
+def test_a_run_goes_on_from_a_url() -> None:
+    run_here(".", 3, "checkpoint.every=3")
+    run_here(".", None, "log.name=other", f"checkpoint.resume=file://{Path.cwd()}/runs/tiny/checkpoints/step-000003")
+    assert [step for step, _ in losses("other")] == [4, 5, 6]
+
+
 def test_checkpoints_that_are_in_the_way_are_an_error() -> None:
     run_here(".", 2, "checkpoint.every=1")
     with pytest.raises(ConfigError, match=r'"never", but .* has 2 checkpoints'):
@@ -105,3 +195,37 @@ def test_checkpoints_that_are_in_the_way_are_an_error() -> None:
         (path / "training.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"none of the 2 checkpoints .* is intact"):
         run_here(".", None)
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again() -> None:
+    run_here(".", None, "log.name=whole")
+    run_here(".", 5, "checkpoint.every=1")
+    damage(Path("runs/tiny/checkpoints/step-000005/optimizer.safetensors"))
+    run_here(".", None, "checkpoint.every=1", "checkpoint.keep=3")
+    assert losses("tiny") == losses("whole")
+    assert kept("tiny") == ["step-000004", "step-000005", "step-000005.damaged", "step-000006"]
+    assert sw.checkpoint.latest("runs/tiny") == Path("runs/tiny/checkpoints/step-000006")
+
+
+def test_a_checkpoint_that_is_named_is_verified() -> None:
+    run_here(".", 3, "checkpoint.every=1")
+    named = Path("runs/tiny/checkpoints/step-000003").rename("mine")
+    run_here(".", 4, "log.name=other", "checkpoint.every=1", f"checkpoint.resume={named}")
+    assert kept("other") == ["step-000004"]
+    damage(named / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"mine/model\.safetensors is damaged: bytes"):
+        run_here(".", None, "log.name=third", f"checkpoint.resume={named}")
+    with pytest.raises(CheckpointError, match="mime does not exist"):
+        run_here(".", None, "log.name=third", "checkpoint.resume=mime")
+
+
+def test_a_checkpoint_that_is_named_may_not_be_older_than_the_runs_own() -> None:
+    run_here(".", 3, "checkpoint.every=1")
+    older = "runs/tiny/checkpoints/step-000002"
+    with pytest.raises(ConfigError, match=r"step-000002' is at step 2 and the run has .*step-000003: leave"):
+        run_here(".", None, "checkpoint.every=1", f"checkpoint.resume={older}")
+    assert kept("tiny") == ["step-000002", "step-000003"]

@@ -110,7 +110,7 @@ def test_the_last_override_wins(path: Path) -> None:
         (
             "parallel.strategy=zero",
             "parallel.strategy = 'zero': must be 'no_shard', 'shard_optimizer', 'shard_grad_op', 'full_shard', "
-            "'hybrid_shard' or 'hybrid_shard_zero2'",
+            "'hybrid_shard', 'hybrid_shard_zero2' or 'auto'",
         ),
     ],
 )

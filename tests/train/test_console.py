@@ -2,8 +2,9 @@ import io
 
 from rich.console import Console
 
+from shardwise.policy.kinds import STATE_KINDS
 from shardwise.train.console import RunConsole, format_bytes, memory_line
-from shardwise.train.footprint import STATE_KINDS, Footprint
+from shardwise.train.footprint import Footprint
 from shardwise.train.metrics import StepMetrics
 from shardwise.train.sample import Sample
 
@@ -40,6 +41,18 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_and_one_for_the_la
     assert "512 tokens/s" in lines[0]
     assert "rank 0: 3.0 KiB" in lines[0]
     assert lines[0].endswith("left 0:38")
+
+
+def test_what_is_left_of_a_resumed_run() -> None:
+    clock = Clock()
+    console, out = plain(20, clock)
+    with console:
+        for step in range(16, 21):
+            clock.now_s += 2.0
+            console.step(metrics(step))
+    first = out.getvalue().splitlines()[0]
+    assert first.startswith("step 16/20 ")
+    assert first.endswith("left 0:08")
 
 
 def test_steps_between_lines() -> None:
@@ -84,9 +97,11 @@ def test_the_table_at_the_end() -> None:
     console.summary("full_shard", 2, footprint, step_time_s=0.25)
     assert "5.0 KiB" in out.getvalue()
     assert "10.0 KiB" in out.getvalue()
-    assert "0.50 of DDP's bytes per rank; median step 0.250 s" in out.getvalue()
+    assert "full_shard, counted" in out.getvalue()
+    assert "DDP, computed" in out.getvalue()
+    assert "0.50 of DDP's bytes per rank; median step 0.250 s, measured" in out.getvalue()
 
 
 def test_sizes() -> None:
     assert [format_bytes(size) for size in (0, 1023, 1536, 3 * 2**40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 TiB"]
-    assert memory_line({"a": 0, "b": 1}) == "rank 0 holds b 1 B"
+    assert memory_line({"a": 0, "b": 1, "c": None}) == "rank 0 holds b 1 B"

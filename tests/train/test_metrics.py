@@ -11,7 +11,7 @@ from shardwise.train.metrics import MetricsWriter, StepMetrics
 def metrics(step: int) -> StepMetrics:
     return StepMetrics(
         step=step, loss=2.5, lr=1e-3, grad_norm=0.7, tokens=1024, tokens_per_s=512.0, step_time_s=2.0,
-        memory={"param_shards": 100, "optimizer": 200}, world_size=2,
+        memory={"param_shards": 100, "optimizer": 200, "activations": None}, world_size=2,
     )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def test_a_step_is_one_object_with_the_promised_keys(tmp_path: Path) -> None:
     assert lines(tmp_path / "m.jsonl") == [
         {
             "step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.7, "tokens": 1024, "tokens_per_s": 512.0,
-            "step_time_s": 2.0, "memory": {"param_shards": 100, "optimizer": 200}, "world_size": 2,
+            "step_time_s": 2.0, "memory": {"param_shards": 100, "optimizer": 200, "activations": None}, "world_size": 2,
         }
     ]  # fmt: skip
     assert lines(tmp_path / "e.jsonl") == [{"step": 1, "loss": 3.25, "tokens": 999}]
@@ -52,6 +52,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "board")).Reload()
     assert [event.value for event in events.Scalars("train/loss")] == [2.5]
     assert [event.value for event in events.Scalars("memory/optimizer")] == [200]
+    assert "memory/activations" not in events.Tags()["scalars"]
     assert [event.value for event in events.Scalars("eval/loss")] == [3.25]
 
 

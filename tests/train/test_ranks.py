@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from shardwise.errors import CheckpointError
 from shardwise.train.ranks import Ranks, started
 from tests.ranks import RankPools
 
@@ -13,7 +15,18 @@ def exchange() -> None:
         assert ranks.gather([rank, -rank]) == [[0.0, 0.0], [1.0, -1.0], [2.0, -2.0]]
         assert ranks.first_says(rank == 0) is True
         assert ranks.first_says(rank != 0) is False
+        with ranks.together():
+            pass
+        with pytest.raises(ValueError if rank == 1 else CheckpointError, match=r"^(rank 1 failed: )?no cheese$"):
+            fail(ranks)
+        assert ranks.count(1) == 3  # nobody was left in a collective
     assert torch.distributed.is_initialized(), "a process group that was there before is left alone"
+
+
+def fail(ranks: Ranks) -> None:
+    with ranks.together():
+        if ranks.rank == 1:
+            raise ValueError("no cheese")
 
 
 def test_three_ranks_agree(ranks: RankPools) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.errors import ConfigError, UserError
+from shardwise.errors import CheckpointError, ConfigError, UserError
 from shardwise.train import trainer
 from shardwise.train.config import load
 from tests.ranks import RankPools
@@ -92,6 +92,7 @@ def test_a_run_writes_what_it_promises(capsys: pytest.CaptureFixture[str]) -> No
             "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_time_s", "memory", "world_size",
         }  # fmt: skip
         assert set(row["memory"]) == MEMORY_KINDS
+        assert row["memory"]["activations"] is None  # not 0: nothing counts them on a CPU
         assert row["tokens"] == 8 * 32
     assert rows[0]["lr"] == 1e-2
     evaluations = read("runs/tiny/evaluations.jsonl")
@@ -162,7 +163,6 @@ def test_a_loss_that_is_not_finite_stops_the_run() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("checkpoint.asynchronous=true", r"checkpoint\.asynchronous=true: .* not there yet"),
         ("model.dtype=fp16", 'set model.dtype="fp32" and parallel.param_dtype="fp16"'),
         ("train.global_batch=3", "global_batch=3 is not a multiple"),
         ("data.source=nowhere", "no files there"),
@@ -172,6 +172,41 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(override: str
     with pytest.raises(ConfigError, match=message):
         run_alone(override)
     assert not Path("runs").exists()
+
+
+FROM_FINAL = ("model.config=none", "model.path=runs/tiny/final", "model.weights=runs/tiny/final", "log.name=tuned")
+
+
+def tune_here(folder: str) -> str:
+    """Nobody loads the whole model."""
+    import transformers
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the whole model was loaded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
+        return run_here(folder, FROM_FINAL)
+
+
+def test_training_starts_from_the_weights_of_a_directory(ranks: RankPools) -> None:
+    run_alone()
+    learned = read("runs/tiny/evaluations.jsonl")
+    printed, _ = ranks(2).run(tune_here, str(Path.cwd()), timeout_s=120)
+    assert "runs/tiny/final: each rank read its own 0.1 MiB of weights, holding 0.0 MiB" in printed
+    tuned = read("runs/tuned/evaluations.jsonl")
+    assert tuned[0]["loss"] == pytest.approx(learned[-1]["loss"], rel=1e-6)
+    assert tuned[-1]["loss"] < tuned[0]["loss"] < learned[0]["loss"]
+
+
+def test_weights_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "pickles").mkdir()
+    (tmp_path / "pickles" / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"pickles has its weights in pickles .*convert it once"):
+        run_alone("model.weights=pickles")
+    run_alone("train.steps=1", "train.eval_every=0", "log.name=tiny")
+    with pytest.raises(CheckpointError, match=r"missing from the checkpoint: model\.layers\.2"):
+        run_alone("model.weights=runs/tiny/final", "model.config.num_hidden_layers=3", "log.name=deeper")
 
 
 def test_a_factory_with_its_own_loss(tmp_path: Path) -> None:
@@ -190,3 +225,8 @@ def test_a_factory_with_its_own_loss(tmp_path: Path) -> None:
     run_alone("model.config=none", "model.factory=own_model:Bigram", "parallel.units=none", "train.lr=0.3")
     assert losses("tiny")[-1] < losses("tiny")[0] - 1
     assert load_file("runs/tiny/final/model.safetensors")["table.weight"].shape == (320, 320)
+    run_alone(
+        "model.config=none", "model.factory=own_model:Bigram", "model.weights=runs/tiny/final", "parallel.units=none",
+        "log.name=again",
+    )  # fmt: skip
+    assert losses("again")[0] < losses("tiny")[0] - 0.5

@@ -10,13 +10,42 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.commit import latest
+    from shardwise.checkpoint.interchange.convert import Converted, convert
+    from shardwise.checkpoint.interchange.inspection import Inspection, inspect
     from shardwise.checkpoint.loading import Loaded, load
     from shardwise.checkpoint.manifest import verify
-    from shardwise.checkpoint.saving import save
+    from shardwise.checkpoint.pretrained import Pretrained, load_pretrained
+    from shardwise.checkpoint.saving import save, wait
 
-_HOMES = {"Loaded": "loading", "latest": "commit", "load": "loading", "save": "saving", "verify": "manifest"}
+_HOMES = {
+    "Converted": "interchange.convert",
+    "Inspection": "interchange.inspection",
+    "Loaded": "loading",
+    "Pretrained": "pretrained",
+    "convert": "interchange.convert",
+    "inspect": "interchange.inspection",
+    "latest": "commit",
+    "load": "loading",
+    "load_pretrained": "pretrained",
+    "save": "saving",
+    "verify": "manifest",
+    "wait": "saving",
+}
 
-__all__ = ["Loaded", "latest", "load", "save", "verify"]
+__all__ = [
+    "Converted",
+    "Inspection",
+    "Loaded",
+    "Pretrained",
+    "convert",
+    "inspect",
+    "latest",
+    "load",
+    "load_pretrained",
+    "save",
+    "verify",
+    "wait",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,10 +8,12 @@ import re
 import shutil
 from pathlib import Path
 
-from shardwise.checkpoint import manifest
+from shardwise.checkpoint import background, manifest
+from shardwise.checkpoint.storage import Directory, Location, directory_of
 from shardwise.errors import CheckpointError
 
 PARTIAL = ".partial"
+DAMAGED = ".damaged"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -50,6 +52,25 @@ def discard(path: Path) -> None:
     shutil.rmtree(partial_of(path), ignore_errors=True)
 
 
+def remove(path: Path) -> None:
+    """Remove the checkpoint `path`. What a crash leaves of it is called a partial one."""
+    partial = partial_of(path)
+    if partial.is_dir() and not partial.is_symlink():
+        shutil.rmtree(partial)
+    os.rename(path, partial)  # noqa: PTH104
+    sync(path.parent)  # before its files go: else the old name could come back with only some of them
+    shutil.rmtree(partial)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that it is none any more and its name is free; returns where it is now."""
+    aside = path.with_name(path.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)  # noqa: PTH104
+    sync(path.parent)
+    return aside
+
+
 def sync(path: Path) -> None:
     """Have a file, or a directory's names, on disk."""
     fd = os.open(path, os.O_RDONLY)
@@ -67,27 +88,34 @@ def remove_partials(directory: str | os.PathLike[str]) -> list[Path]:
     return stale
 
 
-def latest(run_directory: str | os.PathLike[str]) -> Path | None:
+def latest(run_directory: Location) -> Path | str | None:
     """The committed checkpoint of the highest step in a run's directory or its `checkpoints`; None without one. Local.
 
-    Looks at names and manifests, not at every byte: `verify` does.
+    Looks at names and manifests, not at every byte: `verify` does. A save that is under way in this process is waited
+    for; what went wrong with it is raised here.
+
+    Args:
+        run_directory: a path, for which a path is returned, or a URL, for which a URL is.
     """
-    run = Path(run_directory)
+    background.wait()
+    run = directory_of(run_directory)
     found = [
-        (step, path.name, path)
-        for directory in (run, run / "checkpoints")
-        if directory.is_dir()
-        for path in directory.iterdir()
-        if path.suffix != PARTIAL and (path / manifest.NAME).is_file() and (step := _step(path)) is not None
+        (step, name, place.child(name).location)
+        for place in (run, run.child("checkpoints"))
+        for name in place.names()
+        if not name.endswith((PARTIAL, DAMAGED)) and (step := _step(place.child(name))) is not None
     ]
     return max(found)[2] if found else None
 
 
-def _step(path: Path) -> int | None:
-    named = _STEP.fullmatch(path.name)
+def _step(directory: Directory) -> int | None:
+    """Of a checkpoint, by its name or else by what it says; None if it is none."""
+    if not manifest.is_there(directory):
+        return None
+    named = _STEP.fullmatch(Path(directory.location).name)
     if named:
         return int(named[1])
     try:
-        return int(json.loads((path / "training.json").read_text(encoding="utf-8"))["step"])
+        return int(json.loads(directory.read("training.json"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

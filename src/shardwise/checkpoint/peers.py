@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import xxhash
 
+from shardwise.checkpoint import background
 from shardwise.engine.mesh import Mesh
 from shardwise.errors import CheckpointError, MismatchError, UsageError
 
@@ -35,10 +36,11 @@ class Peers:
         return self.rank == 0
 
     @contextmanager
-    def together(self, doing: str) -> Iterator[None]:
+    def together(self, doing: str, seen: Callable[[], bool] | None = None) -> Iterator[None]:
         """All ranks leave the block, or all raise: whoever failed its own error, the others a CheckpointError with it.
 
         No collective may be inside. What the operating system says becomes a CheckpointError that begins with `doing`.
+        `seen` is not asked: see Company.
         """
         failure: Exception | None = None
         try:
@@ -71,6 +73,11 @@ class Peers:
                 "models and optimizers that have the same parameters, state and options, on every rank"
             )
 
+    def alike(self, numbers: list[int]) -> list[bool]:
+        """For each of equally many numbers, in [0, 2^62), whether it is the same on every rank."""
+        highest = self._highest([*numbers, *(2**_POSITIVE_BITS - number for number in numbers)])
+        return [high == 2**_POSITIVE_BITS - low for high, low in zip(highest, highest[len(numbers) :], strict=False)]
+
     def _hear(self, text: str) -> str:
         """What the one rank says whose text is not empty; only its beginning if it is long."""
         data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
@@ -83,3 +90,12 @@ class Peers:
         self._mesh.shard.all_reduce(values, "max").wait()
         self._mesh.replicate.all_reduce(values, "max").wait()
         return [int(value) for value in values.tolist()]
+
+
+def settle(peers: Peers) -> None:
+    """Wait for the asynchronous save before. Collective. Raises CheckpointError on every rank if it failed."""
+    try:
+        with peers.together("the last asynchronous save failed"):
+            background.wait()
+    finally:
+        background.clean_up()

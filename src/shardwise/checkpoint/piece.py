@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.naming import stored_names
+from shardwise.checkpoint.naming import places_to_write, stored_first
 from shardwise.checkpoint.peers import Peers
-from shardwise.checkpoint.tensor_file import StoredTensor
+from shardwise.checkpoint.place import Place
+from shardwise.checkpoint.runs import Runs
+from shardwise.checkpoint.safetensors_layout import StoredTensor
 from shardwise.engine.shard import require_engine
 from shardwise.errors import UsageError
 from shardwise.layout.ranges import Range, share
@@ -42,13 +45,15 @@ class Piece:
     """Elements [start, start + local.numel()) of a tensor of the global `shape`, row-major."""
 
     names: tuple[str, ...]
-    """In the files. The first one is written; the others are tied to it."""
+    """That the state_dict has for it. Under the first one it is written; the others are tied to it."""
     shape: tuple[int, ...]
     tensor: Tensor
     """Plain. A 1-D, contiguous piece, or the whole tensor, which every rank holds."""
     start: int
     is_whole: bool
     """Not sharded: rank 0's is written, and every rank reads all of it."""
+    places: tuple[Place, ...]
+    """Where its elements are written: of most tensors the whole of one with its name."""
 
     @property
     def name(self) -> str:
@@ -60,40 +65,61 @@ class Piece:
         return Range(self.start, self.start + self.tensor.numel())
 
     @property
-    def stored(self) -> StoredTensor:
-        return StoredTensor(self.name, _NAMES[self.tensor.dtype], self.shape)
+    def stored(self) -> list[StoredTensor]:
+        """The tensors that it is written to, each perhaps in part."""
+        return [StoredTensor(place.name, _NAMES[self.tensor.dtype], place.shape) for place in self.places]
 
-    def to_write(self, peers: Peers) -> Range:
-        """The elements that this rank writes: replicas share the work."""
+    def held_at(self, place: Place) -> Runs:
+        """From elements of the stored tensor to those of `self.tensor`, flattened, that lie on this rank."""
+        return place.runs.within(*self.held).moved(here=-self.start).inverse()
+
+    def to_write(self, peers: Peers) -> Piece | None:
+        """What of it this rank writes, 1-D, if anything: replicas share the work. Shares its memory where it can."""
+        elements = share(self.held, peers.replicas, peers.replica)
         if self.is_whole:
-            return self.held if peers.is_first else Range(0, 0)
-        return share(self.held, peers.replicas, peers.replica)
+            elements = self.held if peers.is_first else Range(0, 0)
+        if not elements.length:
+            return None
+        flat = self.tensor.reshape(-1)[elements.start - self.start : elements.stop - self.start]
+        return replace(self, tensor=flat, start=elements.start, is_whole=False)
 
 
-def piece_of(names: tuple[str, ...], tensor: Tensor) -> Piece:
+def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | None = None) -> Piece:
     """What this rank holds of a parameter, buffer or state tensor. Shares its memory.
 
-    Raises UsageError if safetensors has no such dtype.
+    Without `places` it is stored as it is, under its first name. Raises UsageError if safetensors has no such dtype.
     """
     if tensor.dtype not in _NAMES:
         raise UsageError(f"{names[0]!r} is of {tensor.dtype}, which safetensors files cannot hold")
+    places = places or (Place.whole(names[0], tensor.shape),)
     if isinstance(tensor, ShardedParameter):
-        return Piece(names, tuple(tensor.shape), tensor.local.detach(), tensor.fragment.start, False)
-    return Piece(names, tuple(tensor.shape), tensor.detach(), 0, True)
+        return Piece(tuple(names), tuple(tensor.shape), tensor.local.detach(), tensor.fragment.start, False, places)
+    return Piece(tuple(names), tuple(tensor.shape), tensor.detach(), 0, True, places)
 
 
-def pieces_of_model(model: nn.Module) -> list[Piece]:
-    """Everything in the model's state_dict, tied tensors once, under the names that the model's files use.
+def pieces_to_write(model: nn.Module) -> list[Piece]:
+    """Everything that is saved of the model's state_dict, tied tensors once, with places in the model's files.
 
     Raises UsageError, naming it, for what is no tensor or has no byte ranges of its own in such files; and inside a
     forward, a backward or sw.unsharded, where modules do not hold the sharded parameters.
     """
+    tensors = _tensors(model, set(getattr(model, "_keys_to_ignore_on_save", None) or ()))
+    places = places_to_write(model, {names[0]: tuple(tensor.shape) for names, tensor in tensors})
+    return [piece_of(names, tensor, places[names[0]]) for names, tensor in tensors]
+
+
+def pieces_to_read(model: nn.Module) -> list[Piece]:
+    """Everything in the model's state_dict, tied tensors once. Raises UsageError as `pieces_to_write` does."""
+    return [piece_of(names, tensor) for names, tensor in _tensors(model, set())]
+
+
+def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str], Tensor]]:
+    """The state_dict's tensors, each once, with its names, the one that is stored first."""
     engine = require_engine(model)
     if engine.depth or engine.in_backward or engine.suspended:
         raise UsageError(
             "sw.checkpoint inside a forward, a backward or sw.unsharded of the same model: leave that first"
         )
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     by_tensor: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in ignored:
@@ -101,9 +127,4 @@ def pieces_of_model(model: nn.Module) -> list[Piece]:
         if not isinstance(value, Tensor):
             raise UsageError(f"{name!r} in the model's state_dict is a {type(value).__name__}, not a tensor")
         by_tensor.setdefault(id(value), (value, []))[1].append(name)
-    ties = [names for _, names in by_tensor.values()]
-    shapes = [tuple(tensor.shape) for tensor, _ in by_tensor.values()]
-    return [
-        piece_of(names, tensor)
-        for names, (tensor, _) in zip(stored_names(model, ties, shapes), by_tensor.values(), strict=True)
-    ]
+    return [(stored_first(model, names), tensor) for tensor, names in by_tensor.values()]

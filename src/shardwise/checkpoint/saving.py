@@ -1,36 +1,46 @@
-"""`save`: every rank writes its own bytes, and the directory becomes a checkpoint in one rename."""
+"""`save`: every rank writes its own bytes, and what they wrote becomes a checkpoint at once."""
 
 from __future__ import annotations
 
 import copy
-import json
 import os
 import secrets
+import tempfile
 import time
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import commit, manifest, tensor_files, training_state
-from shardwise.checkpoint.manifest import FileRecord, Region
+from shardwise.checkpoint import background, by_rank, commit, tensor_files, training_state
+from shardwise.checkpoint.correspondence import Company, Correspondence, leave, note
+from shardwise.checkpoint.host_copy import HostMemory
+from shardwise.checkpoint.in_parts import InParts
+from shardwise.checkpoint.in_place import InPlace
 from shardwise.checkpoint.naming import is_transformers
-from shardwise.checkpoint.optimizer_state import OptimizerState, optimizer_state
-from shardwise.checkpoint.peers import Peers
-from shardwise.checkpoint.piece import Piece, pieces_of_model
-from shardwise.checkpoint.tensor_files import TensorFiles
+from shardwise.checkpoint.optimizer_state import optimizer_state
+from shardwise.checkpoint.peers import Peers, settle
+from shardwise.checkpoint.piece import Piece, pieces_to_write
+from shardwise.checkpoint.remote import RemoteDirectory
+from shardwise.checkpoint.storage import Location, is_url
+from shardwise.checkpoint.target import Kind, Target, Written
+from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError, UsageError
 
 _SIGHT_S = 5.0
 """How long a rank waits for rank 0's token to come in sight: network file systems cache names for a moment."""
+_CREATED = ".created"
+
+_host_memory: weakref.WeakKeyDictionary[Engine, HostMemory] = weakref.WeakKeyDictionary()
 
 
 def save(  # noqa: PLR0913, PLR0917 - the promised signature
-    path: str | os.PathLike[str],
+    path: Location,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     step: int = 0,
@@ -42,58 +52,111 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
 
     Args:
         path: becomes the checkpoint itself, a directory; on a file system that every rank sees. Written as
-            `path.partial` and renamed when everything is on disk, so `path` is either complete or not there.
+            `path.partial` and renamed when everything is on disk, so `path` is either complete or not there. Or a URL
+            that fsspec knows ("s3://bucket/run/step-000100"): then ranks write files of their own, and it is a
+            checkpoint when its manifest is there.
         model: sharded. Stored in the master dtype, under the names that its `from_pretrained` expects.
         optimizer: of the model's parameters; its state, groups and options are saved by fqn.
         step: of the training, not negative.
         extra: a dict of anything else that a resumed run needs, as JSON; `load` returns it. Rank 0's is saved.
-        asynchronous: not available yet.
+        asynchronous: copy this rank's bytes to host memory, which is kept for the next time, and return; a thread
+            writes them. Whatever is saved is as it was at the call. The next call of this package waits for it and
+            raises what went wrong; so does the end of the program, which then has status 1.
         max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: `path` exists, it cannot be written, or not all ranks see it. UsageError: something that
-            cannot be saved. MismatchError: ranks want to save different things. On every rank, whoever failed; then
-            what was at `path` before is still there.
+        CheckpointError: `path` exists, it cannot be written, or not all ranks see it; or the asynchronous save before
+            failed, and nothing else was done. UsageError: something that cannot be saved. MismatchError: ranks want
+            to save different things. On every rank, whoever failed; then what was at `path` before is still there.
 
     No weights travel between ranks: each writes the byte ranges of its own fragments, replicas sharing the work.
     """
-    peers = Peers(require_engine(model).mesh)
+    engine = require_engine(model)
+    peers = Peers(engine.mesh)
+    settle(peers)
     with peers.together("the checkpoint cannot be saved"):
-        _check(asynchronous, step, extra, max_file_bytes)
-        target = Path(os.path.abspath(path))  # noqa: PTH100 - not through links: the last name is what is renamed
-        contents = _contents(model, optimizer, max_file_bytes)
-    peers.agree(f"{target.name}|{step}|{contents.describe()}")
+        _check(step, extra, max_file_bytes)
+        target = _target(path)
+        writing = _plan(target, model, optimizer, peers, max_file_bytes)
+        writing.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
+    peers.agree(f"{target.name}|{step}|{writing.describe()}")
+    rows = by_rank.differing(writing.whole, peers)
+    if rows:
+        writing.kinds.append(Kind(tensor_files.plan(by_rank.STEM, rows, max_file_bytes), rows))
     try:
-        _write(peers, target, model, contents, {"step": step, "extra": None if extra is None else dict(extra)})
+        _begin(target, peers)
+        if asynchronous:
+            _start(writing, peers, _host_memory.setdefault(engine, HostMemory()))
+        else:
+            writing.run(peers)
     except Exception:
         if peers.is_first:
-            commit.discard(target)
+            target.discard()
         raise
 
 
+def wait(model: nn.Module) -> None:
+    """Wait until no asynchronous save is under way. Every rank of the model must call this.
+
+    Raises CheckpointError if the last one failed. On every rank, whoever failed.
+    """
+    settle(Peers(require_engine(model).mesh))
+
+
 @dataclass(frozen=True)
-class _Kind:
-    """The files of one kind and what lies in them."""
+class _Writing:
+    """One save, decided upon: everything that there is to write, and where."""
 
-    files: TensorFiles
-    pieces: list[Piece]
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """What a checkpoint is going to hold. The same on every rank, but for the numbers."""
-
-    kinds: list[_Kind]
-    optimizer: OptimizerState | None
+    target: Target
+    kinds: list[Kind]
+    training: dict[str, Any]
+    """Of training.json, what rank 0 knows. "optimizer" is the same on every rank."""
+    rng: dict[str, Any]
+    """This rank's random states."""
+    whole: list[Piece]
+    """What every rank holds all of."""
+    documents: dict[str, bytes]
+    """Small files by name, rank 0's."""
 
     def describe(self) -> str:
+        """What must be the same on every rank."""
         headers = [(name, file.header) for kind in self.kinds for name, file in kind.files.files.items()]
-        return f"{headers}|{self.optimizer.document if self.optimizer else None}"
+        return f"{headers}|{self.training['optimizer']}"
+
+    def run(self, company: Company) -> None:
+        """Write and commit, with the others."""
+        messages, doing = self.target.messages, f"{self.target} cannot be written"
+        with company.together(doing, seen=lambda: note(messages, _CREATED) is not None):
+            if company.is_first:
+                self.target.create(self.kinds)
+                leave(messages, _CREATED, {})
+        with company.together(doing, seen=lambda: not company.is_first or None not in self._reports(company)):
+            written = self.target.write(self.kinds, company.rank)
+            leave(messages, _report(company.rank), {**written.to_json(), "rng": self.rng})
+        with company.together(doing, seen=self.target.is_committed):
+            if company.is_first:
+                self._commit(company)
+
+    def _reports(self, company: Company) -> list[dict[str, Any] | None]:
+        return [note(self.target.messages, _report(rank)) for rank in range(company.world_size)]
+
+    def _commit(self, company: Company) -> None:
+        reports = self._reports(company)
+        missing = [rank for rank, report in enumerate(reports) if report is None]
+        if missing:
+            raise CheckpointError(f"{self.target} cannot be written: the report of rank {missing[0]} is not there")
+        found = [report for report in reports if report is not None]
+        training = training_state.describe(rng=[report["rng"] for report in found], **self.training)
+        documents = {**self.documents, training_state.NAME: training_state.encode(training)}
+        self.target.commit(self.kinds, Written.of_ranks(found), documents)
 
 
-def _check(asynchronous: bool, step: int, extra: object, max_file_bytes: int) -> None:
-    if asynchronous:
-        raise UsageError("sw.checkpoint.save(asynchronous=True) is not available yet: save synchronously")
+def _report(rank: int) -> str:
+    """What a rank has to say to rank 0: what it wrote, and its random states."""
+    return f".rank-{rank}"
+
+
+def _check(step: int, extra: object, max_file_bytes: int) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UsageError(f"step={step!r}: a number of steps, at least 0")
     if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
@@ -103,87 +166,82 @@ def _check(asynchronous: bool, step: int, extra: object, max_file_bytes: int) ->
     training_state.check_json(None if extra is None else dict(extra), "extra")
 
 
-def _contents(model: nn.Module, optimizer: Optimizer | None, max_file_bytes: int) -> _Contents:
-    pieces = pieces_of_model(model)
-    kinds = [_Kind(tensor_files.plan("model", pieces, max_file_bytes), pieces)]
+def _target(path: Location) -> Target:
+    if is_url(path):
+        return InParts(RemoteDirectory.of(os.fspath(path)))
+    absolute = Path(os.path.abspath(path))  # noqa: PTH100 - not through links: the last name is what is renamed
+    if not absolute.name or "\0" in str(path) or absolute.suffix in {commit.PARTIAL, commit.DAMAGED}:
+        raise UsageError(
+            f"{os.fspath(path)!r} cannot be a checkpoint's name: `latest` and the trainer take names in "
+            f"{commit.PARTIAL} for unfinished saves and names in {commit.DAMAGED} for damaged ones"
+        )
+    return InPlace(absolute)
+
+
+def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int) -> _Writing:
+    """Everything as it is now, but for the numbers in tensors."""
+    pieces = {"model": pieces_to_write(model)}
     state = None if optimizer is None else optimizer_state(model, optimizer)
     if state is not None:
-        kinds.append(_Kind(tensor_files.plan("optimizer", state.pieces, max_file_bytes), state.pieces))
-    return _Contents(kinds, state)
+        pieces["optimizer"] = state.pieces
+    kinds = [Kind(tensor_files.plan(stem, found, max_file_bytes), _own(found, peers)) for stem, found in pieces.items()]
+    documents = _configuration(model) if peers.is_first else {}
+    for kind in kinds:
+        documents.update(kind.files.index)
+    document = None if state is None else copy.deepcopy(state.document)
+    device = require_engine(model).mesh.device
+    whole = [piece for found in pieces.values() for piece in found if piece.is_whole]
+    return _Writing(target, kinds, {"optimizer": document}, training_state.random_state(device), whole, documents)
 
 
-def _write(peers: Peers, target: Path, model: nn.Module, contents: _Contents, training: dict[str, Any]) -> None:
-    partial = commit.partial_of(target)
-    token = partial / f".token-{peers.first_says(secrets.randbits(62)):x}"
+def _own(pieces: list[Piece], peers: Peers) -> list[Piece]:
+    return [own for piece in pieces if (own := piece.to_write(peers)) is not None]
+
+
+def _begin(target: Target, peers: Peers) -> None:
+    """Have the place, and every rank see it."""
+    token = f".token-{peers.first_says(secrets.randbits(62)):x}"
     with peers.together(f"{target} cannot be written"):
         if peers.is_first:
-            commit.begin(target)
-            token.touch()
-            for kind in contents.kinds:
-                tensor_files.create(partial, kind.files)
+            target.begin()
+            leave(target.messages, token, {})
     with peers.together(f"{target} cannot be written"):
-        _look_for(token, peers)
+        deadline = time.monotonic() + _SIGHT_S
+        while token not in target.messages.names():
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank {peers.rank} does not see what rank 0 wrote to {target.messages}: save to a file system "
+                    "that all ranks share"
+                )
+            time.sleep(0.02)
+
+
+def _start(writing: _Writing, peers: Peers, memory: HostMemory) -> None:
+    """Copy what this rank writes, and write the copy in a thread."""
+    target = writing.target
+    company = Correspondence(target.messages, peers.rank, peers.world_size)
     with peers.together(f"{target} cannot be written"):
-        regions: dict[str, list[Region]] = {}
-        for kind in contents.kinds:
-            regions.update(tensor_files.write(partial, kind.files, kind.pieces, peers))
-        device = require_engine(model).mesh.device
-        report = {"regions": regions, "rng": training_state.random_state(device)}
-        _report(partial, peers.rank).write_text(json.dumps(report), encoding="utf-8")
+        company.introduce()
+        copies = iter(memory.copy([piece for kind in writing.kinds for piece in kind.pieces]))
+        kinds = [replace(kind, pieces=[next(copies) for _ in kind.pieces]) for kind in writing.kinds]
     with peers.together(f"{target} cannot be written"):
-        if peers.is_first:
-            token.unlink()
-            _finish(partial, model, contents, training, peers.world_size)
-            commit.commit(target)
+        company.meet()
+    copied = replace(writing, kinds=kinds)
+    discard = target.discard if peers.is_first else lambda: None
+    background.start(str(target), lambda: copied.run(company), discard)
 
 
-def _look_for(token: Path, peers: Peers) -> None:
-    deadline = time.monotonic() + _SIGHT_S
-    while not (token.parent.is_dir() and any(seen.name == token.name for seen in token.parent.iterdir())):
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"rank {peers.rank} does not see what rank 0 wrote to {token.parent}: save to a file system that all "
-                "ranks share"
-            )
-        time.sleep(0.02)
-
-
-def _report(partial: Path, rank: int) -> Path:
-    """What a rank has to say to rank 0: checksums and random states, gone before the commit."""
-    return partial / f".rank-{rank}.json"
-
-
-def _finish(partial: Path, model: nn.Module, contents: _Contents, training: dict[str, Any], world_size: int) -> None:
-    """Write what there is one of, and the manifest last. By rank 0, when every rank's bytes are on disk."""
-    regions: dict[str, list[Region]] = {}
-    rng = []
-    for rank in range(world_size):
-        report = json.loads(_report(partial, rank).read_text(encoding="utf-8"))
-        rng.append(report["rng"])
-        for name, found in report["regions"].items():
-            regions.setdefault(name, []).extend(Region(*region) for region in found)
-        _report(partial, rank).unlink()
-    document = contents.optimizer.document if contents.optimizer else None
-    training_state.write(partial, training_state.describe(training["step"], document, rng, training["extra"]))
-    _write_configuration(partial, model)
-    layouts = {name: file for kind in contents.kinds for name, file in kind.files.files.items()}
-    records = {name: FileRecord(file.nbytes, tuple(regions[name])) for name, file in layouts.items()}
-    for path in sorted(partial.iterdir()):
-        if path.name not in layouts:
-            commit.sync(path)
-            records[path.name] = manifest.record_of(path)
-    manifest.write(partial, records)
-
-
-def _write_configuration(directory: Path, model: nn.Module) -> None:
+def _configuration(model: nn.Module) -> dict[str, bytes]:
     """A transformers model's config.json and generation_config.json, as its save_pretrained writes them."""
     if not is_transformers(model):
-        return
+        return {}
     source: Any = model
     config = copy.deepcopy(source.config)
     config.dtype = str(source.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
-    config.save_pretrained(directory)
-    generation = getattr(model, "generation_config", None)
-    if generation is not None and source.can_generate():
-        generation.save_pretrained(directory)
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as directory:
+        config.save_pretrained(directory)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None and source.can_generate():
+            generation.save_pretrained(directory)
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}

@@ -8,17 +8,28 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.manifest import FileRecord, Region, RegionSums, check_size
-from shardwise.checkpoint.peers import Peers
+from shardwise.checkpoint import writeback
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.manifest import Region, RegionSums
 from shardwise.checkpoint.piece import DTYPES, Piece
-from shardwise.checkpoint.tensor_file import LENGTH_BYTES, TensorFile, header_bytes, lay_out, parse, split
-from shardwise.errors import CheckpointError
-from shardwise.layout.ranges import Range
+from shardwise.checkpoint.place import Place
+from shardwise.checkpoint.runs import Runs
+from shardwise.checkpoint.safetensors_layout import (
+    LENGTH_BYTES,
+    StoredTensor,
+    TensorFile,
+    header_bytes,
+    lay_out,
+    parse,
+    split,
+)
+from shardwise.checkpoint.storage import Directory, Source
+from shardwise.errors import CheckpointError, UsageError
 
 METADATA = {"format": "pt"}
 _CHUNK_BYTES = 32 * 2**20
@@ -32,28 +43,50 @@ class TensorFiles:
     stem: str
     files: dict[str, TensorFile]
 
-    def place(self, name: str) -> tuple[str, TensorFile] | None:
-        """The file that holds a tensor."""
-        return next(((file, layout) for file, layout in self.files.items() if name in layout.tensors), None)
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All of them, by name."""
+        return {name: tensor for layout in self.files.values() for name, tensor in layout.tensors.items()}
+
+    def file_of(self, name: str) -> str:
+        """The file that holds a tensor, which must be in one."""
+        return next(file for file, layout in self.files.items() if name in layout.tensors)
 
     @property
-    def index(self) -> dict[str, Any] | None:
-        """What `<stem>.safetensors.index.json` says where there are several files."""
+    def index(self) -> dict[str, bytes]:
+        """`<stem>.safetensors.index.json`, by that name, where there are several files."""
         if len(self.files) == 1:
-            return None
-        stored = [tensor for layout in self.files.values() for tensor in layout.tensors.values()]
-        return {
+            return {}
+        stored = self.tensors.values()
+        document = {
             "metadata": {
                 "total_parameters": sum(tensor.numel for tensor in stored),
                 "total_size": sum(tensor.nbytes for tensor in stored),
             },
             "weight_map": {name: file for file, layout in self.files.items() for name in layout.tensors},
         }
+        return {f"{self.stem}.safetensors.index.json": (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
 
 
 def plan(stem: str, pieces: Sequence[Piece], max_file_bytes: int) -> TensorFiles:
-    """Lay tensors out in files of at most `max_file_bytes`. The same on every rank."""
-    parts = split([piece.stored for piece in pieces], max_file_bytes)
+    """Lay tensors out in files of at most `max_file_bytes`. The same on every rank.
+
+    Raises UsageError for a stored tensor that is made of tensors of several dtypes.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for piece in pieces:
+        for tensor in piece.stored:
+            if stored.setdefault(tensor.name, tensor) != tensor:
+                raise UsageError(
+                    f"{tensor.name!r} is stored with {piece.name!r} in it, as {tensor.dtype}, and with something else "
+                    f"as {stored[tensor.name].dtype}: give both the same dtype"
+                )
+    return lay_out_files(stem, list(stored.values()), max_file_bytes)
+
+
+def lay_out_files(stem: str, tensors: Sequence[StoredTensor], max_file_bytes: int) -> TensorFiles:
+    """The files that hold `tensors`, in their order, of at most `max_file_bytes` each."""
+    parts = split(tensors, max_file_bytes)
     names = [f"{stem}-{k:05d}-of-{len(parts):05d}.safetensors" for k in range(1, len(parts) + 1)]
     if len(parts) == 1:
         names = [f"{stem}.safetensors"]
@@ -71,9 +104,6 @@ def create(directory: Path, files: TensorFiles) -> None:
             _allocate(fd, layout.nbytes)
         finally:
             os.close(fd)
-    if files.index is not None:
-        text = json.dumps(files.index, indent=2, sort_keys=True) + "\n"
-        (directory / f"{files.stem}.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _allocate(fd: int, nbytes: int) -> None:
@@ -85,129 +115,197 @@ def _allocate(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
 
-def write(directory: Path, files: TensorFiles, pieces: Iterable[Piece], peers: Peers) -> dict[str, list[Region]]:
-    """Write what is this rank's to write, in its final place, and have it on disk. Local.
+class OpenFiles:
+    """Files that are written to, and on disk after `sync`: then, so that the disk has begun when it is waited for.
+
+    A context manager. They stay open: what went wrong with a write of before is said to who had the file open then.
+    """
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def open(self, path: Path) -> int:
+        self._fds.append(os.open(path, os.O_WRONLY))
+        return self._fds[-1]
+
+    def sync(self) -> None:
+        for fd in self._fds:
+            os.fsync(fd)
+
+
+def write(
+    directory: Path, files: TensorFiles, pieces: Iterable[Piece], headers: bool, opened: OpenFiles
+) -> dict[str, list[Region]]:
+    """Write all of `pieces`, and the `headers`, in their final place. Local. On disk after `opened.sync()`.
 
     Returns, by file, the checksums of what was written.
     """
-    by_name = {piece.name: piece for piece in pieces}
     written: dict[str, list[Region]] = {}
-    for name, layout in files.files.items():
-        own = [(by_name[tensor], by_name[tensor].to_write(peers)) for tensor in layout.tensors]
-        own = [(piece, elements) for piece, elements in own if elements.length]
-        if not own and not peers.is_first:
-            continue
+    for name, ranges in to_write(files, pieces, headers):
         sums = RegionSums()
-        fd = os.open(directory / name, os.O_WRONLY)
-        try:
-            if peers.is_first:
-                _write_at(fd, 0, layout.header, sums)
-            for piece, elements in own:
-                start = layout.byte_range(piece.name, *elements).start
-                for data in _chunks(piece, elements):
-                    start = _write_at(fd, start, data, sums)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        fd = opened.open(directory / name)
+        for start, data in ranges:
+            _write_at(fd, start, data, sums)
+            writeback.begin(fd, start, len(data))
         written[name] = sums.regions()
     return written
 
 
-def _chunks(piece: Piece, elements: Range) -> Iterator[memoryview]:
-    """The bytes of some of a piece's elements, without a copy where they lie in this process's memory in order."""
+Ranges = Iterator[tuple[int, bytes | memoryview]]
+"""Bytes, and where in a file they belong."""
+
+
+def to_write(files: TensorFiles, pieces: Iterable[Piece], headers: bool) -> Iterator[tuple[str, Ranges]]:
+    """The files that `pieces`, and the `headers`, have bytes in, each with these."""
+    by_name: dict[str, list[tuple[Piece, Runs]]] = {}
+    for piece in pieces:
+        for place in piece.places:
+            runs = piece.held_at(place)
+            if len(runs):
+                by_name.setdefault(place.name, []).append((piece, runs))
+    for name, layout in files.files.items():
+        own = [(tensor, piece, runs) for tensor in layout.tensors for piece, runs in by_name.get(tensor, ())]
+        if own or headers:
+            yield name, _ranges(layout, own, headers)
+
+
+def _ranges(layout: TensorFile, own: Iterable[tuple[str, Piece, Runs]], header: bool) -> Ranges:
+    if header:
+        yield 0, layout.header
+    for tensor, piece, runs in own:
+        for start, data in _chunks(piece, runs):
+            yield layout.byte_range(tensor, start, start).start, data
+
+
+def _chunks(piece: Piece, runs: Runs) -> Iterator[tuple[int, memoryview]]:
+    """Elements of a stored tensor and their bytes, without a copy where they lie in this process's memory in order."""
     flat = piece.tensor.reshape(-1)
-    step = max(1, _CHUNK_BYTES // piece.tensor.itemsize)
-    for start in range(elements.start - piece.start, elements.stop - piece.start, step):
-        chunk = flat[start : min(start + step, elements.stop - piece.start)]
-        yield _bytes(chunk.cpu().contiguous())
+    for part in runs.stretches(_step(flat, runs)):
+        yield int(part.here[0]), _bytes(_at(flat, part).cpu().contiguous())
+
+
+def _at(flat: Tensor, part: Runs) -> Tensor:
+    """The elements there: a view of them where they are one run."""
+    if len(part) == 1:
+        return flat[int(part.there[0]) : int(part.there[0] + part.length[0])]
+    return flat[torch.from_numpy(part.elements()).to(flat.device)]
+
+
+def _step(flat: Tensor, runs: Runs) -> int:
+    """Elements to take at once; where they are gathered their numbers, 8 bytes each, are staged too."""
+    return max(1, _CHUNK_BYTES // (flat.itemsize if len(runs) == 1 else flat.itemsize + 8))
 
 
 def _bytes(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def _write_at(fd: int, start: int, data: bytes | memoryview, sums: RegionSums) -> int:
-    """Returns where the data ends."""
+def _write_at(fd: int, start: int, data: bytes | memoryview, sums: RegionSums) -> None:
     sums.add(start, data)
     view = memoryview(data)
     while view.nbytes:
         count = os.pwrite(fd, view, start)
         view, start = view[count:], start + count
-    return start
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def find(directory: Path, stem: str, manifest: dict[str, FileRecord]) -> TensorFiles:
-    """The files of one kind that a manifest names, by their own headers.
+def find(contents: Contents, stem: str) -> TensorFiles:
+    """The files of one kind that a checkpoint has, by their own headers.
 
     Raises CheckpointError, naming the file, if one is missing, truncated or has a header that cannot be right.
     """
-    names = [n for n in sorted(manifest) if n.endswith(".safetensors") and n.split(".")[0].split("-")[0] == stem]
+    sizes = contents.sizes
+    names = [n for n in sorted(sizes) if n.endswith(".safetensors") and n.split(".")[0].split("-")[0] == stem]
     files: dict[str, TensorFile] = {}
     for name in names:
-        check_size(directory / name, manifest[name])
-        files[name] = _read_header(directory / name)
+        contents.check_size(name)
+        with contents.open(name) as source:
+            files[name] = read_layout(f"{contents}/{name}", source, sizes[name])
     return TensorFiles(stem, files)
 
 
-def _read_header(path: Path) -> TensorFile:
+def read_layout(path: str, source: Source, nbytes: int) -> TensorFile:
+    """What a safetensors file's header says. Raises CheckpointError, naming the file, if it cannot be right."""
     try:
-        with path.open("rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            prefix = file.read(LENGTH_BYTES)
-            header = prefix + file.read(header_bytes(prefix, nbytes) - LENGTH_BYTES)
+        prefix = _read_bytes(source, 0, min(LENGTH_BYTES, nbytes))
+        header = prefix + _read_bytes(source, LENGTH_BYTES, header_bytes(prefix, nbytes) - LENGTH_BYTES)
         return parse(header, nbytes)
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
-def read(directory: Path, files: TensorFiles, wanted: Iterable[tuple[str, Piece]]) -> None:
-    """Fill pieces with the tensors stored under the names given, cast to the pieces' dtypes. Local.
+def _read_bytes(source: Source, start: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    source.read_at(start, memoryview(data))
+    return bytes(data)
+
+
+class Read(NamedTuple):
+    """What `read` did on this rank."""
+
+    read_bytes: int
+    peak_staged_bytes: int
+    """Most memory held at one time for what could not be read into a piece as it lies."""
+
+
+def read(contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tuple[Piece, Place]]) -> Read:
+    """Fill pieces with the elements stored at the places given, cast to the pieces' dtypes. Local.
 
     Each rank reads the bytes of its own elements and no others.
     """
-    by_file: dict[str, list[tuple[str, Piece]]] = {}
-    for name, piece in wanted:
-        place = files.place(name)
-        assert place is not None
+    by_file: dict[str, list[tuple[Piece, Place]]] = {}
+    for piece, place in wanted:
         torch.autograd.graph.increment_version(piece.tensor)  # also of empty ones: ranks must see the same change
         if piece.tensor.numel():
-            by_file.setdefault(place[0], []).append((name, piece))
+            by_file.setdefault(files.file_of(place.name), []).append((piece, place))
+    read_bytes = peak_staged_bytes = 0
     for file, pieces in by_file.items():
         layout = files.files[file]
-        fd = os.open(directory / file, os.O_RDONLY)
         try:
-            for name, piece in sorted(pieces, key=lambda item: layout.starts[item[0]]):
-                _fill(fd, layout, name, piece)
+            with contents.open(file) as source:
+                for piece, place in sorted(pieces, key=lambda item: layout.starts[item[1].name]):
+                    done = _fill(source, layout, piece, place)
+                    read_bytes += done.read_bytes
+                    peak_staged_bytes = max(peak_staged_bytes, done.peak_staged_bytes)
         except EOFError as error:
-            raise CheckpointError(
-                f"{directory / file} ends at byte {error}, before tensor data that it holds"
-            ) from None
-        finally:
-            os.close(fd)
+            raise CheckpointError(f"{contents}/{file} ends at byte {error}, before tensor data that it holds") from None
+    return Read(read_bytes, peak_staged_bytes)
 
 
-def _fill(fd: int, layout: TensorFile, name: str, piece: Piece) -> None:
-    dtype, target = DTYPES[layout.tensors[name].dtype], piece.tensor
-    flat = target.view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=dtype)
-    in_place = flat.dtype == dtype and flat.device.type == "cpu"
-    step = flat.numel() if in_place else max(1, _CHUNK_BYTES // dtype.itemsize)
-    for start in range(0, flat.numel(), step):
-        stop = min(start + step, flat.numel())
-        chunk = flat[start:stop] if in_place else torch.empty(stop - start, dtype=dtype)
-        first = layout.byte_range(name, piece.start + start, piece.start + stop).start
-        _read_at(fd, first, _bytes(chunk))
+def _fill(source: Source, layout: TensorFile, piece: Piece, place: Place) -> Read:
+    dtype, target = DTYPES[layout.tensors[place.name].dtype], piece.tensor
+    flat = target.view(-1) if target.is_contiguous() else target.flatten()  # one, or a copy
+    runs = piece.held_at(place)
+    in_place = len(runs) == 1 and flat.dtype == dtype and flat.device.type == "cpu"
+    step = runs.numel if in_place else _step(torch.empty(0, dtype=dtype), runs)
+    staged_bytes = 0
+    for part in runs.stretches(step):
+        chunk = _at(flat, part) if in_place else torch.empty(part.numel, dtype=dtype)
+        start = int(part.here[0])
+        source.read_at(layout.byte_range(place.name, start, start).start, _bytes(chunk))
         if not in_place:
-            flat[start:stop].copy_(chunk)
+            staged_bytes = max(staged_bytes, _put(chunk, flat, part))
     if not target.is_contiguous():
         target.copy_(flat.view(target.shape))
+        staged_bytes += flat.nbytes
+    return Read(runs.numel * dtype.itemsize, staged_bytes)
 
 
-def _read_at(fd: int, start: int, into: memoryview) -> None:
-    while into.nbytes:
-        count = os.preadv(fd, [into], start)
-        if not count:
-            raise EOFError(start)
-        into, start = into[count:], start + count
+def _put(chunk: Tensor, flat: Tensor, part: Runs) -> int:
+    """Copy what was read to where it belongs. Returns the bytes that were staged for that, the chunk among them."""
+    if len(part) == 1:
+        _at(flat, part).copy_(chunk)
+        return chunk.nbytes
+    elements = torch.from_numpy(part.elements())
+    cast = chunk.to(flat.device, flat.dtype)
+    flat[elements.to(flat.device)] = cast
+    return chunk.nbytes + elements.nbytes + (cast.nbytes if cast is not chunk else 0)

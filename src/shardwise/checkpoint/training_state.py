@@ -7,11 +7,13 @@ import json
 import random
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.manifest import check_file
 from shardwise.errors import CheckpointError, UsageError
 
 NAME = "training.json"
@@ -51,16 +53,19 @@ def describe(step: int, optimizer: Mapping[str, Any] | None, rng: list[Any], ext
     }
 
 
-def write(directory: Path, document: Mapping[str, Any]) -> None:
-    """Write `training.json`."""
-    (directory / NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+def encode(document: Mapping[str, Any]) -> bytes:
+    """The file's bytes."""
+    return (json.dumps(document, indent=1) + "\n").encode()
 
 
-def read(directory: Path) -> dict[str, Any]:
-    """Raises CheckpointError if it is missing or damaged."""
-    path = directory / NAME
+def read(contents: Contents) -> dict[str, Any]:
+    """The document of a checkpoint. Raises CheckpointError if it is missing or damaged."""
+    path = f"{contents}/{NAME}"
+    if NAME not in contents.manifest.files:
+        raise CheckpointError(f"{contents} is damaged: its manifest names no {NAME}")
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        check_file(contents.directory, NAME, contents.manifest.files[NAME])
+        document: dict[str, Any] = json.loads(contents.directory.read(NAME))
         if document["format"] != _FORMAT:
             raise ValueError(f"format {document['format']!r} is not known")
     except OSError as error:
@@ -71,8 +76,12 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """This process's random states: torch's on the CPU and on its device, and Python's."""
-    states: dict[str, Any] = {"torch": _encode(torch.get_rng_state()), "python": _python_state()}
+    """This process's random states: torch's on the CPU and on its device, Python's and numpy's."""
+    states: dict[str, Any] = {
+        "torch": _encode(torch.get_rng_state()),
+        "python": _python_state(),
+        "numpy": _numpy_state(),
+    }
     if device.type == "cuda":
         states["cuda"] = _encode(torch.cuda.get_rng_state(device))
     return states
@@ -83,6 +92,9 @@ def restore_random_state(states: Mapping[str, Any], device: torch.device) -> Non
     torch.set_rng_state(_decode(states["torch"]))
     kind, words, spare = states["python"]
     random.setstate((kind, tuple(_decode(words).view(torch.uint32).tolist()), spare))
+    if "numpy" in states:
+        name, words, *rest = states["numpy"]
+        np.random.set_state((name, _decode(words).view(torch.uint32).numpy(), *rest))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(_decode(states["cuda"]), device)
 
@@ -90,6 +102,11 @@ def restore_random_state(states: Mapping[str, Any], device: torch.device) -> Non
 def _python_state() -> list[Any]:
     kind, numbers, spare = random.getstate()
     return [kind, _encode(torch.tensor(numbers, dtype=torch.uint32).view(torch.uint8)), spare]
+
+
+def _numpy_state() -> list[Any]:
+    name, words, position, has_spare, spare = np.random.get_state(legacy=True)
+    return [name, _encode(torch.from_numpy(words).view(torch.uint8)), int(position), int(has_spare), float(spare)]
 
 
 def _encode(state: torch.Tensor) -> str:

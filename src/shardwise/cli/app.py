@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli import bench as bench_script
+from shardwise.cli import plan as plan_command
 from shardwise.cli.exit import Exit, full_traceback, mistake
 from shardwise.errors import UserError
 
@@ -84,19 +85,72 @@ def train(
 
 @app.command()
 def inspect(
-    config: ConfigArgument,
+    what: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG.toml|CHECKPOINT", help="A configuration, a checkpoint, or a run's directory."),
+    ],
     overrides: OverridesArgument = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Checkpoints: check sizes and headers only.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Checkpoints: list every tensor.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of configuration errors too.")] = False,
 ) -> int:
-    """Show the units of a model and what each rank would hold, without training and without memory for it."""
-    if config.is_dir():
-        raise UserError(f"{config} is a directory: this version inspects configurations (.toml) only, not checkpoints")
+    """Show the units of a model and what each rank would hold; or what a checkpoint holds and whether it is whole."""
+    if not what.endswith(".toml"):
+        return _inspect_checkpoint(what, overrides or (), quick, tensors)
     from shardwise.cli.inspect import table
     from shardwise.train.config import load
     from shardwise.train.preflight import check
 
-    print(table(check(load(config, overrides or ()))))
+    print(table(check(load(Path(what), overrides or ()))))
     return Exit.DONE
+
+
+def _inspect_checkpoint(what: str, overrides: Sequence[str], quick: bool, tensors: bool) -> int:
+    """The status is 1 where it is damaged."""
+    from shardwise import checkpoint
+    from shardwise.cli.inspect_checkpoint import Progress, report
+
+    if overrides:
+        raise UserError(f"{overrides[0]!r}: overrides are for configurations (.toml), and {what} is none")
+    progress = Progress()
+    try:
+        found = checkpoint.inspect(what, quick, progress)
+    finally:
+        progress.end()
+    print(report(found, tensors))
+    return Exit.FAILED if getattr(found, "damage", ()) else Exit.DONE
+
+
+@app.command()
+def convert(  # noqa: PLR0913, PLR0917 - one for each option
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of any kind; what it is shows.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="What to write. Must not exist.")],
+    to: Annotated[
+        str | None, typer.Option("--to", help="dcp, pt, shardwise or hf, where TARGET does not say it.")
+    ] = None,
+    flat: Annotated[
+        bool, typer.Option("--flat", help="dcp: the model at the top level, as torchtitan has it.")
+    ] = False,
+    model_only: Annotated[bool, typer.Option("--model-only", help="Leave the optimizer out.")] = False,
+    files_from: Annotated[
+        Path | None, typer.Option("--files-from", help="A directory whose config.json and tokenizer go along.")
+    ] = None,
+    max_file_bytes: Annotated[int, typer.Option("--max-file-bytes", min=1, help="Of one safetensors file.")] = 5
+    * 10**9,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of mistakes too.")] = False,
+) -> int:
+    """Convert a checkpoint: torch DCP (FSDP2, torchtitan), full .pt files, Hugging Face, shardwise. Needs no ranks."""
+    from shardwise import checkpoint
+    from shardwise.cli.convert import report
+
+    converted = checkpoint.convert(
+        source, target, to, flat=flat, model_only=model_only, files_from=files_from, max_file_bytes=max_file_bytes
+    )
+    print(report(target, converted))
+    return Exit.DONE
+
+
+app.command()(plan_command.plan)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

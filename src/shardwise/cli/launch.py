@@ -42,29 +42,46 @@ def launch(config: Config, debug: bool = False) -> Exit:
         UserError: MASTER_PORT is set and taken.
     """
     assert config.parallel.ranks != "auto"
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+        path = Path(name) / "config.toml"
+        path.write_text(dump_toml(config), encoding="utf-8")
+        return launch_task("train", path, config.parallel.ranks, debug)
+
+
+def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
+    """Run one of `cli.worker`'s tasks on ranks of this machine and wait for their end; otherwise as `launch`.
+
+    Args:
+        task: "train", "calibrate" or "calibrate-quick".
+        path: what the task reads or writes.
+        ranks: how many.
+    """
     port = _given_port()
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         directory = Path(name)
-        path = directory / "config.toml"
-        path.write_text(dump_toml(config), encoding="utf-8")
         _set_environment(name)
-        interrupt = _Interrupt(directory, config.parallel.ranks)
+        interrupt = _Interrupt(directory, ranks)
         failures: Mapping[int, ProcessFailure] = {}
+        stopped = False
         try:
             with interrupt.handled(), _quiet_torchrun():
-                elastic_launch(_launch_config(port, config.parallel.ranks, directory), sys.executable)(
-                    "-m", "shardwise.cli.worker", str(path)
+                elastic_launch(_launch_config(port, ranks, directory), sys.executable)(
+                    "-m", "shardwise.cli.worker", task, str(path)
                 )
         except ChildFailedError as error:
             failures = error.failures
         except (KeyboardInterrupt, SignalException):
-            interrupt.received = True
-        return _conclude(report.read(directory), failures, interrupt.received, debug)
+            stopped = True
+        reports = report.read(directory)
+        # A run that came to its end all the same is done.
+        interrupted = stopped or (interrupt.received and bool(reports or failures))
+        return _conclude(reports, failures, interrupted, debug)
 
 
 def _set_environment(reports: str) -> None:
     """What the ranks inherit."""
     os.environ[report.ENVIRONMENT] = reports
+    os.environ[report.LAUNCHER] = str(os.getpid())
     if not torch.cuda.device_count():
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank per core, not a thread pool per rank
 

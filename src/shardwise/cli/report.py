@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.cli.exit import full_traceback, mistake
-from shardwise.errors import CollectiveTimeout
+from shardwise.errors import CollectiveTimeout, OutOfMemory
 
 ENVIRONMENT = "SHARDWISE_REPORTS"
 """The environment variable by which a rank knows the directory, and that shardwise launched it."""
+
+LAUNCHER = "SHARDWISE_LAUNCHER"
+"""The environment variable by which a rank knows the launcher's process id."""
 
 _PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed")
 
@@ -29,6 +32,7 @@ class Report:
     line: str
     """One line for a user's mistake; empty otherwise."""
     traceback: str
+    """Or, of a step that ran out of memory, what its error says, which is more use."""
     time_s: float
     """Seconds since the epoch."""
     consequence: bool
@@ -43,7 +47,8 @@ def describe(error: BaseException, rank: int) -> Report:
         kind = "mistake"
     elif isinstance(error, KeyboardInterrupt):
         kind = "interrupted"
-    return Report(rank, kind, line or "", full_traceback(error), time.time(), _lost_a_peer(error))
+    story = str(error) if isinstance(error, OutOfMemory) else full_traceback(error)
+    return Report(rank, kind, line or "", story, time.time(), _lost_a_peer(error))
 
 
 def write(directory: Path, report: Report) -> None:

@@ -1,29 +1,35 @@
-"""What one rank runs: `python -m shardwise.cli.worker CONFIG.toml`, started by `shardwise train` through torchrun."""
+"""What one rank runs: `python -m shardwise.cli.worker TASK PATH`, started by `cli.launch` through torchrun."""
 
+import ctypes
 import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from shardwise.cli import report
 from shardwise.cli.exit import Exit, mistake
 
+_PR_SET_PDEATHSIG = 1
+"""Of <sys/prctl.h>."""
+
 
 def main() -> None:
-    """Train as this rank; on any error leave a report and end at once.
+    """Train or calibrate as this rank; on any error leave a report and end at once.
 
     `os._exit` because a rank whose peers are gone can hang in the destructors of its communicators. An interrupted
     rank ends with status 0: the others may still be saving, and torchrun ends all of them at the first other status.
     """
     directory, rank = Path(os.environ[report.ENVIRONMENT]), int(os.environ["RANK"])
+    _end_with(int(os.environ[report.LAUNCHER]))
     report.write_pid(directory, rank)
     faulthandler.enable()  # a crash in native code shows where it was
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's way to end a rank, even one that waits in native code
     try:
-        _train(Path(sys.argv[1]))
+        _TASKS[sys.argv[1]](Path(sys.argv[2]))
     except BaseException as error:
         ending = report.describe(error, rank)
         report.write(directory, ending)
@@ -41,7 +47,8 @@ def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exi
     Returns:
         The rank's exit status. Unexpected errors are raised.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the trainer may save
+    for number in (signal.SIGINT, signal.SIGTERM):  # what torchrun sends on when it is interrupted
+        signal.signal(number, signal.default_int_handler)  # the trainer may save
     try:
         _train(path, overrides)
     except KeyboardInterrupt:
@@ -60,6 +67,43 @@ def _train(path: Path, overrides: Sequence[str] = ()) -> None:
 
     preflight.check_devices(int(os.environ["LOCAL_WORLD_SIZE"]))
     trainer.run(config.load(path, overrides).for_ranks(int(os.environ["WORLD_SIZE"])))
+
+
+def calibrate(path: Path, quick: bool = False) -> None:
+    """Measure this machine as one of its ranks; the first writes the hardware file. Every rank must call this.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
+    from shardwise.errors import PlanError
+    from shardwise.plan import calibrate, hardware
+    from shardwise.train.ranks import started
+
+    with started() as ranks:
+        measured = calibrate.calibrate(ranks.device, calibrate.QUICK if quick else calibrate.THOROUGH)
+        if ranks.is_first:
+            try:
+                hardware.write_device(measured, path)
+            except OSError as error:
+                raise PlanError(f"cannot write {path}: {error.strerror}") from None
+
+
+_TASKS: dict[str, Callable[[Path], None]] = {
+    "train": _train,
+    "calibrate": calibrate,
+    "calibrate-quick": partial(calibrate, quick=True),
+}
+
+
+def _end_with(launcher: int) -> None:
+    """Have the kernel kill this rank when its launcher is gone, killed perhaps.
+
+    Ranks that went on alone would save, and drop old checkpoints, beside those of the run that is started next.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # gone before that was said
+        os._exit(Exit.FAILED)
 
 
 def _leave(status: int) -> NoReturn:

@@ -36,7 +36,7 @@ class Watch:
         """Every rank must call this."""
         self.rank = group.rank()
         self._timeout_s = timeout_s
-        self._births = [(pid, birth) for pid, birth in exchange(group, [os.getpid(), _birth(os.getpid())])]
+        self._births = [(pid, born) for pid, born in exchange(group, [os.getpid(), birth(os.getpid())])]
 
     def until(self, ready: Callable[[], bool], peer: int, op: str) -> None:
         """Return when `ready()`.
@@ -60,7 +60,7 @@ class Watch:
                 self._look(ready, peer, op, now - start)
 
     def _look(self, ready: Callable[[], bool], peer: int, op: str, waited_s: float) -> None:
-        gone = [rank for rank, (pid, birth) in enumerate(self._births) if _birth(pid) != birth]
+        gone = [rank for rank, (pid, born) in enumerate(self._births) if birth(pid) != born]
         if gone and not ready():  # it may have posted before it left
             raise CollectiveTimeout(f"{op} on rank {self.rank}: the process of rank {gone[0]} is gone.")
         if waited_s > self._timeout_s:
@@ -110,7 +110,7 @@ def sign(*description: object) -> int:
     return zlib.crc32(repr(description).encode()) + 1
 
 
-def _birth(pid: int) -> int:
+def birth(pid: int) -> int:
     """When a process started, in clock ticks since boot; -1 if it is gone or only waits to be reaped."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -8,6 +8,8 @@ read: every rank sums its own slice of all of them. Neither copies; the counters
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,8 +99,15 @@ class ShmCollectives:
         slot = self._slots[buffer.index]
         slot.pending.wait()
         what = tuple((r.flat.storage_offset(), r.flat.dtype, r.out.numel()) for r in reductions)
-        slot.pending = _Reduce(slot, slot.post("reduce_scatter", sign(what)), reductions, self._sum)
-        return slot.pending
+        arrival = slot.post("reduce_scatter", sign(what))
+
+        def sum_own_slices() -> None:
+            for r in reductions:
+                terms = [slice_of(theirs, self.rank, self.world_size) for theirs in slot.everybodys(r.flat)]
+                self._sum(terms, r.out, r.accumulate)
+            slot.finished.post(arrival.use)
+
+        return _Deferred(slot, arrival, sum_own_slices)
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
@@ -109,9 +118,9 @@ class ShmCollectives:
                 self._all_reduce_staged(chunk, op)
             return FINISHED
         slot.pending.wait()
-        what = (flat.storage_offset(), flat.dtype, flat.numel(), op)
-        slot.pending = _AllReduceInPlace(slot, slot.post("all_reduce", sign(what)), flat, op, self._sum)
-        return slot.pending
+        arrival = slot.post("all_reduce", sign(flat.storage_offset(), flat.dtype, flat.numel(), op))
+        slot.uses += 1
+        return _Deferred(slot, arrival, partial(self._all_reduce_in_place, slot, arrival.use, flat, op))
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -162,6 +171,21 @@ class ShmCollectives:
         shown = self._meet("all_reduce", signature, parts[self.rank])
         for part, theirs in zip(parts, shown, strict=True):
             part.copy_(theirs[: part.numel() * part.itemsize].view(part.dtype))
+
+    @torch.no_grad()
+    def _all_reduce_in_place(self, slot: _Slot, use: int, flat: Tensor, op: str) -> None:
+        """Each rank sums its share of memory that the peers can read, then fetches the others'."""
+        by_rank = [shares(theirs, self.world_size) for theirs in slot.everybodys(flat)]
+        own = by_rank[self.rank]
+        self._sum([parts[self.rank] for parts in by_rank], own[self.rank], op=op)
+        slot.finished.post(use)
+        slot.finished.wait(use, op)
+        for rank, parts in enumerate(by_rank):
+            if rank != self.rank:
+                own[rank].copy_(parts[rank])
+        # The caller may write to the tensor at once, so nobody may still be reading it.
+        slot.finished.post(use + 1)
+        slot.finished.wait(use + 1, op)
 
 
 class _Slot:
@@ -214,56 +238,20 @@ class _Arrival:
         self._posted.wait(self.use, self.op, self._signature)
 
 
-class _Reduce:
-    """A reduce_scatter that was posted. The sums are formed in `wait`: later, so that fewer peers are late."""
+class _Deferred:
+    """What is left of a collective once it was posted: formed in `wait`, later, so that fewer peers are late."""
 
-    def __init__(self, slot: _Slot, arrival: _Arrival, reductions: tuple[Reduction, ...], add: RankOrderSum) -> None:
-        self._slot: _Slot | None = slot
-        self._arrival = arrival
-        self._reductions = reductions
-        self._sum = add
+    def __init__(self, slot: _Slot, arrival: _Arrival, finish: Callable[[], None]) -> None:
+        slot.pending = self
+        self._left: tuple[_Slot, _Arrival, Callable[[], None]] | None = slot, arrival, finish
 
     def wait(self) -> None:
-        if self._slot is None:
+        if self._left is None:
             return
-        slot, self._slot = self._slot, None
+        (slot, arrival, finish), self._left = self._left, None
         slot.pending = FINISHED
-        self._arrival.wait()
-        for r in self._reductions:
-            terms = [slice_of(theirs, slot.rank, slot.world_size) for theirs in slot.everybodys(r.flat)]
-            self._sum(terms, r.out, r.accumulate)
-        slot.finished.post(self._arrival.use)
-
-
-class _AllReduceInPlace:
-    """An all_reduce of memory that the peers can read: each sums its share, then fetches the others'."""
-
-    def __init__(self, slot: _Slot, arrival: _Arrival, flat: Tensor, op: str, add: RankOrderSum) -> None:
-        slot.uses += 1
-        self._slot: _Slot | None = slot
-        self._arrival = arrival
-        self._flat = flat
-        self._op = op
-        self._sum = add
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        if self._slot is None:
-            return
-        slot, self._slot = self._slot, None
-        slot.pending = FINISHED
-        self._arrival.wait()
-        use, op = self._arrival.use, self._arrival.op
-        by_rank = [shares(theirs, slot.world_size) for theirs in slot.everybodys(self._flat)]
-        self._sum([parts[slot.rank] for parts in by_rank], by_rank[slot.rank][slot.rank], op=self._op)
-        slot.finished.post(use)
-        slot.finished.wait(use, op)
-        for rank, parts in enumerate(by_rank):
-            if rank != slot.rank:
-                by_rank[slot.rank][rank].copy_(parts[rank])
-        # The caller may write to the tensor at once, so nobody may still be reading it.
-        slot.finished.post(use + 1)
-        slot.finished.wait(use + 1, op)
+        arrival.wait()
+        finish()
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -111,8 +112,8 @@ def exchange_tensors(output: Any, exchange: Callable[[Tensor], Tensor], depth: i
     elif isinstance(output, MutableMapping):
         for key in list(output):
             output[key] = exchange_tensors(output[key], exchange, depth + 1)
-    elif hasattr(output, "__dict__"):
-        for name, item in list(vars(output).items()):
+    else:
+        for name, item in _attributes(output):
             object.__setattr__(output, name, exchange_tensors(item, exchange, depth + 1))
     return output
 
@@ -127,6 +128,15 @@ def _items(value: object) -> Iterable[object]:
         return value
     if isinstance(value, Mapping):
         return value.values()
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return vars(value).values() if hasattr(value, "__dict__") else ()
+    return [item for _, item in _attributes(value)]
+
+
+def _attributes(value: object) -> list[tuple[str, Any]]:
+    """What an object of Python's holds, in its dictionary and in slots."""
+    held = list(getattr(value, "__dict__", {}).items())
+    for members in (vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)):
+        for name, member in members.items():
+            if isinstance(member, MemberDescriptorType):
+                with suppress(AttributeError):  # never set
+                    held.append((name, member.__get__(value)))
+    return held

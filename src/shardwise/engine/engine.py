@@ -30,7 +30,6 @@ from shardwise.engine.unit import Unit, UnitState
 from shardwise.errors import ConfigError, UsageError
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
-from shardwise.sharded.parameter import ShardedParameter
 
 Forward = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -99,10 +98,6 @@ class Engine:
         """Allocate every slot, once. Called before the first forward; every rank does so at the same point."""
         if self._planned:
             return
-        if self.slots < self.nesting + 2:
-            raise ConfigError(
-                f"slots={self.slots} is fewer than this model's nesting of units needs: at least {self.nesting + 2}"
-            )
         with torch.inference_mode(False), torch.no_grad():
             self._plan_gathering()
             self.gradients.plan(self.units, self.nesting)
@@ -152,16 +147,6 @@ class Engine:
             for sites in group.sites
             for site in sites
         ]
-
-    def optimizer_bytes(self) -> int:
-        """State of the optimizers that stepped any unit: local bytes."""
-        return sum(
-            (value.local if isinstance(value, ShardedParameter) else value).nbytes
-            for optimizer in self.optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
 
     @property
     def arenas(self) -> list[Arena[Unit]]:
@@ -266,7 +251,7 @@ class Engine:
         call = Call(unit, self._call_count, recompute)
         unit.calls.append(call)
         if torch.is_grad_enabled() and not recompute:
-            unit.awaited += 1
+            unit.awaited.append(call)
         self.depth += 1
         self.schedule.record(Event(Phase.FORWARD, unit.index))
         unit.forward_depth += 1
@@ -288,6 +273,7 @@ class Engine:
             return output  # somebody's pre-forward hook raised before ours ran
         call = unit.calls.pop()
         self.saved.pop(call.token)
+        call.token = None
         if output is None:
             self.saved.explain(sys.exception())
         self.depth -= 1
@@ -336,7 +322,7 @@ class Engine:
             self._abandon_forward()
         self.saved.drain()
         for unit in self.units:
-            unit.awaited = 0
+            unit.awaited.clear()
         self._check_autocast()
         changed = [unit for unit in self.units if sum(group.follow_requires_grad() for group in unit.groups)]
         if changed:
@@ -411,12 +397,15 @@ class Engine:
             return
         call.exited = True
         unit = call.unit
-        unit.awaited -= 1
+        if call in unit.awaited:
+            unit.awaited.remove(call)
         if call in self._open_calls:
             self._open_calls.remove(call)
             unit.backward_depth -= 1
+        elif not call.entered:  # nobody saw its outputs; peers may have seen theirs
+            self.gradients.open(unit)
         call.entered = True  # a gradient of an output that comes later must not gather the unit again
-        if unit.awaited <= 0 and unit.backward_depth == 0:
+        if not unit.awaited and unit.backward_depth == 0:
             self.gradients.reduce(unit)
         if unit.backward_depth == 0 and unit.forward_depth == 0:
             self._leave_backward(unit)
@@ -430,6 +419,8 @@ class Engine:
     def _ensure(self, unit: Unit) -> None:
         """A saved tensor of `unit` is about to be used by backward."""
         self._begin_backward()
+        if unit.backward_depth == 0 and unit.awaited:  # its outputs are out of sight, but here its backward begins
+            self._on_enter(unit.awaited[-1])
         if unit.state in (UnitState.SHARDED, UnitState.GATHERING):
             if unit.backward_depth == 0:
                 self.schedule.record(Event(Phase.BACKWARD, unit.index))
@@ -456,7 +447,7 @@ class Engine:
         for call in list(self._open_calls):
             self._on_exit(call)
         for unit in self.units:
-            unit.awaited = 0
+            unit.awaited.clear()
             unit.backward_depth = 0
             if unit.forward_depth == 0 and unit.state is not UnitState.SHARDED:
                 self._leave_backward(unit)

@@ -2,8 +2,10 @@
 
 A gradient is copied (cast, scaled) into its unit's reduce slot as it arrives and the leaf lets go of it. When the
 unit's backward is over the slot is reduced in one collective, whether or not this rank had all its gradients: another
-rank may have had the others. What comes later is reduced when backward ends. The sum is taken in rank order over values
-scaled by 1 / world_size, so a step's result does not depend on timing.
+rank may have had the others. Slots are taken and reduced where a unit's backward begins and ends, and nowhere else: a
+gradient that meets no slot of its unit, which may happen on some ranks only, waits in memory of its own. What is left
+is reduced when backward ends. The sum is taken in rank order over values scaled by 1 / world_size, so a step's result
+does not depend on timing.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ REDUCE_SLOTS = 2
 """One unit collects gradients while the one before is being reduced."""
 
 _UNUSED, _REDUCED, _LEFT = range(3)
-"""What became of a parameter's gradient in this backward: there was none; it was reduced; it is still in the slot."""
+"""What became of a parameter's gradient in this backward: there was none; it was reduced; it still waits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InFlight:
     unit: Unit
     slot: Slot[Unit]
-    work: Work
+    works: Sequence[Work]
 
 
 class Gradients:
@@ -54,7 +56,8 @@ class Gradients:
         """Bytes in a reduce slot that each unit has asked for so far, at most."""
         self._own: dict[Unit, Slot[Unit]] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._flags = torch.zeros(0, dtype=torch.uint8)
+        self._flags = self._moving = torch.zeros(0, dtype=torch.uint8)
+        """One byte a parameter, on the host (pinned where that helps) and where collectives want them."""
         self.sync = True
         """Whether backward reduces; `no_sync` turns it off."""
 
@@ -76,7 +79,7 @@ class Gradients:
     @property
     def flag_bytes(self) -> int:
         """What ranks tell each other about used parameters."""
-        return self._flags.nbytes
+        return self._moving.nbytes
 
     def plan(self, units: Sequence[Unit], nesting: int) -> None:
         """Allocate reduce slots and gradient shards for the parameters that are trainable now."""
@@ -89,7 +92,9 @@ class Gradients:
         else:
             self._plan_arena(units, nesting)
         count = sum(len(group.sharded) for unit in units for group in unit.groups)
-        self._flags = torch.zeros(count, dtype=torch.uint8)
+        self._moving = torch.zeros(count, dtype=torch.uint8, device=self._mesh.device)
+        through_host = self._moving.device.type != "cpu" and not self._mesh.is_dry
+        self._flags = torch.zeros(count, dtype=torch.uint8, pin_memory=True) if through_host else self._moving
 
     def _plan_arena(self, units: Sequence[Unit], nesting: int) -> None:
         """Slots for the most that each unit has had to reduce, so that freezing and thawing in turn (a GAN's two
@@ -102,7 +107,7 @@ class Gradients:
 
     def _replan(self, unit: Unit) -> None:
         """Follow what is trainable now. A slot of the unit's own that has become too small is given up."""
-        if unit.written:
+        if unit.is_waiting:
             raise UsageError(
                 f"requires_grad in unit {unit.fqn!r} changed while gradients of a sw.no_sync backward wait "
                 "to be reduced: run a backward outside sw.no_sync first"
@@ -116,8 +121,8 @@ class Gradients:
             del self._own[unit]
 
     def open(self, unit: Unit) -> None:
-        """Have a slot for the unit's gradients. Called as its backward begins, so that ranks take slots in one order
-        whichever gradients come to them."""
+        """Have a slot for the unit's gradients. Called where graph order says so, never where a gradient does: ranks
+        take slots in one order whichever gradients come to them."""
         if unit.reduce_slot is None and unit.reduce_bytes:
             self._open(unit)
 
@@ -132,7 +137,6 @@ class Gradients:
                 "Use torch.autograd.grad over sw.unsharded(model) for second derivatives"
             )
         assert grad is not None
-        self.open(unit)
         unit.add_gradient(key, grad, self._scaled)
 
     def reduce(self, unit: Unit) -> None:
@@ -141,6 +145,7 @@ class Gradients:
         slot = unit.reduce_slot
         if slot is None or not self.sync:
             return
+        unit.add_late()
         unit.zero_missing()
         unit.written.clear()
         unit.reduce_slot = None
@@ -171,8 +176,7 @@ class Gradients:
             self._finish_oldest()
         for unit in units:
             self._close(unit)
-            unit.written.clear()
-            unit.used.clear()
+            unit.forget_gradients(unit.keys)
             for group in unit.groups:
                 group.grad_is_fresh = True
 
@@ -213,15 +217,15 @@ class Gradients:
 
     # Reductions -------------------------------------------------------------------------------------------------
 
-    def _start(self, unit: Unit, slot: Slot[Unit]) -> Work:
+    def _start(self, unit: Unit, slot: Slot[Unit]) -> Sequence[Work]:
         reductions = []
         for group in unit.groups:
             if group.trainable:
                 flat = slot.flat(group.reduce_start, group.layout.numel, group.dtypes.reduce)
                 reductions.append(self._reduction(group, flat))
         if self._mesh.shard.world_size == 1 and self._mesh.replicate.world_size > 1:
-            return _Several([self._mesh.replicate.all_reduce(reduction.flat) for reduction in reductions])
-        return self._mesh.shard.reduce_scatter(slot.buffer, tuple(reductions))
+            return [self._mesh.replicate.all_reduce(reduction.flat) for reduction in reductions]
+        return [self._mesh.shard.reduce_scatter(slot.buffer, tuple(reductions))]
 
     def _reduction(self, group: Group, flat: Tensor) -> Reduction:
         if self._mesh.replicate.world_size > 1:  # summed over the replicas before it is added to the shard's gradient
@@ -233,7 +237,8 @@ class Gradients:
 
     def _finish_oldest(self) -> None:
         flight = self._in_flight.popleft()
-        flight.work.wait()
+        for work in flight.works:
+            work.wait()
         mesh = self._mesh
         if mesh.replicate.world_size > 1:
             for group in flight.unit.groups:
@@ -277,14 +282,19 @@ class Gradients:
             return fates
         if not mesh.is_dry:
             self._flags.numpy()[:] = fates
-        flags = self._flags.to(mesh.device)
-        mesh.shard.all_reduce(flags, "max").wait()
-        mesh.replicate.all_reduce(flags, "max").wait()
-        return fates if mesh.is_dry else flags.tolist()
+            if self._moving is not self._flags:
+                self._moving.copy_(self._flags, non_blocking=True)
+        mesh.shard.all_reduce(self._moving, "max").wait()
+        mesh.replicate.all_reduce(self._moving, "max").wait()
+        if mesh.is_dry:
+            return fates
+        if self._moving is not self._flags:  # the one wait for the device: the host hands out gradients by these
+            self._flags.copy_(self._moving)
+        return self._flags.tolist()
 
 
 def _fate(unit: Unit, key: tuple[int, int]) -> int:
-    if key in unit.written:
+    if key in unit.written or key in unit.late:
         return _LEFT
     return _REDUCED if key in unit.used else _UNUSED
 
@@ -298,14 +308,3 @@ def _hand_out(unit: Unit, fates: Sequence[int]) -> None:
     unit.used.clear()
     for group in unit.groups:
         group.grad_is_fresh = True
-
-
-class _Several:
-    """Works that are waited for together."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()

@@ -17,6 +17,9 @@ from shardwise.errors import MeshError
 from shardwise.layout.groups import consecutive_groups, hybrid_groups
 from shardwise.policy.strategy import Strategy
 
+Spans = tuple[tuple[int, ...], tuple[int, ...]]
+"""Global ranks of this rank's shard group and replicate group, in order."""
+
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
@@ -27,8 +30,11 @@ class Mesh:
     replicate: Collectives
     """Ranks that hold the same slice of different copies."""
     device: torch.device
+    spans: Spans = ((0,), (0,))
     secondary: Collectives | None = None
     """Part of the shard group, over which units are re-sharded after forward."""
+    secondary_size: int | None = None
+    """Ranks in such a part, as asked for."""
 
     @property
     def world_size(self) -> int:
@@ -50,21 +56,23 @@ class Mesh:
 
 
 def build_mesh(
-    strategy: Strategy, mesh: DeviceMesh | None, secondary_size: int | None, device: torch.device | None
+    strategy: Strategy, mesh: DeviceMesh | Mesh | None, secondary_size: int | None, device: torch.device | None
 ) -> Mesh:
     """The groups that `strategy` asks for. Every rank must call this.
 
     Args:
         mesh: data axes only: 1 axis = shard; 2 axes = (replicate, shard). None: all ranks, or for hybrid strategies
-            one shard group per host.
+            one shard group per host. Groups that were made already (as the planner makes them) are taken as they are.
         secondary_size: ranks in a group for re-sharding after forward; must divide the shard group.
     Raises:
         MeshError: the strategy, the mesh and the number of ranks do not fit together.
     """
+    if isinstance(mesh, Mesh):
+        return mesh
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     device = device or _default_device()
     if world_size == 1 and mesh is None:
-        return Mesh(_alone(device), _alone(device), device)
+        return Mesh(_alone(device), _alone(device), device, secondary_size=secondary_size)
     if mesh is not None:
         shard, replicate = _from_device_mesh(strategy, mesh)
     elif strategy.replicated and strategy.sharded:
@@ -78,7 +86,18 @@ def build_mesh(
     secondary = None
     if secondary_size is not None and over_shard.world_size not in {1, secondary_size}:
         secondary = collectives_for(_subgroup(shard, over_shard.world_size, secondary_size), device)
-    return Mesh(over_shard, over_replicas, device, secondary)
+    return Mesh(over_shard, over_replicas, device, _spans(shard, replicate), secondary, secondary_size)
+
+
+def spans_of(strategy: Strategy, mesh: DeviceMesh | Mesh) -> Spans:
+    """The ranks that `build_mesh` would put together. Local. Raises MeshError as that does."""
+    return mesh.spans if isinstance(mesh, Mesh) else _spans(*_from_device_mesh(strategy, mesh))
+
+
+def _spans(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None) -> Spans:
+    alone = (dist.get_rank(),)
+    over_shard, over_replicas = (tuple(dist.get_process_group_ranks(g)) if g else alone for g in (shard, replicate))
+    return over_shard, over_replicas
 
 
 def _alone(device: torch.device) -> Collectives:

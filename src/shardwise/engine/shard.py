@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.engine.agreement import agree_on_layout, agree_on_values
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Dtypes, Group
-from shardwise.engine.mesh import Mesh, build_mesh
+from shardwise.engine.mesh import Mesh, build_mesh, spans_of
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
+from shardwise.modules.guard import guard
 from shardwise.modules.materialize import materialize, on_meta
 from shardwise.modules.site import Site
-from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units
+from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 from shardwise.sharded.parameter import ShardedParameter
@@ -30,7 +31,7 @@ _ENGINE = "_shardwise_engine"
 def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     model: M,
     strategy: Strategy | str = Strategy.FULL_SHARD,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Mesh | None = None,
     units: Units = None,
     precision: Precision | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -56,38 +57,48 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         The same module. Its parameters are now `ShardedParameter`s; build the optimizer from them.
 
     Raises:
-        ConfigError: an argument cannot be used. MeshError: ranks, mesh and strategy do not fit together.
+        ConfigError: an argument cannot be used; `slots` are fewer than the nesting of units needs.
+        MeshError: ranks, mesh and strategy do not fit together.
         LayoutError: the model has no parameters, or one that cannot be laid out.
         DifferentModelsError: ranks built different models.
 
     Ranks whose initial parameters or buffers differ get rank 0's, with a warning. A second call on an ancestor adopts
-    the units below it. Source: ZeRO (arXiv:1910.02054), PyTorch FSDP (arXiv:2304.11277).
+    the units below it with their strategy, mesh, precision and resharding: it may leave those out but the strategy, and
+    asking for others is a UsageError. `slots` are the last call's.
+    Source: ZeRO (arXiv:1910.02054), PyTorch FSDP (arXiv:2304.11277).
     """
     strategy = Strategy.parse(strategy)
-    precision = _checked_precision(precision)
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise ConfigError(f"slots={slots!r}: a number of slots is at least 2")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"sw.shard takes an nn.Module, not a {type(model).__name__}")
     if engine_of(model, below=False) is not None:
         raise UsageError("this module is sharded already; sw.shard it once, or shard an ancestor to adopt it")
-    keeps, secondary = _resharding(strategy, reshard_after_forward)
+    below = {fqn: engine for fqn, module in model.named_modules() if (engine := module.__dict__.get(_ENGINE))}
+    precision, resharding = _settle(
+        below, strategy, mesh, _checked_precision(precision), _checked_resharding(reshard_after_forward)
+    )
     skipped = {id(parameter) for parameter in ignored}
-    adopted = _adopt(model)
-    groups = adopted[0].mesh if adopted else build_mesh(strategy, mesh, secondary, None)
     plans = assign_parameters(
         model, choose_units(model, units), lambda p: id(p) in skipped or isinstance(p, ShardedParameter)
     )
-    if not adopted and not any(plan.parameters for plan in plans):
+    if not below and not any(plan.parameters for plan in plans):
         raise LayoutError(f"{type(model).__name__} has no parameters to shard")
-    engine = Engine(groups, strategy, precision, slots, keeps)
-    settings = (strategy, precision, slots, keeps, secondary)
-    own = _build_units(model, plans, groups, precision, settings)
+    old = [unit for engine in below.values() for unit in engine.units]
+    least = 2 + nesting(model, [*(plan.module for plan in plans), *(unit.module for unit in old)])
+    if slots < least and resharding:
+        raise ConfigError(f"slots={slots} is fewer than this model's nesting of units needs: at least {least}")
+    adopted = [_take_over(model.get_submodule(fqn)) for fqn in below]
+    secondary = None if isinstance(resharding, bool) else resharding
+    groups = adopted[0].mesh if adopted else build_mesh(strategy, mesh, secondary, None)
+    engine = Engine(groups, strategy, precision, slots, keeps_params=not resharding)
+    own = _build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
     for other in adopted:
         engine.optimizers.update(other.optimizers)
-    engine.install(_in_module_order(model, own, [unit for other in adopted for unit in other.units], groups))
+    engine.install(_in_module_order(model, own, old, groups))
     model.__dict__[_ENGINE] = engine
-    _guard_conversions(model, engine)
+    for unit in engine.units:
+        guard(unit.module)
     return model
 
 
@@ -108,37 +119,66 @@ def require_engine(model: nn.Module) -> Engine:
     return engine
 
 
-def _checked_precision(precision: Precision | None) -> Precision:
-    if precision is None:
-        return Precision()
-    if not isinstance(precision, Precision):
+def _checked_precision(precision: Precision | None) -> Precision | None:
+    if precision is not None and not isinstance(precision, Precision):
         raise ConfigError(f"precision={precision!r}: pass sw.Precision(param=..., reduce=...)")
     return precision
 
 
-def _resharding(strategy: Strategy, asked: bool | int | None) -> tuple[bool, int | None]:
-    """(whether units stay gathered, size of the group to re-shard to)."""
-    if asked is None:
-        return strategy.keeps_params, None
-    if isinstance(asked, bool):
-        return not asked, None
+def _checked_resharding(asked: bool | int | None) -> bool | int | None:
+    """A group of one rank is no resharding."""
+    if asked is None or isinstance(asked, bool):
+        return asked
     if asked < 1:
         raise ConfigError(f"reshard_after_forward={asked!r}: None, True, False or a number of ranks")
-    return (True, None) if asked == 1 else (False, asked)
+    return False if asked == 1 else asked
 
 
-def _adopt(model: nn.Module) -> list[Engine]:
-    """Engines below the model give up their units to the one that is being made."""
-    engines = []
-    for module in model.modules():
-        engine = module.__dict__.pop(_ENGINE, None)
-        if engine is not None:
-            engine.retire()
-            engines.append(engine)
-    spans = {(e.mesh.shard.rank, e.mesh.shard.world_size, e.mesh.replicate.world_size) for e in engines}
-    if len(spans) > 1:
-        raise ConfigError("the units below this module were sharded over different groups of ranks: shard them alike")
-    return engines
+def _settle(
+    below: Mapping[str, Engine],
+    strategy: Strategy,
+    mesh: DeviceMesh | Mesh | None,
+    precision: Precision | None,
+    resharding: bool | int | None,
+) -> tuple[Precision, bool | int]:
+    """What a call leaves open is as the units below have it, by the module that was sharded. Raises UsageError where
+    they have something else than is asked, or than one another."""
+    asked: dict[str, Any] = {
+        "strategy": strategy.value,
+        "mesh": None if mesh is None or not below else spans_of(strategy, mesh),
+        "precision": precision and _of_units(precision),
+        "reshard_after_forward": resharding,
+    }
+    for fqn, engine in below.items():
+        precision = engine.precision if precision is None else precision
+        theirs = {
+            "strategy": engine.strategy.value,
+            "mesh": engine.mesh.spans,
+            "precision": _of_units(engine.precision),
+            "reshard_after_forward": engine.mesh.secondary_size or not engine.keeps_params,
+        }
+        for name, value in theirs.items():
+            if asked[name] is None:
+                asked[name] = value
+            elif asked[name] != value:
+                raise UsageError(
+                    f"sw.shard was asked for {name}={asked[name]!r}, but {fqn!r} below was sharded with {value!r}, "
+                    f"which its units keep: give every sw.shard call of a model the same {name}"
+                )
+    resharding = asked["reshard_after_forward"]
+    return precision or Precision(), not strategy.keeps_params if resharding is None else resharding
+
+
+def _of_units(precision: Precision) -> Precision:
+    """Without what concerns the module that is sharded alone."""
+    return Precision(param=precision.param, reduce=precision.reduce, master=precision.master)
+
+
+def _take_over(module: nn.Module) -> Engine:
+    """The module's engine, which has given up its units to the one that is being made."""
+    engine: Engine = module.__dict__.pop(_ENGINE)
+    engine.retire()
+    return engine
 
 
 def _build_units(
@@ -257,26 +297,3 @@ def _in_module_order(
 
     visit("", model, ())
     return ordered
-
-
-def _guard_conversions(model: nn.Module, engine: Engine) -> None:
-    """Have `.to()`, `.half()` and the like raise wherever they would move or cast sharded parameters."""
-
-    def apply(module: nn.Module) -> Callable[..., nn.Module]:
-        def guarded(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-            for unit in engine.units:
-                for group in unit.groups:
-                    probe = torch.empty(0, dtype=group.dtypes.master, device=engine.mesh.device)
-                    result = fn(probe)
-                    if result.dtype != probe.dtype or result.device != probe.device:
-                        raise UsageError(
-                            f"a sharded model cannot be converted from {probe.dtype} on {probe.device} to "
-                            f"{result.dtype} on {result.device}: convert it before sw.shard, or pass "
-                            "sw.shard(precision=sw.Precision(...))"
-                        )
-            return module
-
-        return guarded
-
-    for unit in engine.units:
-        unit.module.__dict__["_apply"] = apply(unit.module)

@@ -1,12 +1,15 @@
-"""What happens around every optimizer step, whichever optimizer it is.
+"""What happens around every optimizer step and every `zero_grad`, whichever optimizer it is.
 
 Before: parameters that the optimizer was given before `sw.shard` are exchanged for their sharded faces, and gradients
 that still wait to be reduced are an error. After: units
-whose weights were written get a newer version, since fused optimizers bump no tensor's version counter.
+whose weights were written get a newer version, since fused optimizers bump no tensor's version counter. `zero_grad`
+drops gradients that `sw.no_sync` left waiting as well as those in `.grad`; torch has no hooks around it, so that method
+of its optimizers is wrapped.
 """
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import Owner, ShardedParameter
+from shardwise.sharded.waiting import drop_waiting
 
 SHARDED_FACE = "_shardwise_sharded"
 """Attribute of an inner parameter: its outer face."""
@@ -59,5 +63,17 @@ def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         unit.stepped_by(optimizer)
 
 
+_zero_grad = Optimizer.zero_grad
+
+
+@wraps(_zero_grad)
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _zero_and_drop(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    _exchange(optimizer)
+    _zero_grad(optimizer, set_to_none)
+    drop_waiting(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+Optimizer.zero_grad = _zero_and_drop  # type: ignore[assignment, method-assign]
 register_optimizer_step_pre_hook(_pre_step)
 register_optimizer_step_post_hook(_post_step)

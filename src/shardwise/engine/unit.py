@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.engine.addition import ScaledAddition
     from shardwise.engine.call import Call
     from shardwise.engine.engine import Engine
+    from shardwise.sharded.parameter import ShardedParameter
 
 
 class UnitState(enum.Enum):
@@ -70,7 +71,7 @@ class Unit:
         """Optimizer steps seen; fused ones bump no tensor's version."""
         self.forward_depth = 0
         self.backward_depth = 0
-        self.awaited = 0
+        self.awaited: list[Call] = []
         """Forward calls of this step whose backward is not over."""
         self.calls: list[Call] = []
         """Forward calls under way, outermost first."""
@@ -83,6 +84,8 @@ class Unit:
         """Kept by strategies with full-size gradients and by `no_sync`."""
         self.written: set[tuple[int, int]] = set()
         """(group, parameter) whose gradient lies in the reduce slot."""
+        self.late: dict[tuple[int, int], Tensor] = {}
+        """Gradients that came while there was no slot: scaled, in the reduce dtype."""
         self.used: set[tuple[int, int]] = set()
         """(group, parameter) whose gradient came since gradients were last agreed on."""
         self.keys = [(g, i) for g, group in enumerate(groups) for i in range(len(group.fqns))]
@@ -219,13 +222,24 @@ class Unit:
         self._views.clear()
         self._reduce_views.clear()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients of a `no_sync` backward wait to be reduced."""
+        return bool(self.written or self.late)
+
     def about_to_step(self) -> None:
         """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
-        if self.written:
+        if self.is_waiting:
             raise UsageError(
                 f"optimizer.step() while gradients of unit {self.fqn!r} from a backward inside sw.no_sync wait to be "
-                "reduced: run the last backward of a step outside sw.no_sync"
+                "reduced: run the last backward of a step outside sw.no_sync, or drop them with zero_grad()"
             )
+
+    def drop_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
+        """The user zeroes these parameters' gradients: what waits to be reduced goes too. Every rank must do so."""
+        if self.is_waiting:
+            ids = set(map(id, parameters))
+            self.forget_gradients([(g, i) for g, i in self.keys if id(self.groups[g].sharded[i]) in ids])
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated the shards."""
@@ -356,24 +370,46 @@ class Unit:
         return views
 
     def add_gradient(self, key: tuple[int, int], grad: Tensor, scaled: ScaledAddition) -> None:
-        """Add the scaled grad, cast, to its place in the reduce slot; the first one overwrites."""
-        slot = self.reduce_slot
-        assert slot is not None
-        view = self.reduce_views(slot)[key[0]][key[1]]
+        """Add the scaled grad, cast, to its place in the reduce slot, or beside if there is none; the first one
+        overwrites."""
         if grad.is_sparse:
             grad = grad.to_dense()
-        if key in self.written:
-            scaled.add(view, grad)
-        else:
-            self.written.add(key)
-            scaled.write(view, grad)
         self.used.add(key)
+        if self.reduce_slot is None:
+            is_first = key not in self.late
+            if is_first:
+                dtype = self.groups[key[0]].dtypes.reduce
+                self.late[key] = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+            view = self.late[key]
+        else:
+            view = self.reduce_views(self.reduce_slot)[key[0]][key[1]]
+            is_first = key not in self.written
+            self.written.add(key)
+        (scaled.write if is_first else scaled.add)(view, grad)
+
+    def add_late(self) -> None:
+        """Bring the gradients that came while there was no slot into the reduce slot."""
+        assert self.reduce_slot is not None
+        views = self.reduce_views(self.reduce_slot)
+        for (g, i), late in self.late.items():
+            if (g, i) in self.written:
+                views[g][i].add_(late)
+            else:
+                self.written.add((g, i))
+                views[g][i].copy_(late)
+        self.late.clear()
 
     def zero_missing(self) -> None:
         """Zero the places of gradients that did not come."""
-        slot = self.reduce_slot
-        assert slot is not None
-        for g, views in enumerate(self.reduce_views(slot)):
+        assert self.reduce_slot is not None
+        for g, views in enumerate(self.reduce_views(self.reduce_slot)):
             for i, view in enumerate(views):
                 if (g, i) not in self.written:
                     view.zero_()
+
+    def forget_gradients(self, keys: Sequence[tuple[int, int]]) -> None:
+        """Drop what came of these gradients and was not handed out. Local."""
+        for key in keys:
+            self.late.pop(key, None)
+        self.written.difference_update(keys)
+        self.used.difference_update(keys)

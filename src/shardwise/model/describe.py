@@ -1,55 +1,257 @@
-"""A table of a sharded model's units: who holds what."""
+"""A table of a sharded model's units: what is in them, how large they are, and who holds what."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Self, TypeVar
+
 from torch import nn
 
+from shardwise.engine.engine import Engine
+from shardwise.engine.group import Group
 from shardwise.engine.shard import require_engine
 from shardwise.engine.unit import Unit
+from shardwise.sharded.placement import Placement
+
+T = TypeVar("T")
+
+ALIKE = 4
+"""So many units, or parameters of a unit, that differ in numbers of their names alone are one line."""
 
 
-def describe(model: nn.Module) -> str:
-    """A plain-text table of units: parameters, elements, padding, bytes per rank, dtypes. Local."""
+class Holding(NamedTuple):
+    """What one rank holds of a parameter: elements [start, stop) of it, flattened."""
+
+    rank: int
+    """Position in the shard group."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlace:
+    """One parameter of a unit."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    """Global."""
+    dtypes: str
+    """Kept / computed with / reduced in, once where all are one; "frozen" where no gradient is wanted."""
+    _placement: Placement
+
+    @property
+    def holders(self) -> tuple[Holding, ...]:
+        """The ranks that hold any of it, in order; the same in each replica."""
+        layout, index = self._placement.layout, self._placement.index
+        pieces = ((rank, layout.fragment(index, rank)) for rank in self.ranks)
+        return tuple(Holding(rank, piece.start, piece.stop) for rank, piece in pieces)
+
+    @property
+    def ranks(self) -> range:
+        """Positions in the shard group of those ranks; they are neighbours."""
+        entry, slice_numel = self._placement.layout.entries[self._placement.index], self._placement.layout.shard_numel
+        if not entry.numel:
+            return range(0)
+        return range(entry.start // slice_numel, (entry.stop - 1) // slice_numel + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlace:
+    """One unit. Bytes are one rank's, the same on every rank."""
+
+    fqn: str
+    """"" is the module that was sharded."""
+    module: str
+    """Name of its class."""
+    numel: int
+    padding_numel: int
+    """Elements between and after parameters, so that each starts and all slices end where collectives like it."""
+    shard_bytes: int
+    """Of this rank's slices of the parameters."""
+    gathered_bytes: int
+    """While the unit is gathered: all of it, in the compute dtype."""
+    parameters: tuple[ParameterPlace, ...]
+
+
+class Description(str):
+    """The table as text, and what it is made from."""
+
+    __slots__ = ("units",)
+    units: tuple[UnitPlace, ...]
+    """Outermost first."""
+
+    @classmethod
+    def of(cls, text: str, units: tuple[UnitPlace, ...]) -> Self:
+        self = cls(text)
+        self.units = units
+        return self
+
+
+def describe(model: nn.Module) -> Description:
+    """A table of units: fqns, elements, padding, bytes per rank, dtypes; then, parameter by parameter, which ranks hold
+    which elements. `print` it, or read `.units`. Local.
+
+    Units that differ in the numbers in their names alone are one line from four on; so are parameters inside them.
+    """
     engine = require_engine(model)
-    header = ("unit", "module", "params", "numel", "padding", "shard bytes", "gathered bytes", "dtypes")
-    rows = [_row(unit) for unit in engine.units]
-    total_numel = sum(group.layout.used_numel for unit in engine.units for group in unit.groups)
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = [
-        f"{type(engine.root.module).__name__}: {total_numel:,} parameters in {len(engine.units)} units, "
-        f"{engine.strategy.value}, {engine.mesh.describe()}, slots={engine.slots}"
-    ]
-    for row in (header, *rows):
-        cells = [
-            cell.ljust(width) if column in (0, 1, 7) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _row(unit: Unit) -> tuple[str, ...]:
-    numel = sum(group.layout.used_numel for group in unit.groups)
-    padding = sum(group.layout.numel for group in unit.groups) - numel
-    shard_bytes = sum(group.layout.shard_numel * group.dtypes.master.itemsize for group in unit.groups)
-    dtypes = {
-        f"{_short(group.dtypes.master)}/{_short(group.dtypes.compute)}/{_short(group.dtypes.reduce)}"
-        + ("" if group.trainable else " frozen")
-        for group in unit.groups
-    }
-    return (
-        unit.fqn or "(root)",
-        type(unit.module).__name__,
-        str(sum(len(group.sharded) for group in unit.groups)),
-        f"{numel:,}",
-        f"{padding:,}",
-        f"{shard_bytes:,}",
-        f"{unit.gather_bytes:,}",
-        ", ".join(sorted(dtypes)),
+    units = tuple(_unit(unit) for unit in engine.units)
+    kinds = _alike(units, lambda unit: (_pattern(unit.fqn), *_looks(unit)))
+    rows = [row for kind in kinds for row in ([kind] if len(kind) >= ALIKE else [[unit] for unit in kind])]
+    table = _table(
+        ("unit", "module", "params", "numel", "padding", "shard bytes", "gathered bytes", "dtypes"),
+        [*(_unit_row(row) for row in rows), _total(units)],
+        left=(0, 1, 7),
     )
+    return Description.of("\n".join([_title(engine, units), *table, *_who_holds_what(engine, kinds)]), units)
+
+
+# What there is ----------------------------------------------------------------------------------------------------
+
+
+def _unit(unit: Unit) -> UnitPlace:
+    numel = sum(group.layout.used_numel for group in unit.groups)
+    return UnitPlace(
+        unit.fqn,
+        type(unit.module).__name__,
+        numel,
+        sum(group.layout.numel for group in unit.groups) - numel,
+        sum(group.layout.shard_numel * group.dtypes.master.itemsize for group in unit.groups),
+        unit.gather_bytes,
+        tuple(place for group in unit.groups for place in _parameters(group)),
+    )
+
+
+def _parameters(group: Group) -> Iterable[ParameterPlace]:
+    dtypes = [group.dtypes.master, group.dtypes.compute, group.dtypes.reduce]
+    names = "/".join(map(_short, dtypes if len(set(dtypes)) > 1 else dtypes[:1]))
+    for sharded in group.sharded:
+        text = names if sharded.requires_grad else f"{names} frozen"
+        yield ParameterPlace(sharded.fqn, sharded.placement.shape, text, sharded.placement)
 
 
 def _short(dtype: object) -> str:
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
     name = str(dtype).removeprefix("torch.")
     return names.get(name, name)
+
+
+# What is alike ----------------------------------------------------------------------------------------------------
+
+
+def _alike(items: Sequence[T], look: Callable[[T], Hashable]) -> list[list[T]]:
+    """Items that look the same, together; in the order of the first of each."""
+    found: dict[Hashable, list[T]] = {}
+    for item in items:
+        found.setdefault(look(item), []).append(item)
+    return list(found.values())
+
+
+def _pattern(fqn: str) -> str:
+    return re.sub(r"\d+", "#", fqn)
+
+
+def _looks(unit: UnitPlace) -> tuple[Any, ...]:
+    sizes = unit.module, unit.numel, unit.padding_numel, unit.shard_bytes, unit.gathered_bytes
+    return *sizes, tuple((_inside(p.fqn, unit), p.shape, p.dtypes, p.ranks) for p in unit.parameters)
+
+
+def _parameter_looks(unit: UnitPlace, parameter: ParameterPlace) -> tuple[Any, ...]:
+    return _pattern(_inside(parameter.fqn, unit)), parameter.shape, parameter.dtypes
+
+
+def _inside(fqn: str, unit: UnitPlace) -> str:
+    """A parameter's name as its unit's module knows it."""
+    return fqn.removeprefix(f"{unit.fqn}.")
+
+
+def _span(names: Sequence[str]) -> str:
+    """`a.0.b`, ..., `a.31.b` -> `a.0…31.b`; names that differ in more numbers than one are the first and the last."""
+    first, last = names[0], names[-1]
+    if first == last:
+        return first
+    ours, theirs = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
+    different = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+    if len(different) > 1:
+        return f"{first} … {last}"
+    ours[different[0]] += f"…{theirs[different[0]]}"
+    return "".join(ours)
+
+
+# Lines ------------------------------------------------------------------------------------------------------------
+
+
+def _title(engine: Engine, units: Sequence[UnitPlace]) -> str:
+    numel = sum(unit.numel for unit in units)
+    return (
+        f"{type(engine.root.module).__name__}: {numel:,} parameters in {len(units)} units, "
+        f"{engine.strategy.value}, {engine.mesh.describe()}, slots={engine.slots}"
+    )
+
+
+def _unit_row(alike: Sequence[UnitPlace]) -> tuple[str, ...]:
+    unit = alike[0]
+    name = _span([unit.fqn for unit in alike]) or "(root)"
+    return (
+        name if len(alike) == 1 else f"{name} (each of {len(alike)})",
+        unit.module,
+        *_numbers(unit.parameters, unit.numel, unit.padding_numel, unit.shard_bytes, unit.gathered_bytes),
+        ", ".join(dict.fromkeys(parameter.dtypes for parameter in unit.parameters)),
+    )
+
+
+def _total(units: Sequence[UnitPlace]) -> tuple[str, ...]:
+    every = [parameter for unit in units for parameter in unit.parameters]
+    sizes = ((unit.numel, unit.padding_numel, unit.shard_bytes, unit.gathered_bytes) for unit in units)
+    return ("all", "", *_numbers(every, *map(sum, zip(*sizes, strict=True))), "")
+
+
+def _numbers(parameters: Sequence[ParameterPlace], *sizes: int) -> tuple[str, ...]:
+    return str(len(parameters)), *(f"{size:,}" for size in sizes)
+
+
+def _who_holds_what(engine: Engine, kinds: Sequence[Sequence[UnitPlace]]) -> list[str]:
+    ranks = engine.mesh.shard.world_size
+    each = f", in each of {engine.mesh.replicate.world_size} replicas" if engine.mesh.replicate.world_size > 1 else ""
+    lines = [f"who holds what: ranks 0-{ranks - 1} of the shard group{each}" if ranks > 1 else "every rank holds all"]
+    for kind in kinds if ranks > 1 else ():
+        name = _span([unit.fqn for unit in kind]) or "(root)"
+        lines.append(f"  unit {name}" + (f" (each of {len(kind)})" if len(kind) > 1 else ""))
+        unit = kind[0]
+        several = _alike(unit.parameters, partial(_parameter_looks, unit))
+        rows = [row for group in several for row in ([group] if len(group) >= ALIKE else [[p] for p in group])]
+        table = _table(None, [_parameter_row(unit, row) for row in rows], left=(0, 1, 2, 3))
+        lines += [f"    {line}" for line in table]
+    return lines
+
+
+def _parameter_row(unit: UnitPlace, alike: Sequence[ParameterPlace]) -> tuple[str, ...]:
+    first, last = alike[0], alike[-1]
+    name = _span([_inside(parameter.fqn, unit) for parameter in alike])
+    shape = " x ".join(map(str, first.shape)) or "0-d"
+    if len(alike) > 1:
+        return name, f"{len(alike)} times {shape}", first.dtypes, _ranks(range(first.ranks.start, last.ranks.stop))
+    if 1 < len(first.ranks) <= 2:
+        return name, shape, first.dtypes, ", ".join(f"{r} [{a:,}:{b:,}]" for r, a, b in first.holders)
+    return name, shape, first.dtypes, _ranks(first.ranks)
+
+
+def _ranks(ranks: range) -> str:
+    if not ranks:
+        return "nothing to hold"
+    return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks[-1]}"
+
+
+def _table(header: tuple[str, ...] | None, rows: Sequence[tuple[str, ...]], left: Sequence[int]) -> list[str]:
+    """Aligned columns; those in `left` to the left."""
+    lines = [header, *rows] if header is not None else list(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]

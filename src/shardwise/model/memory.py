@@ -1,32 +1,23 @@
-"""What the engine holds, by kind: known before the first step, checked from outside in the tests."""
+"""What a sharded model holds, by kind: known before the first step, checked from outside in the tests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine
-
-KINDS = (
-    "param_shards",
-    "gathered_slots",
-    "grad_shards",
-    "reduce_slots",
-    "optimizer",
-    "buffers",
-    "activations",
-    "temporaries",
-    "other",
-)
-"""Kinds of memory; the same names in the planner, the trainer's logs and reports."""
+from shardwise.engine.stepping import SHARDED_FACE
+from shardwise.policy.kinds import STATE_KINDS
+from shardwise.sharded.parameter import ShardedParameter
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on this rank, by kind, every name in `KINDS`."""
+    """Bytes on this rank by kind, named as in `policy.kinds.KINDS`. A kind that was not measured is absent."""
 
     now: dict[str, int]
     peak: dict[str, int]
@@ -34,16 +25,17 @@ class Memory:
     @property
     def engine_bytes(self) -> int:
         """What the engine itself allocates, and never changes after the first step: shards and slots."""
-        return sum(self.peak[kind] for kind in ("param_shards", "gathered_slots", "grad_shards", "reduce_slots"))
+        return sum(self.peak[kind] for kind in STATE_KINDS if kind != "optimizer")
 
 
 def memory(model: nn.Module) -> Memory:
     """This rank's memory by kind. Local, but before the first forward every rank must call it: it allocates the slots.
 
     Shards, slots, optimizer state and buffers are exact. `temporaries` is the scratch memory of collectives and sums,
-    complete once a step has been made; `other` is what stands for parameters that are not gathered. On a GPU
-    `activations` is what else is allocated (at the peak: with the operations' own temporaries and anything that is not
-    the model's); on a CPU, where nothing counts allocations, it is 0.
+    complete once a step has been made; `other` is ignored parameters with their gradients, used flags and what stands
+    for parameters that are not gathered. `activations` is what else the device's allocator has handed out (at the peak:
+    with the operations' own temporaries and anything that is not the model's); a CPU's allocator does not count, so
+    there it is absent.
     """
     engine = require_engine(model)
     engine.plan()
@@ -56,17 +48,51 @@ def memory(model: nn.Module) -> Memory:
     return Memory(now, peak)
 
 
+def replicated(model: nn.Module) -> dict[str, int]:
+    """Bytes by kind (`STATE_KINDS`) that every rank would hold under DDP. Local.
+
+    Computed, from the sharded tensors at their global size: every parameter, as many bytes of gradients for those that
+    train (DDP's buckets are their storage), and every state tensor of the optimizers that have stepped.
+    """
+    engine = require_engine(model)
+    parameters = list(model.parameters())
+    return {
+        **dict.fromkeys(STATE_KINDS, 0),
+        "param_shards": _whole_bytes(parameters),
+        "grad_shards": _whole_bytes(parameter for parameter in parameters if parameter.requires_grad),
+        "optimizer": _whole_bytes(_optimizer_state(engine)),
+    }
+
+
 def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
     groups = [group for unit in engine.units for group in unit.groups]
-    kinds = dict.fromkeys(KINDS, 0)
-    kinds["param_shards"] = sum(unit.shard_bytes for unit in engine.units)
-    kinds["gathered_slots"] = sum(arena.total_bytes for arena in engine.arenas)
-    kinds["grad_shards"] = sum(
-        group.grad_shard.numel() * group.grad_shard.itemsize for group in groups if group.grad_shard is not None
-    )
-    kinds["reduce_slots"] = engine.gradients.total_bytes
-    kinds["temporaries"] = engine.gradients.scratch_bytes + sum(c.scratch_bytes for c in engine.mesh.groups)
-    kinds["other"] = engine.gradients.flag_bytes + sum(group.placeholder_bytes for group in groups)
-    kinds["optimizer"] = engine.optimizer_bytes()
-    kinds["buffers"] = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
-    return kinds
+    whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and not hasattr(p, SHARDED_FACE)]
+    whole_gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
+    return {
+        "param_shards": sum(unit.shard_bytes for unit in engine.units),
+        "gathered_slots": sum(arena.total_bytes for arena in engine.arenas),
+        "grad_shards": _held_bytes(group.grad_shard for group in groups if group.grad_shard is not None),
+        "reduce_slots": engine.gradients.total_bytes,
+        "optimizer": _held_bytes(_optimizer_state(engine)),
+        "buffers": _held_bytes(model.buffers()),
+        "temporaries": engine.gradients.scratch_bytes + sum(c.scratch_bytes for c in engine.mesh.groups),
+        "other": engine.gradients.flag_bytes
+        + sum(group.placeholder_bytes for group in groups)
+        + _held_bytes([*whole, *whole_gradients]),
+    }
+
+
+def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
+    """Of the optimizers that stepped any unit."""
+    for optimizer in engine.optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _held_bytes(tensors: Iterable[Tensor]) -> int:
+    """On this rank: of sharded tensors the piece."""
+    return sum((t.local if isinstance(t, ShardedParameter) else t).nbytes for t in tensors)
+
+
+def _whole_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -6,7 +6,6 @@ The checkpoint lies inside the unit's hooks, so the unit is gathered once for ba
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,10 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise.engine.shard import require_engine
 from shardwise.engine.unit import Unit
-from shardwise.errors import ConfigError, UsageError
-
-MODES = ("none", "full", "selective-ops", "every-2")
-"""What `activation_checkpointing` can be; "every-2" stands for any number."""
+from shardwise.errors import UsageError
+from shardwise.policy.recomputation import Recomputation
 
 _ATTENTION = {
     getattr(torch.ops.aten, name).default
@@ -44,16 +41,13 @@ def checkpoint_units(model: nn.Module, mode: str) -> nn.Module:
 
     Call it once, after `sw.shard`. Local. Raises ConfigError for another mode.
     """
-    every = re.fullmatch(r"every-([1-9]\d*)", mode)
-    if mode not in MODES and every is None:
-        raise ConfigError(f"activation_checkpointing={mode!r}: choose one of {', '.join(MODES)}")
-    blocks = blocks_of(require_engine(model).units)
-    if mode == "none":
+    recomputation = Recomputation.parse(mode)
+    if not recomputation.every:
         return model
-    for unit in blocks[:: int(every[1]) if every else 1]:
+    for unit in blocks_of(require_engine(model).units)[:: recomputation.every]:
         if "forward" in unit.module.__dict__:
             raise UsageError(f"the forward of unit {unit.fqn!r} was replaced already; call checkpoint_units once")
-        unit.module.forward = _recomputed(unit.module.forward, selective=mode == "selective-ops")
+        unit.module.forward = _recomputed(unit.module.forward, selective=recomputation.selective)
     return model
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,22 @@ from shardwise.sharded.parameter import ShardedParameter
 Initialise = Callable[[nn.Module], object]
 
 
+_blank: ContextVar[frozenset[str]] = ContextVar("blank", default=frozenset())
+
+
+@contextmanager
+def left_blank(fqns: Iterable[str]) -> Iterator[None]:
+    """Inside, `materialize` gives these parameters memory and no numbers: somebody is going to write them.
+
+    If no other number has to be drawn, none is, and the random state stays as it was.
+    """
+    token = _blank.set(frozenset(fqns))
+    try:
+        yield
+    finally:
+        _blank.reset(token)
+
+
 def on_meta(model: nn.Module) -> bool:
     """Whether any parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -34,7 +52,8 @@ def on_meta(model: nn.Module) -> bool:
 def materialize(
     model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Callable[[UnitPlan], None]
 ) -> None:
-    """Give every unit its numbers, on the CPU, and hand it to `shard` before the next one gets its.
+    """Give every unit its numbers, on the CPU, and hand it to `shard` before the next one gets its. Parameters that
+    belong to no unit get theirs on `device`.
 
     Full weights of one unit exist at a time, and one tensor more where numbers are drawn that nobody keeps. Local;
     ranks must start from the same random state, and have the same one afterwards: that of the unsharded build. Under a
@@ -47,9 +66,18 @@ def materialize(
         return
     tape = Tape()
     recorded = record(model, tape)
-    _check_written(model, plans, tape, recorded)
-    slots = [slot for slot in _slots(model) if slot.is_blank and id(slot.tensor) in recorded]
-    wanted: list[list[Tensor]] = [[p for _, p, _ in plan.parameters if p.is_meta] for plan in plans]
+    blank = _blank.get()
+    ours = {id(parameter) for plan in plans for _, parameter, _ in plan.parameters}
+    blanks = {id(parameter) for plan in plans for fqn, parameter, _ in plan.parameters if fqn in blank}
+    _check_written(model, blanks, tape, recorded)
+    slots = [
+        slot
+        for slot in _slots(model)
+        if slot.tensor.is_meta and id(slot.tensor) not in ours and id(slot.tensor) in recorded
+    ]
+    wanted: list[list[Tensor]] = [
+        [p for _, p, _ in plan.parameters if p.is_meta and id(p) not in blanks] for plan in plans
+    ]
     wanted.append([slot.tensor for slot in slots])
     *parts, others = tape.cut([[recorded[id(tensor)] for tensor in tensors] for tensors in wanted])
     _warn_of_drawn(model, plans, tape, recorded)
@@ -59,8 +87,12 @@ def materialize(
             shard(plan)
     made: dict[int, Tensor] = {}
     for slot, tensor in zip(slots, tape.play(others), strict=True):
-        slot.put(made.setdefault(id(slot.tensor), tensor.to(slot.tensor.dtype)))
-    tape.finish()
+        real = made.get(id(slot.tensor))
+        if real is None:
+            real = made[id(slot.tensor)] = _real(slot.tensor, tensor.to(slot.tensor.dtype), device)
+        slot.put(real)
+    if not blank or any(part.last_draw >= 0 for part in (*parts, others)):
+        tape.finish()
 
 
 def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
@@ -90,11 +122,6 @@ class _Slot(NamedTuple):
     kind: str
     name: str
     tensor: Tensor
-
-    @property
-    def is_blank(self) -> bool:
-        """Not a parameter, and without memory."""
-        return self.tensor.is_meta and not isinstance(self.tensor, nn.Parameter)
 
     def _holder(self, module: nn.Module) -> dict[str, Any]:
         return module.__dict__[self.kind] if self.kind else module.__dict__
@@ -148,9 +175,16 @@ class _Builder:
         """Modules with meta tensors of their own; others that have tensors are left as they are."""
         self._initialised: set[int] = set()
         """Recorded parameters that a module has initialised."""
+        self._cloned: set[int] = set()
+        """Layers that have the numbers of the layer that they are copies of."""
 
-    def build(self, module: nn.Module, initialise: Initialise, quiet: bool = False) -> None:
-        """Record one module with all below it. `quiet`: a warning was given for a module around it."""
+    def build(
+        self, module: nn.Module, initialise: Initialise, quiet: bool = False, before: Sequence[nn.Module] = ()
+    ) -> None:
+        """Record one module with all below it. `quiet`: a warning was given for a module around it. `before`: modules
+        that stand beside it, recorded already."""
+        if id(module) in self._cloned:
+            return
         if _is_transformer(module):
             if not any(id(below) in self._blank for below in module.modules()):
                 return
@@ -164,10 +198,40 @@ class _Builder:
                 initialise = module._init_weights  # type: ignore[assignment]
             else:
                 return
-        for child in module.children():
-            self.build(child, initialise, quiet)
+        if isinstance(module, _CLONING):
+            self._clone(module, initialise, before)
+        children = list(module.children())
+        for position, child in enumerate(children):
+            self.build(child, initialise, quiet, children[:position])
         if id(module) in self._blank or not (module._parameters or module._buffers):
             self._initialise(module, initialise)
+
+    def _clone(self, module: nn.Module, initialise: Initialise, before: Sequence[nn.Module]) -> None:
+        """Record the layers of a module that deep-copies the one it is given: that one draws, once."""
+        layers: list[nn.Module] = list(module.layers)  # type: ignore[arg-type]
+        if not any(id(below) in self._blank for layer in layers for below in layer.modules()):
+            return
+        given = [other for other in before if type(other) is type(layers[0]) and _shapes(other) == _shapes(layers[0])]
+        if given:
+            warnings.warn(
+                f"{type(module).__name__} was built on the meta device beside a {type(given[-1]).__name__} like its "
+                "layers: they are taken for copies of that one and get its numbers. If they are copies of another, "
+                "these are not the numbers of an unsharded build",
+                stacklevel=2,
+            )
+            original = given[-1]
+        else:
+            original = layers.pop(0)
+            self.build(original, initialise)
+        for layer in layers:
+            if _shapes(layer) != _shapes(original):
+                continue  # it was put in later
+            self._cloned.add(id(layer))
+            for ours, theirs in zip(layer.modules(), original.modules(), strict=True):
+                if id(ours) in self._blank:
+                    _copy_tensors(theirs, ours)
+                    self._initialised.update(map(id, ours._parameters.values()))
+        self._cloned.add(id(original))
 
     def _initialise(self, module: nn.Module, initialise: Initialise) -> None:
         own = [slot for slot in _places(module) if slot.kind == "_parameters"]
@@ -186,6 +250,18 @@ class _Builder:
         for slot in tied:
             slot.put(slot.tensor)
         self._initialised.update(id(slot.tensor) for slot in own)
+
+
+_CLONING = (nn.TransformerEncoder, nn.TransformerDecoder)
+"""Their `layers` are deep copies of the layer that they are given."""
+
+
+@torch.no_grad()
+def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
+    for slot in list(_places(target)):
+        value = slot.of(source)
+        if slot.kind and value is not None:
+            slot.tensor.copy_(value)
 
 
 def _is_transformer(module: nn.Module) -> bool:
@@ -247,12 +323,13 @@ def _one_line(error: Exception) -> str:
 # From the tape to the model ---------------------------------------------------------------------------------------
 
 
-def _check_written(model: nn.Module, plans: list[UnitPlan], tape: Tape, recorded: dict[int, Tensor]) -> None:
+def _check_written(model: nn.Module, blanks: set[int], tape: Tape, recorded: dict[int, Tensor]) -> None:
     places = [
-        (fqn, site.module, site.name, parameter) for plan in plans for fqn, parameter, (site, *_) in plan.parameters
+        (f"{prefix}.{slot.name}".lstrip("."), module, slot.name, slot.tensor)
+        for prefix, module in model.named_modules()
+        for slot in _places(module)
+        if slot.kind and id(slot.tensor) not in blanks
     ]
-    for prefix, module in model.named_modules():
-        places += [(f"{prefix}.{n}".lstrip("."), module, n, b) for n, b in module._buffers.items() if b is not None]
     for fqn, module, name, tensor in places:
         if tensor.is_meta and tensor.numel() and not (id(tensor) in recorded and tape.is_written(recorded[id(tensor)])):
             raise LayoutError(
@@ -277,16 +354,25 @@ def _warn_of_drawn(model: nn.Module, plans: list[UnitPlan], tape: Tape, recorded
 
 def _fill(plan: UnitPlan, values: list[Tensor]) -> None:
     """Full parameters in place of the meta ones."""
-    remaining = iter(values)
-    for index, (_, parameter, _) in enumerate(plan.parameters):
-        if parameter.is_meta:
+    remaining, blank = iter(values), _blank.get()
+    for index, (fqn, parameter, _) in enumerate(plan.parameters):
+        if parameter.is_meta and fqn in blank:
+            _replace(plan, index, torch.empty(parameter.shape, dtype=parameter.dtype))
+        elif parameter.is_meta:
             _replace(plan, index, next(remaining).to(parameter.dtype))
+
+
+def _real(blank: Tensor, value: Tensor, device: torch.device) -> Any:
+    """What stands for a tensor without memory from now on. Parameters without a unit are moved to `device`; buffers are
+    moved later, with those that had memory."""
+    if not isinstance(blank, nn.Parameter):
+        return value
+    return inherit(nn.Parameter(value.to(device), requires_grad=blank.requires_grad), blank)
 
 
 def _replace(plan: UnitPlan, index: int, value: Tensor) -> None:
     fqn, parameter, sites = plan.parameters[index]
-    real = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    inherit(real, parameter)
+    real = _real(parameter, value, value.device)
     for site in sites:
         site.module._parameters[site.name] = real
     plan.parameters[index] = (fqn, real, sites)
@@ -301,5 +387,6 @@ def _allocate(model: nn.Module, plans: list[UnitPlan], device: torch.device, sha
         if plan.parameters:
             shard(plan)
     for slot in list(_slots(model)):
-        if slot.is_blank:
-            slot.put(torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=device))
+        if slot.tensor.is_meta:
+            empty = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=device)
+            slot.put(_real(slot.tensor, empty, device))

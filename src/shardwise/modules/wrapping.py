@@ -190,6 +190,18 @@ def assign_parameters(
     return kept
 
 
+def nesting(model: nn.Module, units: Iterable[nn.Module]) -> int:
+    """How many units a unit lies inside at most, the model itself not counted. A module that stands in several places
+    counts where it lies deepest."""
+    inner = {id(module) for module in units} - {id(model)}
+
+    def deepest(module: nn.Module) -> int:
+        below = max(map(deepest, module.children()), default=0)
+        return below + (id(module) in inner)
+
+    return max(0, deepest(model) - 1)
+
+
 class _Use(NamedTuple):
     """A place in the module tree where a parameter stands, and the units around that, outermost first."""
 

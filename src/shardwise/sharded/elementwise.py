@@ -25,7 +25,6 @@ _UNTAGGED = frozenset(
     f"aten::{name}{in_place}" for name in ("copy", "zero", "fill", "masked_fill") for in_place in ("", "_")
 ) | {f"aten::{name}" for name in ("_to_copy", "lift_fresh", "empty_like", "zeros_like", "ones_like", "full_like")}
 """Elementwise, but not tagged `pointwise` by torch."""
-_SAME_ELEMENTS = frozenset(("aten::detach", "aten::alias"))
 _FUSED = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
 _NUMBERS = frozenset((int, float, bool))  # isinstance of a tensor is slow to say no
 _NOT_FOREACH = frozenset(f"aten::_foreach_{name}" for name in ("norm", "max", "powsum", "mm"))
@@ -36,12 +35,10 @@ def handler(func: OpOverload) -> Handler | None:
     name = func._schema.name
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
-    if name in _SAME_ELEMENTS:
-        return _same_elements
+    if name in _BY_NAME:
+        return _BY_NAME[name]
     if name in _FUSED or (name.startswith("aten::_foreach_") and name not in _NOT_FOREACH):
         return _OnLists(func)
-    if name == "aten::index_put_":
-        return _put_by_mask
     if torch.Tag.pointwise in func.tags or name in _UNTAGGED:
         return _Elementwise(func)
     return None
@@ -71,6 +68,21 @@ def _same_elements(
     cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> ShardedParameter:
     return cls(args[0].local, args[0].placement)
+
+
+def _as_real(
+    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ShardedParameter:
+    """How optimizers see complex parameters: a piece of whole elements is a piece of whole pairs. The view has a
+    version of its own; that a step wrote is known without (`Owner.stepped_by`)."""
+    return cls(torch.view_as_real(args[0].local).view(-1), args[0].placement.as_real)
+
+
+def _as_complex(
+    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ShardedParameter:
+    """And back. Pairs are never cut: slices and parameters start on multiples of 16 bytes."""
+    return cls(torch.view_as_complex(args[0].local.view(-1, 2)), args[0].placement.as_complex)
 
 
 class _Elementwise:
@@ -226,3 +238,12 @@ def _check_positions(
                 _not_a_number(common, item, func)
         elif not same_cut(own, common):
             _differently_cut(common, own, func)
+
+
+_BY_NAME: dict[str, Handler] = {
+    "aten::detach": _same_elements,
+    "aten::alias": _same_elements,
+    "aten::view_as_real": _as_real,
+    "aten::view_as_complex": _as_complex,
+    "aten::index_put_": _put_by_mask,
+}

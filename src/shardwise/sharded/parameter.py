@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import UsageError
 from shardwise.layout.fragment import Fragment
-from shardwise.sharded import elementwise, reductions
+from shardwise.sharded import chunks, elementwise, reductions
 from shardwise.sharded.placement import Placement
 
 
@@ -35,6 +35,9 @@ class Owner(Protocol):
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated the shards."""
+
+    def drop_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
+        """The user zeroes these parameters' gradients: what waits to be reduced goes too. Every rank must do so."""
 
 
 class ShardedParameter(Tensor):
@@ -160,6 +163,18 @@ class ShardedParameter(Tensor):
         with torch.no_grad():
             self.detach().copy_(value)
 
+    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:  # noqa: A002 - torch's name
+        """For `torch.distributed.checkpoint.save`."""
+        return chunks.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """For `torch.distributed.checkpoint.load`, which writes to this rank's piece next."""
+        return chunks.chunks_to_load(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """For both: the part of the piece at `index.offset`."""
+        return chunks.view_at(self, None if index.offset is None else tuple(index.offset))
+
     def __repr__(self) -> str:  # type: ignore[override]
         piece = self.fragment
         return (
@@ -183,13 +198,17 @@ class ShardedParameter(Tensor):
         self._no("conversion to a numpy array", _LOOK)
 
     def data_ptr(self) -> NoReturn:
-        self._no("data_ptr()", ".local.data_ptr() is the address of this rank's piece")
+        self._no("data_ptr()", _ADDRESS)
 
     def _no(self, operation: str, way_out: str) -> NoReturn:
         raise UsageError(f"{operation} of the sharded parameter {self.fqn!r} is not possible: {way_out}")
 
 
 _SAVE = "call sw.checkpoint.save, or save sw.full_state_dict(model, cpu=True, rank0_only=True) (collective)"
+_ADDRESS = (
+    ".local.data_ptr() is the address of this rank's piece. torch.distributed.checkpoint.async_save, which asks for "
+    "it, cannot copy pieces: call torch.distributed.checkpoint.save, or sw.checkpoint.save(asynchronous=True)"
+)
 _LOOK = "use .full_tensor() (collective) for the whole, .local for this rank's piece"
 _WAYS_OUT: dict[str, str] = {
     "aten::_amp_foreach_non_finite_check_and_unscale_": "torch's GradScaler would let ranks disagree about a step: "

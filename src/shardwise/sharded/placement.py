@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.comm.protocol import Collectives
@@ -33,3 +33,19 @@ class Placement:
     def fragment(self) -> Fragment:
         """This rank's piece."""
         return self.layout.fragment(self.index, self.shard_group.rank)
+
+    @cached_property
+    def as_real(self) -> Placement:
+        """Of the same complex elements as pairs of real ones."""
+        entry = self.layout.entries[self.index]
+        pairs = replace(entry, shape=(*entry.shape, 2), start=2 * entry.start, numel=2 * entry.numel)
+        layout = replace(self.layout, entries=(pairs,), numel=2 * self.layout.numel)
+        return Placement(layout, 0, self.shard_group)
+
+    @cached_property
+    def as_complex(self) -> Placement:
+        """Of the same pairs of real elements as complex ones. Slices are of whole pairs."""
+        entry = self.layout.entries[self.index]
+        whole = replace(entry, shape=entry.shape[:-1], start=entry.start // 2, numel=entry.numel // 2)
+        layout = replace(self.layout, entries=(whole,), numel=self.layout.numel // 2)
+        return Placement(layout, 0, self.shard_group)

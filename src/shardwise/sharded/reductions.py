@@ -81,7 +81,7 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
         wide = torch.float32 if (dtype or kind[0]) in _HALF else dtype
         if held:
             norms.update(zip(held, torch._foreach_norm([pieces[i] for i in held], order, wide), strict=True))
-        zero = torch.zeros((), dtype=norms[held[0]].dtype if held else wide or kind[0], device=kind[1])
+        zero = torch.zeros((), dtype=norms[held[0]].dtype if held else (wide or kind[0]).to_real(), device=kind[1])
         norms.update((i, zero) for i in where if not pieces[i].numel())
     return [norms[i] for i in range(len(pieces))]
 

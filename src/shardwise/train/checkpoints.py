@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.checkpoint.commit import remove_partials
+from shardwise.checkpoint import background, commit
+from shardwise.checkpoint.peers import Peers
+from shardwise.checkpoint.storage import is_url
+from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import CheckpointConfig
 from shardwise.train.order import Position
@@ -23,13 +26,16 @@ from shardwise.train.ranks import Ranks
 class Resumed:
     """Where a run goes on."""
 
-    path: Path
+    path: Path | str
+    """A URL is a string."""
     step: int
     """Optimizer steps that were taken."""
     position: Position
     """Of the next sample."""
     extra: Mapping[str, Any]
     """That `Checkpoints.save` was given."""
+    set_aside: tuple[Path, ...] = ()
+    """Newer checkpoints that are not intact, where they are now. Only rank 0 knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,45 +53,87 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
 
+    @property
+    def are_on(self) -> bool:
+        """Whether the run is to be saved at all."""
+        return self.config.every > 0
+
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizer, position: Position, extra: Mapping[str, Any]
     ) -> None:
         """Save after `step` steps, then drop what is older than the newest `keep`. Every rank must call this.
+
+        Where saves are asynchronous this one is still being written, and does not count among the newest.
 
         Args:
             position: of the next sample.
             extra: what else a resumed run needs; `resume` does not interpret it.
         """
         everything = {**extra, "data": asdict(position)}
-        sw.checkpoint.save(self.path(step), model, optimizer, step=step, extra=everything)
+        asynchronous = self.config.asynchronous
+        sw.checkpoint.save(self.path(step), model, optimizer, step, everything, asynchronous)
+        self._drop_old()
+
+    def finish(self, model: nn.Module) -> None:
+        """Have the last save on disk. Every rank must call this."""
+        sw.checkpoint.wait(model)
+        self._drop_old()
+
+    @contextmanager
+    def finished(self, model: nn.Module) -> Iterator[None]:
+        """`finish` at the end of the block. After an error each rank waits for itself: its peers may be anywhere."""
+        try:
+            yield
+        except Exception as error:
+            try:
+                background.wait()
+                self._drop_old()
+            except (CheckpointError, OSError) as failed:
+                error.add_note(str(failed))
+            raise
+        self.finish(model)
+
+    def _drop_old(self) -> None:
         if self.ranks.is_first:
             for old in self._committed()[self.config.keep :]:
-                shutil.rmtree(self.path(old))
+                commit.remove(self.path(old))
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> Resumed | None:
         """Load what the configuration says; None where the run starts anew. Every rank must call this.
 
+        What crashes left in the directory is removed, and newer checkpoints that do not verify are set aside.
+
         Raises:
             ConfigError: there are checkpoints of the run and none may be, or can be, used.
+            CheckpointError: the one that the configuration names is no checkpoint or is damaged.
         """
-        path = self._chosen()
+        if self.ranks.is_first:
+            commit.remove_partials(self.directory)
+        set_aside: list[Path] = []
+        path: Path | str | None
+        if self.config.resume in {"auto", "never"}:
+            path = self._newest(set_aside)
+        else:
+            path = self.config.resume if is_url(self.config.resume) else Path(self.config.resume)
+            with Peers(require_engine(model).mesh).together(f"{path} cannot be loaded"):
+                if self.ranks.is_first:  # it reads every byte; the others hear of it
+                    sw.checkpoint.verify(path)
         if path is None:
             return None
         loaded = sw.checkpoint.load(path, model, optimizer)
         if "data" not in loaded:
             raise ConfigError(f"{path} is no checkpoint of `shardwise train`: it has no position in the data")
-        return Resumed(path, loaded.step, Position(**loaded["data"]), loaded)
+        self._refuse_newer_than(loaded.step)
+        return Resumed(path, loaded.step, Position(**loaded["data"]), loaded, tuple(set_aside))
 
-    def _chosen(self) -> Path | None:
-        if self.config.resume not in ("auto", "never"):
-            return Path(self.config.resume)
-        if self.ranks.is_first:
-            remove_partials(self.directory)
+    def _newest(self, set_aside: list[Path]) -> Path | None:
+        """The run's newest checkpoint that verifies. Those before it, which do not, are renamed."""
         # Rank 0 looks for all: files may change, and ranks must take the same way.
         steps = self._committed() if self.ranks.is_first else []
         good = next((step for step in steps if self._verifies(step)), None) if self.config.resume == "auto" else None
         found, chosen = self.ranks.count(len(steps)), self.ranks.count(0 if good is None else good + 1) - 1
         if chosen >= 0:
+            set_aside += [commit.set_aside(self.path(step)) for step in steps if step > chosen]
             return self.path(chosen)
         if found and self.config.resume == "never":
             raise ConfigError(
@@ -98,6 +146,15 @@ class Checkpoints:
                 "log.name to train anew, or remove them"
             )
         return None
+
+    def _refuse_newer_than(self, step: int) -> None:
+        """A run that goes on would come to save where they are."""
+        newest = self.ranks.count(max(self._committed(), default=0) if self.ranks.is_first else 0)
+        if newest > step:
+            raise ConfigError(
+                f"checkpoint.resume={self.config.resume!r} is at step {step} and the run has {self.path(newest)}: "
+                "leave checkpoint.resume out to go on from there, move it away, or set log.name to train on beside it"
+            )
 
     def _committed(self) -> list[int]:
         """Steps, the newest first."""

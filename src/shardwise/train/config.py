@@ -141,8 +141,8 @@ class ParallelConfig(Section):
 
     ranks: Annotated[Literal["auto"] | PositiveInt, Field(union_mode="left_to_right")] = "auto"
     """Ranks on this machine; "auto" = all GPUs, else 2 CPU ranks. Under torchrun its own number counts."""
-    strategy: StrategyName = "full_shard"
-    """Which of parameters, gradients and optimizer state are sharded."""
+    strategy: Literal[StrategyName, "auto"] = "full_shard"
+    """Which of parameters, gradients and optimizer state are sharded; "auto" = the fastest that is forecast to fit."""
     shard_group: Annotated[PositiveInt | None, NoneWord] = None
     """Ranks that share one copy of the model, for the hybrid strategies; none = the ranks of one host."""
     reshard_after_forward: Annotated[bool | PositiveInt | None, NoneWord] = None
@@ -155,6 +155,8 @@ class ParallelConfig(Section):
     """The dtype of forward and backward, and of gathered parameters; none = `model.dtype`."""
     reduce_dtype: DtypeName = "fp32"
     """The dtype in which gradients are summed over the ranks."""
+    hardware: Annotated[str | None, NoneWord] = None
+    """What plans take a rank's device for: a packaged name or a hardware file; none = the device that it has."""
 
 
 class CheckpointConfig(Section):
@@ -165,9 +167,9 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     asynchronous: bool = False
-    """Write while training goes on."""
+    """Copy to host memory and write while training goes on."""
     resume: str = "auto"
-    """"auto" (the run's newest good checkpoint), "never", or a checkpoint directory."""
+    """"auto" (the run's newest good checkpoint), "never", or a checkpoint's directory or URL."""
 
 
 class LogConfig(Section):
@@ -267,7 +269,7 @@ def _check_groups(parallel: ParallelConfig, world_size: int) -> None:
                 f"use one of {_divisors(world_size)} or another number of ranks"
             )
         expected = 1 if parallel.strategy == "no_shard" else world_size
-        if parallel.strategy not in HYBRID_STRATEGIES and group != expected:
+        if parallel.strategy not in {*HYBRID_STRATEGIES, "auto"} and group != expected:
             raise MeshError(
                 f"parallel.shard_group={group} needs a hybrid strategy (hybrid_shard or hybrid_shard_zero2); "
                 f"{parallel.strategy} always uses {expected} of {world_size} ranks"

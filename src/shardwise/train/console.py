@@ -14,7 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.train.footprint import STATE_KINDS, Footprint
+from shardwise.policy.kinds import KINDS, STATE_KINDS
+from shardwise.train.auto import Outlook
+from shardwise.train.footprint import Footprint
 from shardwise.train.metrics import StepMetrics
 from shardwise.train.sample import Sample
 
@@ -49,6 +51,8 @@ class RunConsole:
         self._clock = clock
         self._last_line_s = float("-inf")
         self._first_step_s: float | None = None
+        self._steps_before = 0
+        """Taken before this start of the run, which may have been resumed."""
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=self.console
         )
@@ -75,6 +79,7 @@ class RunConsole:
         now = self._clock()
         if self._first_step_s is None:
             self._first_step_s = now - metrics.step_time_s
+            self._steps_before = metrics.step - 1
         last = metrics.step == self._steps
         if metrics.step % self._every and not last:
             return
@@ -83,7 +88,8 @@ class RunConsole:
             self._live.update(Group(self._progress, Text(step_line(metrics)), Text(memory_line(metrics.memory))))
         elif last or now - self._last_line_s >= _PLAIN_INTERVAL_S:
             self._last_line_s = now
-            left_s = (now - self._first_step_s) / metrics.step * (self._steps - metrics.step)
+            taken = metrics.step - self._steps_before
+            left_s = (now - self._first_step_s) / taken * (self._steps - metrics.step)
             self.say(f"step {metrics.step}/{self._steps}  {step_line(metrics)}  left {_duration(left_s)}")
 
     def evaluated(self, step: int, loss: float) -> None:
@@ -99,33 +105,56 @@ class RunConsole:
         """The table at the end."""
         self.console.print(summary_table(strategy, world_size, footprint))
         share = footprint.largest_bytes / footprint.replicated_bytes
-        self.say(f"{share:.2f} of DDP's bytes per rank; median step {step_time_s:.3f} s")
+        self.say(f"{share:.2f} of DDP's bytes per rank; median step {step_time_s:.3f} s, measured")
+
+    def beside_plan(self, outlook: Outlook, peak: Mapping[str, int], step_time_s: float) -> None:
+        """What was planned beside what was measured: bytes by kind on rank 0, and the step's median time."""
+        self.console.print(plan_table(outlook, peak))
+        change = step_time_s / outlook.step_time_s - 1
+        self.say(f"step: {outlook.step_time_s:.3f} s planned, {step_time_s:.3f} s measured (median, {change:+.0%})")
 
 
 def step_line(metrics: StepMetrics) -> str:
     """A step in words, without its number."""
     return (
         f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.2f}  "
-        f"{metrics.tokens_per_s:,.0f} tokens/s  rank 0: {format_bytes(sum(metrics.memory.values()))}"
+        f"{metrics.tokens_per_s:,.0f} tokens/s  rank 0: {format_bytes(sum(filter(None, metrics.memory.values())))}"
     )
 
 
-def memory_line(memory: Mapping[str, int]) -> str:
-    """Bytes by kind, largest first, without kinds that hold nothing."""
+def memory_line(memory: Mapping[str, int | None]) -> str:
+    """Bytes by kind, largest first, without kinds that hold nothing or were not measured."""
     held = sorted(((size, kind) for kind, size in memory.items() if size), reverse=True)
     return "rank 0 holds " + ", ".join(f"{kind} {format_bytes(size)}" for size, kind in held)
 
 
 def summary_table(strategy: str, world_size: int, footprint: Footprint) -> Table:
-    """Bytes per rank: measured under this strategy, and under DDP from the same tensors at their global size."""
+    """Bytes per rank: counted under this strategy, and computed for DDP from the same tensors at their global size."""
     table = Table(title=f"bytes per rank on {world_size} rank(s)", title_justify="left")
     table.add_column("kind")
-    table.add_column(f"{strategy}, measured", justify="right")
-    table.add_column("DDP, from the same tensors", justify="right")
+    table.add_column(f"{strategy}, counted", justify="right")
+    table.add_column("DDP, computed", justify="right")
     for kind in STATE_KINDS:
         table.add_row(kind, format_bytes(footprint.largest[kind]), format_bytes(footprint.replicated[kind]))
     table.add_section()
     table.add_row("all", format_bytes(footprint.largest_bytes), format_bytes(footprint.replicated_bytes))
+    return table
+
+
+def plan_table(outlook: Outlook, peak: Mapping[str, int]) -> Table:
+    """Bytes by kind: planned at the step's peak, and measured, each at its highest. A dash: nobody measured it."""
+    table = Table(title="rank 0, planned and measured", title_justify="left")
+    table.add_column("kind")
+    table.add_column("planned", justify="right")
+    table.add_column("measured", justify="right")
+    kinds = [kind for kind in KINDS if outlook.memory.get(kind) or peak.get(kind)]
+    for kind in kinds:
+        measured = format_bytes(peak[kind]) if kind in peak else "-"
+        table.add_row(kind, format_bytes(outlook.memory.get(kind, 0)), measured)
+    table.add_section()
+    both = [kind for kind in kinds if kind in peak]
+    planned = sum(outlook.memory.get(kind, 0) for kind in both)
+    table.add_row("all that was measured", format_bytes(planned), format_bytes(sum(peak[kind] for kind in both)))
     return table
 
 

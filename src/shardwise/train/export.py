@@ -57,12 +57,3 @@ def _write_safetensors(state: dict[str, Tensor], path: Path) -> None:
     for name, tensor in state.items():
         unique.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), name)
     save_file({name: state[name].contiguous() for name in unique.values()}, path)
-
-
-def quiet_transformers() -> None:
-    """Keep transformers' progress bars and advice off the terminal, which belongs to the run."""
-    from transformers.utils import logging as transformers_logging
-
-    hub: Any = transformers_logging  # untyped
-    hub.disable_progress_bar()
-    hub.set_verbosity_error()

@@ -29,8 +29,8 @@ class StepMetrics:
     """Token positions that went through the model in this step on all ranks, prompts and padding included."""
     tokens_per_s: float
     step_time_s: float
-    memory: Mapping[str, int]
-    """Rank 0's bytes by kind, each at its highest so far."""
+    memory: Mapping[str, int | None]
+    """Rank 0's bytes by kind, each at its highest so far; None where that was not measured."""
     world_size: int
 
 
@@ -61,7 +61,8 @@ class MetricsWriter:
             for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_time_s"):
                 self._board.add_scalar(f"train/{name}", getattr(metrics, name), metrics.step)
             for kind, size in metrics.memory.items():
-                self._board.add_scalar(f"memory/{kind}", size, metrics.step)
+                if size is not None:
+                    self._board.add_scalar(f"memory/{kind}", size, metrics.step)
 
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
         """The held-out loss after `step` steps, in nats per token."""

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train.config import ModelConfig
-from shardwise.train.suggest import did_you_mean, nearest_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,9 +37,9 @@ class TextShape:
 def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
     """The model that a configuration names, in training mode. Not collective.
 
-    With `init="meta"` and neither `weights` nor `factory`, parameters are on the meta device and `sw.shard` gives them
-    storage and initial values, so no rank ever holds the whole model. Otherwise every rank holds all of it on its CPU
-    until `sw.shard` has taken its piece; reading `weights` straight into shards comes with checkpoints.
+    With `init="meta"`, parameters are on the meta device and `sw.shard` gives them storage and initial values, so no
+    rank ever holds the whole model; a factory's model is where the factory builds it. `weights` are not read here: they
+    go straight into shards, with `sw.checkpoint.load_pretrained`.
 
     Args:
         config: the section `[model]`.
@@ -50,30 +50,30 @@ def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
         ConfigError: a path, model type, key or factory that does not exist (with the nearest that does), or a model
             too small for the vocabulary or the sequences.
     """
+    if config.weights is not None:
+        _check_directory("model.weights", config.weights)
     if config.factory is not None:
-        model = _call_factory(config.factory)
-        return model.to(DTYPES[config.dtype]).train()
+        return _stored_in(_call_factory(config.factory), DTYPES[config.dtype]).train()
     hf_config = _read_config(config, text)
     _check_fits(hf_config, text)
     return _build_transformer(hf_config, config).train()
 
 
 def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     dtype = DTYPES[config.dtype]
     auto: Any = AutoModelForCausalLM  # untyped
-    model: nn.Module
+    model: Any
     try:
-        if config.weights is not None:
-            _check_directory("model.weights", config.weights)
-            model = auto.from_pretrained(config.weights, config=hf_config, dtype=dtype, local_files_only=True)
-        else:
-            with torch.device(config.init):
-                model = auto.from_config(hf_config, dtype=dtype)
+        with torch.device(config.init):
+            model = auto.from_config(hf_config, dtype=dtype)
+        if config.weights is not None and (Path(config.weights) / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(config.weights, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"[model]: transformers cannot build it: {_one_line(error)}") from None
-    return model
+    built: nn.Module = model
+    return built
 
 
 def _read_config(config: ModelConfig, text: TextShape) -> PreTrainedConfig:
@@ -157,6 +157,12 @@ def _call_factory(name: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.factory={name!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model in a dtype; left alone where it is in it, because fake tensors cannot be converted in place."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    return model if all(tensor.dtype == dtype for tensor in tensors) else model.to(dtype)
 
 
 def _check_directory(key: str, name: str) -> None:

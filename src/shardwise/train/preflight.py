@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import ConfigError, MeshError
+from shardwise.suggest import nearest_path
 from shardwise.train.config import Config
 from shardwise.train.corpus import BUILTIN_PREFIX
 from shardwise.train.sources import find_files
-from shardwise.train.suggest import nearest_path
 
 DEFAULT_CPU_RANKS = 2
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import CheckpointError
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -48,6 +50,27 @@ class Ranks:
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(rows, own)
         return [row.tolist() for row in rows]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks leave the block, or all raise: whoever failed its own error, the others a CheckpointError with it.
+
+        Every rank must enter. No collective may be inside.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        said: list[str | None] = [None if failure is None else str(failure) or type(failure).__name__]
+        if self.world_size > 1:
+            own, said = said[0], [None] * self.world_size
+            dist.all_gather_object(said, own)
+        if failure is not None:
+            raise failure
+        failed = next((rank for rank, text in enumerate(said) if text is not None), None)
+        if failed is not None:
+            raise CheckpointError(f"rank {failed} failed: {said[failed]}")
 
     def first_says(self, decision: bool) -> bool:
         """Rank 0's answer to a question, on every rank, so that all take the same way. Every rank must call this."""

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.suggest import did_you_mean
 from shardwise.train.config import HYBRID_STRATEGIES, ParallelConfig
 from shardwise.train.ranks import Ranks
-from shardwise.train.suggest import did_you_mean
 
 
 def shard_model(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.suggest import nearest_path
 from shardwise.train.corpus import BUILTIN_PREFIX, builtin_documents
 from shardwise.train.documents import TEXT_ERRORS, Document
-from shardwise.train.suggest import nearest_path
 
 _SUFFIX_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 _ROW_SHAPES = "text, messages, or prompt and completion"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import ConfigError
+from shardwise.suggest import nearest_path
 from shardwise.train.documents import TEXT_ERRORS
-from shardwise.train.suggest import nearest_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

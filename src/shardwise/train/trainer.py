@@ -6,24 +6,33 @@ import math
 import statistics
 import time
 from contextlib import ExitStack
+from typing import NoReturn
 
 import torch
+from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, UserError
+from shardwise.model.memory import replicated
 from shardwise.model.recompute import checkpoint_units
+from shardwise.plan.source import quiet_transformers
+from shardwise.policy.kinds import KINDS, STATE_KINDS
+from shardwise.train import auto
 from shardwise.train.checkpoints import Checkpoints, Resumed
 from shardwise.train.compilation import compile_blocks
 from shardwise.train.config import Config
 from shardwise.train.console import RunConsole
 from shardwise.train.data import Batches, MicroBatch, Share, evaluation_batches, load_datasets
 from shardwise.train.evaluation import evaluate
-from shardwise.train.export import export, quiet_transformers
-from shardwise.train.footprint import STATE_KINDS, compare
+from shardwise.train.export import export
+from shardwise.train.footprint import compare
+from shardwise.train.interruption import Interruption
 from shardwise.train.loss import LossFunction, StepWeights
 from shardwise.train.metrics import MetricsWriter, StepMetrics
 from shardwise.train.models import TextShape, build_model
 from shardwise.train.optimizer import build_optimizer, set_lr
+from shardwise.train.out_of_memory import explained
 from shardwise.train.ranks import Ranks, started
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sample import sample_text
@@ -75,46 +84,72 @@ class Trainer:
         """Steps that were taken before this start of the run; `batches` begin there."""
         self.held_out = evaluation_batches(self.data.held_out, share)
         self._say_data()
+        tokenizer = self.data.tokenizer
+        self.text = TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len)
+        self.config, self.outlook = auto.settle(config, self.text, ranks)
+        if self.outlook is not None:
+            console.say(self.outlook.words)
 
         torch.manual_seed(train.seed)  # the same on every rank: all build the same weights
-        tokenizer = self.data.tokenizer
-        model = build_model(config.model, TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len))
+        model = build_model(config.model, self.text)
         self.loss_function = LossFunction(model)
-        self.model = shard_model(model, config.parallel, ranks)
+        self.model = self._shard(model)
         checkpoint_units(self.model, train.activation_checkpointing)
         if train.compile:
             compile_blocks(self.model)
         torch.manual_seed(train.seed + 1 + ranks.rank)  # dropout differs between ranks
         self.optimizer = build_optimizer(self.model, train)
-        self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(config.parallel))
+        self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(self.config.parallel))
         self.schedule = Schedule.of(train)
         self.step_times_s: list[float] = []
+        self.interruption = Interruption()
+
+    def _shard(self, model: nn.Module) -> nn.Module:
+        """Also read `model.weights`, each rank its own bytes. Every rank must call this."""
+        weights, parallel = self.config.model.weights, self.config.parallel
+        if weights is None:
+            return shard_model(model, parallel, self.ranks)
+        with ExitStack() as stack:
+            with self.ranks.together():  # sharding is collective: a rank without the directory must stop all
+                stack.enter_context(blank_for(weights, model))
+            sharded = shard_model(model, parallel, self.ranks)
+        report = sw.checkpoint.load_pretrained(weights, sharded)
+        self.console.say(
+            f"{weights}: each rank read its own {report.read_bytes / 2**20:,.1f} MiB of weights, holding "
+            f"{report.peak_staged_bytes / 2**20:,.1f} MiB at most beside its shards"
+        )
+        return sharded
 
     def run(self, directory: RunDirectory) -> None:
         """Train, evaluate, export and sum up. Every rank must call this.
 
+        Interrupted (SIGINT), all ranks end after the same step, saved where checkpoints are on; a second time, at once.
+
         Raises:
             UserError: the loss or the gradient's norm is not finite.
+            KeyboardInterrupt: when interrupted.
         """
         train = self.config.train
         checkpoints = Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks)
         self._go_on(checkpoints.resume(self.model, self.optimizer))
-        with ExitStack() as stack:
+        with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             writer = stack.enter_context(self._open_writer(directory)) if self.ranks.is_first else None
             if train.eval_every and not self.first_step:
                 self._evaluate(0, writer)
             for step in range(self.first_step, train.steps):
-                metrics = self.step(step)
+                metrics = self._explained_step(step)
                 if writer is not None:
                     writer.step(metrics)
                 self.console.step(metrics)
                 last = metrics.step == train.steps
                 if last or (train.eval_every and metrics.step % train.eval_every == 0):
                     self._evaluate(metrics.step, writer)
-                if checkpoints.is_due(metrics.step):
+                if checkpoints.is_due(metrics.step) or (self.interruption.agreed and checkpoints.are_on and not last):
                     if writer is not None:
                         writer.flush()
                     self._save(checkpoints, metrics.step)
+                if self.interruption.agreed and not last:
+                    self._leave(checkpoints, metrics.step)
         export(self.model, self.data.tokenizer, directory, self.ranks)
         self._sum_up(directory)
 
@@ -136,11 +171,31 @@ class Trainer:
         self.first_step = resumed.step
         if resumed.extra.get("scaler"):
             self.scaler.load_state_dict(resumed.extra["scaler"])
+        for path in resumed.set_aside:
+            self.console.say(f"a newer checkpoint is damaged and has been set aside: {path}")
         self.console.say(f"going on from {resumed.path}: step {resumed.step + 1} is next")
 
     def _save(self, checkpoints: Checkpoints, step: int) -> None:
         position = self.batches.position(step - self.first_step)
         checkpoints.save(step, self.model, self.optimizer, position, {"scaler": self.scaler.state_dict()})
+
+    def _leave(self, checkpoints: Checkpoints, step: int) -> NoReturn:
+        """End, as was asked for, after so many steps. Every rank must call this."""
+        checkpoints.finish(self.model)
+        if checkpoints.are_on:
+            self.console.say(
+                f"interrupted after step {step}: saved as {checkpoints.path(step)}; start it again to go on"
+            )
+        else:
+            self.console.say(f"interrupted after step {step}; checkpoint.every=0, so nothing was saved")
+        raise KeyboardInterrupt
+
+    def _explained_step(self, step: int) -> StepMetrics:
+        """A step; where memory does not do, an error that says what is where and what to change."""
+        try:
+            return self.step(step)
+        except torch.OutOfMemoryError as error:
+            raise explained(error, step + 1, self.config, self.text, self.model, self.ranks) from error
 
     def step(self, step: int) -> StepMetrics:
         """One optimizer step on the whole global batch. Every rank must call this.
@@ -163,6 +218,7 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad()
         elapsed_s = time.perf_counter() - start_s
+        peak = sw.memory(self.model).peak
         self.step_times_s.append(elapsed_s)
         tokens = self.ranks.world_size * sum(batch.input_ids.numel() for batch in batches)
         return StepMetrics(
@@ -173,7 +229,7 @@ class Trainer:
             tokens=tokens,
             tokens_per_s=tokens / elapsed_s,
             step_time_s=elapsed_s,
-            memory=dict(sw.memory(self.model).peak),
+            memory={kind: peak.get(kind) for kind in KINDS},
             world_size=self.ranks.world_size,
         )
 
@@ -186,7 +242,9 @@ class Trainer:
             loss = self.loss_function(self.model, batch.to(self.ranks.device))
             self.scaler.scale(weights.scale(loss)).backward()
             nll += loss.nll_sum.detach()
-        return self.ranks.sum([float(nll)])[0] / target_tokens
+        nll_sum, asked = self.ranks.sum([float(nll), float(self.interruption.asked)])
+        self.interruption.agreed = asked > 0
+        return nll_sum / target_tokens
 
     def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
         """Stop when training has diverged. Both numbers are global, so every rank comes to the same decision.
@@ -232,21 +290,20 @@ class Trainer:
         if sample is not None:
             self.console.sample(sample)
         own = sw.memory(self.model).peak
-        measured = self.ranks.gather([own[kind] for kind in STATE_KINDS])
-        by_rank = [dict(zip(STATE_KINDS, map(int, row), strict=True)) for row in measured]
-        footprint = compare(by_rank, self.model, self.optimizer)
+        counted = self.ranks.gather([own[kind] for kind in STATE_KINDS])
+        by_rank = [dict(zip(STATE_KINDS, map(int, row), strict=True)) for row in counted]
+        footprint = compare(by_rank, replicated(self.model))
         step_time_s = statistics.median(self.step_times_s or [0.0])  # a run may be resumed at its end
         self.console.summary(self.config.parallel.strategy, self.ranks.world_size, footprint, step_time_s)
+        if self.outlook is not None and self.step_times_s:
+            self.console.beside_plan(self.outlook, own, step_time_s)
         self.console.say(f"done: {directory.final}")
 
 
 def _refuse_what_cannot_be(config: Config) -> None:
     """Nothing that was asked for is left out in silence."""
-    checkpoint = config.checkpoint
     if config.model.dtype == "fp16":
         raise ConfigError(
             'model.dtype="fp16" would update the weights in fp16, which loses small steps; '
             'set model.dtype="fp32" and parallel.param_dtype="fp16"'
         )
-    if checkpoint.asynchronous:
-        raise ConfigError("checkpoint.asynchronous=true: saving while training goes on is not there yet; leave it out")

@@ -1,0 +1,211 @@
+"""Calibrate this machine, train on it and forecast the same steps: how far off is a forecast on hardware at hand?
+
+    python benchmarks/planner_here.py                      # 2 ranks, 3 sizes, every strategy, about ten minutes
+    python benchmarks/planner_here.py --rounds 1 --steps 2 --sizes small
+    python benchmarks/planner_here.py --out planner-here   # and write results/DATE-planner-here.{json,md}
+
+Calibration and training take turns in the same processes, round after round, and a round's steps are forecast from
+that round's calibration, so load from outside that lasts longer than a round falls on both. What counts is, for each
+size and strategy, the median over rounds of forecast / measured.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if not __package__:  # started as a file
+    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "src")]
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwise as sw
+from benchmarks import facts, report
+from benchmarks.gpt import GPT, GPTShape, batch
+from benchmarks.launch import environment, run
+from benchmarks.target import Target
+from shardwise.plan.calibrate import QUICK, THOROUGH, calibrate
+from shardwise.plan.collectives import Cluster
+from shardwise.plan.dryrun import record
+from shardwise.plan.hardware import find_device, find_interconnect, write_device
+from shardwise.plan.job import Job
+from shardwise.plan.recording import Recording
+from shardwise.plan.roofline import Roofline
+from shardwise.plan.timeline import simulate
+
+SIZES = {
+    "small": GPTShape(layers=4, width=256, heads=4, vocab=4096, seq=256),
+    "medium": GPTShape(layers=8, width=512, heads=8, vocab=8192, seq=256),
+    "large": GPTShape(layers=12, width=768, heads=12, vocab=8192, seq=256),
+}
+STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2")
+BATCH = 2
+BOUND = 0.15
+
+
+class FedGPT(GPT):
+    """Says what a dry run must feed it."""
+
+    def example_inputs(self, micro_batch: int, seq_len: int) -> dict[str, Tensor]:
+        tokens = torch.zeros(micro_batch, seq_len, dtype=torch.int64)
+        return {"tokens": tokens, "targets": tokens.clone()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks shall do."""
+
+    sizes: tuple[str, ...]
+    strategies: tuple[str, ...]
+    rounds: int
+    steps: int
+    thorough: bool
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--ranks", type=int, default=2, help="processes, one thread each (%(default)s)")
+    p.add_argument("--sizes", default=",".join(SIZES), help="comma-separated (%(default)s)")
+    p.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated (%(default)s)")
+    p.add_argument("--rounds", type=int, default=3, help="times that calibration and training take turns (%(default)s)")
+    p.add_argument("--steps", type=int, default=3, help="timed steps of each run, after one untimed (%(default)s)")
+    p.add_argument("--thorough", action="store_true", help="calibrate as `shardwise plan --calibrate` does")
+    p.add_argument("--strict", action="store_true", help="exit with status 1 unless every target is met")
+    p.add_argument("--out", metavar="NAME", help="write NAME, dated, as JSON and markdown")
+    return p
+
+
+def measure(plan: Plan, folder: Path) -> None:
+    """As one rank: calibrate and train in turn. Every rank must call this; rank 0 writes what it saw."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    times: list[dict[str, float]] = []
+    for turn in range(plan.rounds):
+        hardware = calibrate(torch.device("cpu"), THOROUGH if plan.thorough else QUICK)
+        if dist.get_rank() == 0:
+            write_device(hardware, folder / f"round-{turn}.toml")
+        times.append(
+            {
+                f"{size} {strategy}": step_time_s(SIZES[size], strategy, plan.steps)
+                for size in plan.sizes
+                for strategy in plan.strategies
+            }
+        )
+    if dist.get_rank() == 0:
+        (folder / "times.json").write_text(json.dumps(times), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def step_time_s(shape: GPTShape, strategy: str, steps: int) -> float:
+    """The median of this rank's steps. Every rank must call this."""
+    model = sw.shard(GPT(shape), strategy)
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if (p.ndim >= 2) is matrices] for matrices in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=True)
+    taken = []
+    for step in range(steps + 1):
+        tokens, targets = batch(shape, BATCH, dist.get_rank(), step)
+        started_s = time.perf_counter()
+        model(tokens, targets).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(time.perf_counter() - started_s)
+    return median(taken[1:])
+
+
+def recorded(size: str, strategy: str, ranks: int) -> Recording:
+    """The same step, run dry."""
+    shape = SIZES[size]
+    job = Job.of(gpu="cpu", gpus_per_node=ranks, strategy=strategy, seq_len=shape.seq, micro_batch=BATCH)
+    return record(lambda: FedGPT(shape), job)
+
+
+def forecast_s(recording: Recording, calibration: Path) -> float:
+    """Seconds of a recorded step on the calibrated machine."""
+    hardware = find_device(calibration)
+    job = recording.job
+    cluster = Cluster(hardware, find_interconnect(hardware.interconnect), job.gpus_per_node, job.nodes)
+    return simulate(recording.events, Roofline(hardware), cluster, job.slots).step_time_s
+
+
+def run_ranks(plan: Plan, ranks: int, folder: Path) -> list[dict[str, float]]:
+    """Measure in processes of their own; what was measured, by round and run."""
+    (folder / "plan.json").write_text(json.dumps(asdict(plan)), encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run([*launcher, "-m", "benchmarks.planner_here", str(folder)], environment(), timeout_s=3600.0)
+    times: list[dict[str, float]] = json.loads((folder / "times.json").read_text(encoding="utf-8"))
+    return times
+
+
+def compare(plan: Plan, ranks: int) -> tuple[list[dict[str, Any]], list[Target]]:
+    """Every run's measured and forecast seconds by round, and the targets."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        times = run_ranks(plan, ranks, folder)
+        found = []
+        for size in plan.sizes:
+            for strategy in plan.strategies:
+                recording = recorded(size, strategy, ranks)
+                measured = [taken[f"{size} {strategy}"] for taken in times]
+                forecast = [forecast_s(recording, folder / f"round-{turn}.toml") for turn in range(plan.rounds)]
+                ratios = [ours / theirs for ours, theirs in zip(forecast, measured, strict=True)]
+                found.append(
+                    {
+                        "size": size,
+                        "strategy": strategy,
+                        "params": recording.facts.params,
+                        "measured_s": measured,
+                        "forecast_s": forecast,
+                        "ratio": median(ratios),
+                    }
+                )
+    worst = max(found, key=lambda row: abs(row["ratio"] - 1))
+    detail = f"{worst['size']} {worst['strategy']}; median of all {median(abs(r['ratio'] - 1) for r in found):.3f}"
+    return found, [Target("largest error of a forecast step time", abs(worst["ratio"] - 1), BOUND, detail)]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    lines = ["| size | strategy | measured s | forecast s | forecast / measured |", "|---|---|---|---|---|"]
+    for row in found:
+        measured, forecast = (", ".join(f"{s:.3f}" for s in row[key]) for key in ("measured_s", "forecast_s"))
+        lines.append(f"| {row['size']} | {row['strategy']} | {measured} | {forecast} | {row['ratio']:.3f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    args = parser().parse_args()
+    sizes, strategies = tuple(args.sizes.split(",")), tuple(args.strategies.split(","))
+    for asked, known in ((sizes, tuple(SIZES)), (strategies, STRATEGIES)):
+        if unknown := [name for name in asked if name not in known]:
+            raise SystemExit(f"unknown {unknown[0]!r}; known are {', '.join(known)}")
+    found, targets = compare(Plan(sizes, strategies, args.rounds, args.steps, args.thorough), args.ranks)
+    text = "\n".join([table(found), "", *map(str, targets)])
+    print(text)
+    if args.out:
+        machine = facts.machine()
+        result = {"machine": machine, "runs": found, "targets": [asdict(target) for target in targets]}
+        report.write(
+            args.out, result, f"# Forecasts on the machine at hand\n\n{report.facts_line(machine)}\n\n{text}\n"
+        )
+    return int(args.strict and not all(target.passed for target in targets))
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        asked = json.loads((Path(sys.argv[1]) / "plan.json").read_text(encoding="utf-8"))
+        measure(
+            Plan(**{**asked, "sizes": tuple(asked["sizes"]), "strategies": tuple(asked["strategies"])}),
+            Path(sys.argv[1]),
+        )
+    else:
+        sys.exit(main())

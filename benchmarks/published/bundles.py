@@ -1,0 +1,61 @@
+"""Steps with the kernels between two other events told as one, so that a thousand constants can be tried on them.
+
+The simulated time is that of the whole step wherever the device, not the host, is what holds it up: launches of a
+bundle are handed out as one.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from shardwise.plan.events import Collective, Event, Kernel, Phase, UnitMark, Wait
+from shardwise.plan.roofline import Roofline
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle(Kernel):
+    """Kernels, equal ones counted, as if they were one."""
+
+    kernels: tuple[tuple[Kernel, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class BundleRoofline(Roofline):
+    """Seconds of bundles."""
+
+    known: dict[Kernel, float] = field(default_factory=dict)
+
+    def seconds(self, kernel: Kernel) -> float:
+        assert isinstance(kernel, Bundle)
+        return sum(count * self._one(part) for part, count in kernel.kernels)
+
+    def _one(self, kernel: Kernel) -> float:
+        if kernel not in self.known:
+            self.known[kernel] = Roofline(self.hardware, self.efficiency, self.compiled, self.attention).seconds(kernel)
+        return self.known[kernel]
+
+
+def bundled(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events with bundles for kernels."""
+    told: list[Event] = []
+    waiting: Counter[Kernel] = Counter()
+    phase = Phase.FORWARD
+    for event in events:
+        if isinstance(event, Kernel):
+            waiting[replace(event, module="")] += 1
+            phase = event.phase
+        elif isinstance(event, Collective | Wait) or (isinstance(event, UnitMark) and event.what == "release"):
+            told += _told(waiting, phase)
+            told.append(event)
+    return (*told, *_told(waiting, phase))
+
+
+def _told(waiting: Counter[Kernel], phase: Phase) -> list[Event]:
+    if not waiting:
+        return []
+    kernels = tuple(waiting.items())
+    flops = sum(kernel.flops * count for kernel, count in kernels)
+    moved = sum(kernel.bytes_moved * count for kernel, count in kernels)
+    work = kernels[0][0].work
+    waiting.clear()
+    return [Bundle("bundle", work, flops, moved, "", None, "", phase, kernels)]

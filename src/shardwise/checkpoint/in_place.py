@@ -1,0 +1,70 @@
+"""The first layout: all ranks write into the same files, at final offsets, and one rename makes them a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint import commit, manifest, tensor_files
+from shardwise.checkpoint.manifest import FileRecord, Manifest
+from shardwise.checkpoint.storage import LocalDirectory
+from shardwise.checkpoint.target import Kind, Written, remove_notes
+from shardwise.checkpoint.tensor_files import OpenFiles
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """A Target on a file system that every rank sees."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def messages(self) -> LocalDirectory:
+        return LocalDirectory(self._partial)
+
+    @property
+    def _partial(self) -> Path:
+        return commit.partial_of(self.path)
+
+    def begin(self) -> None:
+        commit.begin(self.path)
+
+    def create(self, kinds: Sequence[Kind]) -> None:
+        for kind in kinds:
+            tensor_files.create(self._partial, kind.files)
+
+    def write(self, kinds: Sequence[Kind], rank: int) -> Written:
+        written, headers = Written(), rank == 0
+        with OpenFiles() as opened:
+            for kind in kinds:
+                regions = tensor_files.write(self._partial, kind.files, kind.pieces, headers, opened)
+                written.regions.update(regions)
+            opened.sync()
+        return written
+
+    def commit(self, kinds: Sequence[Kind], written: Written, documents: Mapping[str, bytes]) -> None:
+        directory = self.messages
+        remove_notes(directory)
+        records = {}
+        for kind in kinds:
+            for name, layout in kind.files.files.items():
+                records[name] = FileRecord(layout.nbytes, tuple(written.regions[name]))
+        for name, data in documents.items():
+            directory.write(name, data)
+            records[name] = manifest.record_of(data)
+        manifest.write(directory, Manifest(records))
+        commit.commit(self.path)
+
+    def is_committed(self) -> bool:
+        return LocalDirectory(self.path).has(manifest.NAME)
+
+    def discard(self) -> None:
+        commit.discard(self.path)

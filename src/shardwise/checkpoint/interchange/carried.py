@@ -1,0 +1,81 @@
+"""What a conversion carries from any kind of checkpoint to any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from shardwise.checkpoint.safetensors_layout import StoredTensor
+
+PART_BYTES = 32 * 2**20
+"""Of a tensor in memory at once."""
+
+
+class Run(NamedTuple):
+    """Some consecutive elements of a flattened tensor."""
+
+    start: int
+    values: Tensor
+    """1-D, plain, contiguous, on the CPU."""
+
+
+class Tensors(Protocol):
+    """Tensors by name, in files. Nothing is read before it is asked for."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Names, dtypes and shapes, in the order in which they are to be written."""
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened tensor: 1-D, plain, on the CPU. Raises CheckpointError."""
+
+    def runs(self, name: str) -> Iterator[Run]:
+        """Every element once, in the order that suits the source, at most PART_BYTES at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Some of a source's tensors under other names."""
+
+    source: Tensors
+    names: Mapping[str, str]
+    """New name -> name in the source."""
+
+    @property
+    def stored(self) -> dict[str, StoredTensor]:
+        found = ((name, self.source.stored[old]) for name, old in self.names.items())
+        return {name: StoredTensor(name, old.dtype, old.shape) for name, old in found}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self.source.read(self.names[name], start, stop)
+
+    def runs(self, name: str) -> Iterator[Run]:
+        return self.source.runs(self.names[name])
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A checkpoint of any kind."""
+
+    model: Tensors
+    state: Tensors
+    """The optimizer's, named `<fqn>.<state name>`."""
+    optimizer: dict[str, Any] | None = None
+    """As `training.json` has it: groups and state by fqn. None without an optimizer."""
+    step: int = 0
+    extra: dict[str, Any] | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Configuration and tokenizer, by name."""
+    left_out: tuple[str, ...] = field(default=())
+    """What the source has besides, by name: it fits nowhere."""
+
+
+def parts(tensors: Tensors, name: str) -> Iterator[Run]:
+    """`runs` for sources that read any range."""
+    tensor = tensors.stored[name]
+    step = max(1, PART_BYTES // tensor.item_bytes)
+    for start in range(0, tensor.numel, step):
+        yield Run(start, tensors.read(name, start, min(start + step, tensor.numel)))

@@ -1,0 +1,130 @@
+"""`convert`: from any kind of checkpoint to any other, in one process, a bounded part of it in memory at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint import background
+from shardwise.checkpoint.interchange.carried import Carried
+from shardwise.checkpoint.interchange.from_dcp import read_dcp
+from shardwise.checkpoint.interchange.from_pt import read_pt
+from shardwise.checkpoint.interchange.from_safetensors import configuration_of, read_checkpoint, read_hugging_face
+from shardwise.checkpoint.interchange.kinds import Kind, kind_of, target_kind
+from shardwise.checkpoint.interchange.to_dcp import write_dcp
+from shardwise.checkpoint.interchange.to_pt import write_pt
+from shardwise.checkpoint.interchange.to_safetensors import write_checkpoint, write_hugging_face
+from shardwise.checkpoint.interchange.tree import sort_out
+from shardwise.checkpoint.joining import join
+from shardwise.checkpoint.storage import Location
+from shardwise.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What a conversion has written."""
+
+    source: Kind
+    target: Kind
+    tensors: int
+    """Of the model."""
+    nbytes: int
+    """Of all tensors."""
+    optimizer_parameters: int | None
+    """That the optimizer has state of; None without an optimizer."""
+    step: int
+    left_out: tuple[str, ...]
+    """What the source has besides and the target has no place for."""
+
+
+def convert(  # noqa: PLR0913 - options of a command
+    source: Location,
+    target: str | os.PathLike[str],
+    to: str | None = None,
+    *,
+    flat: bool = False,
+    model_only: bool = False,
+    files_from: str | os.PathLike[str] | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> Converted:
+    """Write a checkpoint as another kind. Local: one process, no process group.
+
+    Args:
+        source: a checkpoint of `sw.checkpoint.save` (or its URL), a torch DCP directory, a `.pt` file or a Hugging Face
+            directory: told from what is there. What was saved to a URL is joined to ordinary files. Pickles are read
+            with `weights_only=True`, DCP's metadata through an allow-list.
+        target: must not exist. It appears complete, or not at all.
+        to: "shardwise", "dcp", "pt" or "hf". None: "pt" for a name that ends so, otherwise "shardwise"; from a
+            checkpoint of shardwise it must be said.
+        flat: for "dcp": the model's tensors at the top level, as torchtitan has them, and not below "model".
+        model_only: leave the optimizer out.
+        files_from: a directory whose configuration and tokenizer files go along, for sources without.
+        max_file_bytes: for "shardwise" and "hf": of tensors in one file.
+
+    Tensors keep the names that the source has for them. Optimizer state is carried by fqn; state that is known by
+    position only is refused. Learning rate schedules and the like go into `extra` where JSON can hold them.
+
+    Raises:
+        CheckpointError: the source is no checkpoint, damaged, or holds what does not belong there; the target exists
+            or cannot be written.
+    """
+    background.wait()
+    end = Path(os.path.abspath(target))  # noqa: PTH100 - not through links
+    kind = kind_of(source)
+    goal = target_kind(kind, end, to)
+    try:
+        carried = read(source, kind, model_only)
+        if files_from is not None:
+            carried = dataclasses.replace(carried, files=configuration_of(Path(files_from)))
+        if kind is Kind.PARTS and goal is Kind.SHARDWISE and not model_only:
+            join(source, end)
+        else:
+            _write(carried, end, goal, flat, max_file_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{end} cannot be written: {error}") from error
+    return _summary(carried, kind, goal)
+
+
+def read(source: Location, kind: Kind, model_only: bool = False) -> Carried:
+    """Everything in a checkpoint of a known kind; tensors stay in their files. Raises CheckpointError."""
+    path = Path(source)
+    if kind in {Kind.SHARDWISE, Kind.PARTS}:
+        carried = read_checkpoint(source)
+    elif kind is Kind.HUGGING_FACE:
+        carried = read_hugging_face(path)
+    else:
+        try:
+            carried = sort_out(read_dcp(path) if kind is Kind.DCP else read_pt(path), not model_only)
+        except CheckpointError as error:
+            raise error if str(source) in str(error) else CheckpointError(f"{source}: {error}") from None
+    return dataclasses.replace(carried, optimizer=None) if model_only else carried
+
+
+def _write(carried: Carried, target: Path, kind: Kind, flat: bool, max_file_bytes: int) -> None:
+    if kind is Kind.DCP:
+        write_dcp(carried, target, flat)
+    elif kind is Kind.PT:
+        write_pt(carried, target)
+    elif kind is Kind.SHARDWISE:
+        write_checkpoint(carried, target, max_file_bytes)
+    else:
+        write_hugging_face(carried, target, max_file_bytes)
+
+
+def _summary(carried: Carried, source: Kind, target: Kind) -> Converted:
+    with_optimizer = carried.optimizer is not None and target is not Kind.HUGGING_FACE
+    kept = [carried.model, carried.state] if with_optimizer else [carried.model]
+    lost = ("the optimizer",) if carried.optimizer is not None and not with_optimizer else ()
+    return Converted(
+        source,
+        target,
+        len(carried.model.stored),
+        sum(tensor.nbytes for tensors in kept for tensor in tensors.stored.values()),
+        sum(bool(state) for state in carried.optimizer["state"].values())
+        if carried.optimizer is not None and with_optimizer
+        else None,
+        carried.step,
+        (*carried.left_out, *lost),
+    )

@@ -1,0 +1,200 @@
+"""The `.metadata` of a torch DCP directory: which chunk of which tensor lies where. A pickle, read with an allow-list.
+
+Only the names that DCP writes there are known, and they stand for inert records made for this one reading: no class of
+torch is touched, nothing is imported, nothing is executed. Any other name is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import CheckpointError
+from shardwise.sharded.boxes import Box, runs_of
+
+NAME = ".metadata"
+_DCP = "torch.distributed.checkpoint"
+_RECORDS = {
+    (f"{_DCP}.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {(f"{_DCP}.filesystem", "_StorageInfo")}
+_SEQUENCES = {("torch", "Size"), ("builtins", "tuple"), ("builtins", "list")}
+_PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
+_ORDERED = {("collections", "OrderedDict")}
+_LAYOUT = {("torch.serialization", "_get_layout")}
+_INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_FLOATS = frozenset(("float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2"))
+_DTYPES = _INTEGERS | _FLOATS | {"bool"}
+
+Key = tuple[str | int, ...]
+"""The way to a value through nested dicts (names) and lists (numbers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Bytes of a file: one torch.save stream."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor that is cut into boxes."""
+
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, Place], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """Everything in a directory, by the way to it."""
+
+    tensors: Mapping[Key, DcpTensor]
+    objects: Mapping[Key, Place]
+
+    def places(self) -> Iterator[Place]:
+        """Of everything."""
+        yield from self.objects.values()
+        for tensor in self.tensors.values():
+            yield from (place for _, place in tensor.chunks)
+
+
+def read(directory: Path) -> DcpMetadata:
+    """Read `.metadata`. Raises CheckpointError, naming it, for a global that does not belong there, and for damage."""
+    path = directory / NAME
+    try:
+        document = _Unpickler(path).load()
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+    try:
+        return _checked(document)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} does not say where its tensors are: {type(error).__name__}: {error}") from None
+
+
+class _Record:
+    """Stands for an object of DCP's: its attributes, or the arguments that it was made with."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.arguments = tuple(state)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.BytesIO(path.read_bytes()))
+        self._path = path
+        self._records: dict[tuple[str, str], type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name)
+        if known in _RECORDS:  # a new class for each reading: what a pickle may do to it, nothing else sees
+            return self._records.setdefault(known, type(name, (_Record,), {}))
+        if known in _SEQUENCES:
+            return tuple if name != "list" else list
+        if known in _PATHS:
+            return _joined
+        if known in _LAYOUT:
+            return _first
+        if known in _ORDERED:
+            return dict
+        if module == "torch" and name in _DTYPES:
+            return name
+        raise CheckpointError(
+            f"{self._path} names {module}.{name}, which does not belong into the metadata of a DCP checkpoint: it is "
+            "not read, and nothing of it was executed"
+        )
+
+
+def _joined(*parts: str) -> str:
+    return os.path.join(*map(str, parts)) if parts else ""  # noqa: PTH118 - a name, not a path to follow
+
+
+def _first(value: Any) -> Any:
+    return value
+
+
+def _checked(document: Any) -> DcpMetadata:
+    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    for index, info in document.storage_data.items():
+        offset = getattr(index, "offset", None)
+        places[_text(index.fqn), None if offset is None else _numbers(offset)] = _place(info)
+    ways: Mapping[str, Any] = document.planner_data or {}
+    tensors: dict[Key, DcpTensor] = {}
+    objects: dict[Key, Place] = {}
+    for name, entry in document.state_dict_metadata.items():
+        key = tuple(ways[name]) if name in ways else (name,)
+        if not key or not all(isinstance(part, (str, int)) for part in key):
+            raise ValueError(f"{name!r} lies nowhere")
+        if hasattr(entry, "chunks"):
+            tensors[key] = _tensor(_text(name), entry, places.__getitem__)
+        else:
+            objects[key] = places[_text(name), None]
+    return DcpMetadata(tensors, objects)
+
+
+def _tensor(name: str, entry: Any, place: Callable[[tuple[str, tuple[int, ...]]], Place]) -> DcpTensor:
+    shape = _numbers(entry.size)
+    properties = entry.properties
+    dtype = properties.arguments[0] if properties.arguments else properties.dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name!r} has no dtype")
+    chunks = []
+    for chunk in entry.chunks:
+        box = Box(_numbers(chunk.offsets), _numbers(chunk.sizes))
+        next(runs_of(shape, box), None)  # raises where it lies outside
+        chunks.append((box, place((name, box.offsets))))
+    numel = Box(shape, shape).numel
+    if sum(box.numel for box, _ in chunks) != numel:
+        raise ValueError(f"the chunks of {name!r} do not have the {numel} elements of {shape}")
+    return DcpTensor(dtype, shape, tuple(chunks))
+
+
+def _place(info: Any) -> Place:
+    if getattr(info, "transform_descriptors", None):
+        raise ValueError(f"its data went through {info.transform_descriptors}, which is not undone")
+    file = _text(info.relative_path)
+    if file != os.path.basename(file) or file in {"", ".", ".."} or "\0" in file:  # noqa: PTH119
+        raise ValueError(f"{file!r} is not the name of a file in the checkpoint")
+    start, nbytes = _numbers((info.offset, info.length))
+    return Place(file, start, nbytes)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a name")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    numbers = tuple(values)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{numbers!r} are not sizes")
+    return numbers

@@ -1,0 +1,92 @@
+"""Tensors of safetensors files: shardwise's own checkpoints of either layout, and Hugging Face directories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import by_rank, manifest, tensor_files, training_state
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.interchange.carried import Carried, Run, parts
+from shardwise.checkpoint.piece import DTYPES
+from shardwise.checkpoint.safetensors_layout import TensorFile
+from shardwise.checkpoint.storage import Directory, LocalDirectory, Location, Source
+from shardwise.errors import CheckpointError
+
+_TENSORS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".msgpack", ".h5")
+_OWN = (manifest.NAME, training_state.NAME)
+
+
+class _Files(Protocol):
+    def open(self, name: str) -> AbstractContextManager[Source]: ...
+
+
+class SafetensorsTensors:
+    """Tensors of several files of one place."""
+
+    def __init__(self, place: _Files, files: Mapping[str, TensorFile]) -> None:
+        self._place = place
+        self._files = {name: (file, layout) for file, layout in files.items() for name in layout.tensors}
+        self.stored = {name: layout.tensors[name] for name, (_, layout) in self._files.items()}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        file, layout = self._files[name]
+        values = torch.empty(stop - start, dtype=DTYPES[self.stored[name].dtype])
+        if values.numel():
+            try:
+                with self._place.open(file) as source:
+                    source.read_at(layout.byte_range(name, start, stop).start, values.view(torch.uint8).numpy().data)
+            except EOFError as error:
+                raise CheckpointError(
+                    f"{self._place}/{file} ends at byte {error}, before tensor data that it holds"
+                ) from None
+        return values
+
+    def runs(self, name: str) -> Iterator[Run]:
+        return parts(self, name)
+
+
+def read_checkpoint(path: Location) -> Carried:
+    """A committed checkpoint of `sw.checkpoint.save`. Raises CheckpointError."""
+    contents = Contents.of(path)
+    training = training_state.read(contents)
+    return Carried(
+        SafetensorsTensors(contents, tensor_files.find(contents, "model").files),
+        SafetensorsTensors(contents, tensor_files.find(contents, "optimizer").files),
+        training["optimizer"],
+        training["step"],
+        training["extra"],
+        files=_configuration(contents.directory, contents.manifest.files),
+        left_out=tuple(f"{name} of ranks other than 0" for name in tensor_files.find(contents, by_rank.STEM).tensors),
+    )
+
+
+def read_hugging_face(path: Path) -> Carried:
+    """The weights in a directory of `save_pretrained`. Raises CheckpointError."""
+    directory = LocalDirectory(path)
+    files = {}
+    for name in directory.names():
+        if name.endswith(".safetensors"):
+            with directory.open(name) as source:
+                files[name] = tensor_files.read_layout(f"{path}/{name}", source, directory.size(name))
+    tensors = SafetensorsTensors(directory, files)
+    if len(tensors.stored) < sum(len(layout.tensors) for layout in files.values()):
+        raise CheckpointError(f"{path} has a tensor in two files: are they of one model?")
+    return Carried(tensors, SafetensorsTensors(directory, {}), files=configuration_of(path))
+
+
+def configuration_of(path: Path) -> dict[str, bytes]:
+    """Files of a directory that belong to a model's configuration or tokenizer, by name."""
+    directory = LocalDirectory(path)
+    return _configuration(directory, (name for name in directory.names() if directory.has(name)))
+
+
+def _configuration(directory: Directory, names: Iterable[str]) -> dict[str, bytes]:
+    """All that hold no weights and no training state."""
+    kept = (name for name in names if name not in _OWN and not name.endswith(_TENSORS) and name[0] != ".")
+    return {name: directory.read(name) for name in kept}

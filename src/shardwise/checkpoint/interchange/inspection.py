@@ -1,0 +1,210 @@
+"""What a checkpoint of any kind holds, and whether it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import background, commit, manifest, training_state
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.interchange import dcp_metadata
+from shardwise.checkpoint.interchange.carried import Carried
+from shardwise.checkpoint.interchange.convert import read
+from shardwise.checkpoint.interchange.kinds import Kind, kind_of
+from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.checkpoint.storage import Location, directory_of, is_url
+from shardwise.errors import CheckpointError
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The tensors of one module, and of those below it."""
+
+    prefix: str
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def form(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """What groups have in common that differ in their number alone."""
+        skip = len(self.prefix)
+        return tuple((tensor.name[skip:], tensor.dtype, tensor.shape) for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint as it was found."""
+
+    location: str
+    kind: Kind
+    files: dict[str, int]
+    """Bytes by name."""
+    damage: tuple[str, ...]
+    """What is wrong with it: nothing where it is whole, as far as was looked."""
+    checked: str
+    """How far that is."""
+    model: tuple[Group, ...] = ()
+    optimizer: dict[str, Any] | None = None
+    """As `training.json` has it."""
+    optimizer_bytes: int = 0
+    step: int | None = None
+    saved_by: int = 0
+    """Ranks; 0 where that is not known."""
+    version: str | None = None
+    """Of the shardwise that wrote it."""
+    extra: dict[str, Any] | None = None
+    left_out: tuple[str, ...] = field(default=())
+    """What it holds besides, and no other kind would have a place for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A directory that a save did not finish: not a checkpoint."""
+
+    location: str
+    files: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoint:
+    """One directory of a run."""
+
+    name: str
+    step: int | None
+    """None where it is no checkpoint."""
+    nbytes: int
+    saved_by: int
+    damage: tuple[str, ...]
+    """By sizes alone."""
+    state: str
+    """"committed", "partial" or "damaged"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A directory of checkpoints, in order."""
+
+    location: str
+    checkpoints: tuple[RunCheckpoint, ...]
+    has_final: bool
+
+
+def inspect(location: Location, quick: bool = False, progress: Progress | None = None) -> Inspection | Partial | Run:
+    """Look at a checkpoint of any kind, at what a crash left, or at a run's checkpoints. Local: one process.
+
+    Args:
+        location: a path, or the URL of a checkpoint.
+        quick: compare sizes and read headers, but sum no bytes.
+        progress: called with the bytes that have been summed, and all of them.
+
+    Raises CheckpointError, saying what it is instead, if there is nothing of the kind. Damage is no error: it is in
+    the result.
+    """
+    background.wait()
+    path = Path(location)
+    if not is_url(location) and path.is_dir():
+        if path.suffix == commit.PARTIAL:
+            return Partial(str(path), _sizes(location))
+        run = _run(path)
+        if run is not None:
+            return run
+    kind = kind_of(location)
+    found = {}
+    damage: list[str] = []
+    try:
+        found = _found(location, kind)
+    except CheckpointError as error:
+        damage.append(str(error))
+    own = kind in {Kind.SHARDWISE, Kind.PARTS}
+    if own:
+        more = [str(error) for error in manifest.damage(location, quick, progress)]
+        damage = more or damage  # what is wrong with the files says more than that they cannot be read
+    return Inspection(str(location), kind, _sizes(location), tuple(damage), _checked(kind, quick), **found)
+
+
+def _checked(kind: Kind, quick: bool) -> str:
+    if kind not in {Kind.SHARDWISE, Kind.PARTS}:
+        return "headers and sizes checked; this kind has no checksums"
+    return "headers and sizes checked" if quick else "every byte checked"
+
+
+def _found(location: Location, kind: Kind) -> dict[str, Any]:
+    """What an Inspection says besides. Raises CheckpointError where it cannot be read."""
+    carried: Carried = read(location, kind)
+    found: dict[str, Any] = {
+        "model": groups(list(carried.model.stored.values())),
+        "optimizer": carried.optimizer,
+        "optimizer_bytes": sum(tensor.nbytes for tensor in carried.state.stored.values()),
+        "step": carried.step or None,
+        "extra": carried.extra,
+        "left_out": carried.left_out,
+    }
+    if kind in {Kind.SHARDWISE, Kind.PARTS}:
+        training = training_state.read(Contents.of(location))
+        found.update(step=training["step"], saved_by=training["world_size"], version=training["shardwise"])
+    if kind is Kind.DCP:
+        _check_places(Path(location))
+    return found
+
+
+def _check_places(directory: Path) -> None:
+    """Raise CheckpointError if a file of a DCP directory ends before what it is to hold."""
+    for place in dcp_metadata.read(directory).places():
+        size = (directory / place.file).stat().st_size
+        if place.start + place.nbytes > size:
+            raise CheckpointError(
+                f"{directory / place.file} is truncated: {size} bytes, and {dcp_metadata.NAME} has data up to "
+                f"{place.start + place.nbytes}"
+            )
+
+
+def groups(tensors: list[StoredTensor]) -> tuple[Group, ...]:
+    """By module: up to and with the first number of a name, or else all but its last part; in order of appearance."""
+    found: dict[str, list[StoredTensor]] = {}
+    for tensor in tensors:
+        parts = tensor.name.split(".")[:-1]
+        number = next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
+        found.setdefault(".".join(parts[: number + 1]), []).append(tensor)
+    return tuple(Group(prefix, tuple(sorted(members, key=lambda t: t.name))) for prefix, members in found.items())
+
+
+def _sizes(location: Location) -> dict[str, int]:
+    if not is_url(location) and Path(location).is_file():
+        return {Path(location).name: Path(location).stat().st_size}
+    directory = directory_of(location)
+    return {name: directory.size(name) for name in directory.names() if directory.has(name)}
+
+
+def _run(path: Path) -> Run | None:
+    """The checkpoints of a run's directory or of its `checkpoints`; None if there are none."""
+    if directory_of(path).has(manifest.NAME):
+        return None
+    inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    names = [entry for entry in sorted(inner.iterdir()) if entry.is_dir() and entry.name.startswith("step-")]
+    if not names:
+        return None
+    return Run(str(path), tuple(_run_checkpoint(entry) for entry in names), (path / "final").is_dir())
+
+
+def _run_checkpoint(path: Path) -> RunCheckpoint:
+    nbytes = sum(_sizes(path).values())
+    for suffix in (commit.PARTIAL, commit.DAMAGED):
+        if path.suffix == suffix:
+            return RunCheckpoint(path.name, None, nbytes, 0, (), suffix[1:])
+    try:
+        damage = [str(error) for error in manifest.damage(path, quick=True)]
+        training = training_state.read(Contents.of(path))
+        return RunCheckpoint(path.name, training["step"], nbytes, training["world_size"], tuple(damage), "committed")
+    except CheckpointError as error:
+        return RunCheckpoint(path.name, None, nbytes, 0, (str(error),), "damaged")

@@ -1,0 +1,99 @@
+"""Kinds of checkpoints, told apart by what is there."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+
+from shardwise.checkpoint import commit, manifest
+from shardwise.checkpoint.interchange import dcp_metadata
+from shardwise.checkpoint.storage import Location, directory_of, is_url
+from shardwise.errors import CheckpointError
+
+PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_PICKLE = b"\x80"
+
+
+class Kind(enum.Enum):
+    """What a path holds, or is to hold. The value is what `--to` calls it."""
+
+    SHARDWISE = "shardwise"
+    """A committed checkpoint of `sw.checkpoint.save`."""
+    PARTS = "parts"
+    """One that was saved to storage without ranged writes: files of each rank, to be joined."""
+    DCP = "dcp"
+    """A directory of torch.distributed.checkpoint."""
+    PT = "pt"
+    """A full file of torch.save."""
+    HUGGING_FACE = "hf"
+    """A directory of safetensors files, as `save_pretrained` writes it."""
+
+
+def kind_of(location: Location) -> Kind:
+    """What lies at a path or URL. Raises CheckpointError, saying what it is instead, if that is no checkpoint."""
+    if is_url(location):
+        return _own(location)
+    path = Path(location)
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            raise CheckpointError(f"{path} is one file of a checkpoint: give its directory, {path.parent}")
+        return Kind.PT
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist")
+    if path.suffix == commit.PARTIAL:
+        raise CheckpointError(f"{path} was left by a save that did not end: it is not a checkpoint")
+    if (path / manifest.NAME).is_file():
+        return _own(path)
+    if (path / dcp_metadata.NAME).is_file() and _begins(path / dcp_metadata.NAME) == _PICKLE:
+        return Kind.DCP
+    if _has(path, "*.safetensors") and not _has(path, "shard-*"):
+        return Kind.HUGGING_FACE
+    raise CheckpointError(f"{path} {_instead(path)}")
+
+
+def _own(location: Location) -> Kind:
+    return Kind.PARTS if manifest.read(directory_of(location)).joined else Kind.SHARDWISE
+
+
+def _instead(path: Path) -> str:
+    """What a directory is that is no checkpoint, and what to give instead."""
+    if _has(path, "*.distcp"):
+        return "has .distcp files and no .metadata: a DCP save that did not end"
+    if _has(path, "shard-*.safetensors"):
+        return "has files of each rank: have HuggingFaceStorageWriter write them with enable_consolidation=True"
+    single = next((file for suffix in PT_SUFFIXES for file in sorted(path.glob(f"*{suffix}"))), None)
+    if single is not None:
+        return f"has no safetensors files; to convert {single.name}, give that file"
+    newest = commit.latest(path)
+    if newest is not None:
+        return f"is a run's directory: give one of its checkpoints, such as {newest}"
+    return "is no checkpoint: it has no manifest.json, .metadata or safetensors files"
+
+
+def _has(directory: Path, pattern: str) -> bool:
+    return next(directory.glob(pattern), None) is not None
+
+
+def _begins(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(1)
+
+
+def target_kind(source: Kind, target: Path, asked: str | None) -> Kind:
+    """What a conversion is to write. Raises CheckpointError where that cannot be told, or makes no sense."""
+    if asked is not None:
+        known = {kind.value: kind for kind in Kind if kind is not Kind.PARTS}
+        if asked not in known:
+            raise CheckpointError(f"--to {asked}: one of {', '.join(known)}")
+        kind = known[asked]
+    elif target.suffix in PT_SUFFIXES:
+        kind = Kind.PT
+    elif source is Kind.SHARDWISE:
+        raise CheckpointError(f"what is {target} to be? Say --to dcp or --to hf, or name a .pt file")
+    else:
+        kind = Kind.SHARDWISE
+    if kind is source:
+        raise CheckpointError(f"the source is of that kind already ({kind.value}): copy it")
+    if kind is not Kind.PT and target.suffix in PT_SUFFIXES:
+        raise CheckpointError(f"{target} names a file and --to {kind.value} writes a directory")
+    return kind

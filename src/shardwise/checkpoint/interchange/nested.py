@@ -1,0 +1,44 @@
+"""A checkpoint as users of torch nest it: `{"model": {...}, "optimizer": {"state": ..., "param_groups": ...}, ...}`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.interchange.carried import Carried, Tensors
+from shardwise.checkpoint.piece import DTYPES
+from shardwise.checkpoint.safetensors_layout import StoredTensor
+
+
+def nested_state(carried: Carried, tensor: Callable[[Tensors, StoredTensor], Any]) -> dict[str, Any]:
+    """`model` by name, `optimizer` by fqn as `get_optimizer_state_dict` gives it, `step`, and `extra` if there is one.
+
+    Args:
+        tensor: what to put for each tensor. Numbers that the optimizer keeps as tensors are plain tensors.
+    """
+    state: dict[str, Any] = {"model": {name: tensor(carried.model, t) for name, t in carried.model.stored.items()}}
+    if carried.optimizer is not None:
+        state["optimizer"] = {
+            "state": {
+                fqn: {kind: _value(carried, value, tensor) for kind, value in values.items()}
+                for fqn, values in carried.optimizer["state"].items()
+            },
+            "param_groups": [
+                {**{key: value for key, value in group.items() if key != "fqns"}, "params": list(group["fqns"])}
+                for group in carried.optimizer["groups"]
+            ],
+        }
+    state["step"] = carried.step
+    if carried.extra:
+        state["extra"] = carried.extra
+    return state
+
+
+def _value(carried: Carried, value: Any, tensor: Callable[[Tensors, StoredTensor], Any]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "scalar" in value:
+        return torch.full(value["shape"], value["scalar"], dtype=DTYPES[value["dtype"]])
+    return tensor(carried.state, carried.state.stored[value["tensor"]])

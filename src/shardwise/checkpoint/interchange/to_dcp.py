@@ -1,0 +1,148 @@
+"""Writes a torch DCP directory, with torch's own writer, one part of one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from shardwise.checkpoint import commit
+from shardwise.checkpoint.interchange.carried import PART_BYTES, Carried, Tensors
+from shardwise.checkpoint.interchange.nested import nested_state
+from shardwise.checkpoint.piece import DTYPES
+from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.sharded.boxes import Box, boxes_of
+
+_FILE = f"__0_0{DEFAULT_SUFFIX}"
+
+
+def write_dcp(carried: Carried, target: Path, flat: bool) -> None:
+    """Write a directory that `torch.distributed.checkpoint.load` reads: all there or not there. Raises CheckpointError.
+
+    Args:
+        flat: the model's tensors at the top level, as torchtitan has them, instead of below `model`.
+
+    The optimizer is there in both of torch's forms: groups as a list, and options by fqn.
+    """
+    state: dict[str, Any] = nested_state(carried, _OnDisk)
+    if "optimizer" in state:
+        groups = state["optimizer"]["param_groups"]
+        state["optimizer"].update(
+            {
+                f"param_groups.{fqn}.{option}": value
+                for group in groups
+                for fqn in group["params"]
+                for option, value in group.items()
+                if option != "params"
+            }
+        )
+    if flat:
+        state = {**state.pop("model"), **state}
+    partial = commit.begin(target)
+    try:
+        with _quietly():
+            save(state, storage_writer=_Writer(partial), planner=_Planner(), no_dist=True)
+        commit.commit(target)
+    except BaseException:
+        commit.discard(target)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    """Stands in the state_dict for a tensor that is read part by part while it is written."""
+
+    tensors: Tensors
+    stored: StoredTensor
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:  # noqa: A002 - torch's name
+        properties = TensorProperties(dtype=DTYPES[self.stored.dtype])
+        size = torch.Size(self.stored.shape)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                    properties=properties,
+                    size=size,
+                ),
+            )
+            for box, _ in self._boxes()
+        ]
+
+    def part(self, offsets: tuple[int, ...]) -> Tensor:
+        """The part that begins there."""
+        box, start = next((box, start) for box, start in self._boxes() if box.offsets == offsets)
+        return self.tensors.read(self.stored.name, start, start + box.numel).view(box.sizes)
+
+    def _boxes(self) -> Iterator[tuple[Box, int]]:
+        """Consecutive parts of at most PART_BYTES, each with its first element; an empty tensor is one empty part."""
+        shape, step = self.stored.shape, max(1, PART_BYTES // self.stored.item_bytes)
+        if not self.stored.numel:
+            yield Box((0,) * len(shape), shape), 0
+        for first in range(0, self.stored.numel, step):
+            start = first
+            for box in boxes_of(shape, first, min(first + step, self.stored.numel)):
+                yield box, start
+                start += box.numel
+
+
+class _Writer(FileSystemWriter):
+    """torch's, which keeps a part of every tensor in memory until its file is full; this keeps none."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        with (Path(self.path) / _FILE).open("wb") as file:
+            for item in plan.items:
+                start, data = file.tell(), planner.resolve_data(item)
+                if isinstance(data, Tensor):
+                    torch.save(data, file)
+                else:
+                    file.write(data.getbuffer())
+                nbytes = file.tell() - start
+                results.append(WriteResult(item.index, nbytes, _StorageInfo(_FILE, start, nbytes)))
+            file.flush()
+            os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+class _Planner(DefaultSavePlanner):
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        found: Any = self.state_dict[write_item.index.fqn]
+        if isinstance(found, _OnDisk):
+            assert write_item.index.offset is not None
+            return found.part(tuple(write_item.index.offset))
+        return super().resolve_data(write_item)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """torch warns, and logs, that one process saves alone, which is what is meant."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    finally:
+        logger.setLevel(before)

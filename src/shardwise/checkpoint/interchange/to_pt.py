@@ -1,0 +1,76 @@
+"""Writes one full `.pt` file that `torch.load(weights_only=True)` reads: a dict of `model`, `optimizer`, `step`.
+
+torch.save writes the file with room for the tensors, of which none exists yet; their bytes are then written in place.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.checkpoint import commit
+from shardwise.checkpoint.interchange.carried import Carried, Tensors
+from shardwise.checkpoint.interchange.nested import nested_state
+from shardwise.checkpoint.interchange.torch_file import SavedTensor, read_stream
+from shardwise.checkpoint.piece import DTYPES
+from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.errors import CheckpointError
+
+
+def write_pt(carried: Carried, target: Path) -> None:
+    """Write the file: all there or not there. Raises CheckpointError.
+
+    The file's zip entries carry no checksums (torch.load looks at none).
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists already: convert to another path, or remove it first")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = commit.partial_of(target)
+    try:
+        with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(nested_state(carried, lambda _, stored: _empty(stored)), partial)
+        _fill(partial, carried)
+        commit.sync(partial)
+        os.rename(partial, target)  # noqa: PTH104
+        commit.sync(target.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _empty(stored: StoredTensor) -> Tensor:
+    return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")
+
+
+def _fill(path: Path, carried: Carried) -> None:
+    written: Any = read_stream(path)
+    wanted: dict[str, dict[str, Any]] = nested_state(carried, lambda tensors, stored: (tensors, stored.name))
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        for name, (tensors, own) in wanted["model"].items():
+            _copy(fd, written["model"][name], tensors, own)
+        for fqn, state in wanted.get("optimizer", {}).get("state", {}).items():
+            for kind, value in state.items():
+                if isinstance(value, Tensor):
+                    _write_at(fd, written["optimizer"]["state"][fqn][kind].start, value)
+                elif isinstance(value, tuple):
+                    _copy(fd, written["optimizer"]["state"][fqn][kind], *value)
+    finally:
+        os.close(fd)
+
+
+def _copy(fd: int, saved: SavedTensor, tensors: Tensors, name: str) -> None:
+    for start, values in tensors.runs(name):
+        _write_at(fd, saved.start + start * saved.dtype.itemsize, values)
+
+
+def _write_at(fd: int, start: int, values: Tensor) -> None:
+    data = values.reshape(-1).view(torch.uint8).numpy().data
+    while data.nbytes:
+        count = os.pwrite(fd, data, start)
+        data, start = data[count:], start + count

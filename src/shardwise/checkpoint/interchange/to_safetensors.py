@@ -1,0 +1,89 @@
+"""Writes safetensors: a checkpoint of shardwise, or a directory that `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint import commit, manifest, tensor_files, training_state
+from shardwise.checkpoint.interchange.carried import Carried, Tensors
+from shardwise.checkpoint.manifest import FileRecord, Manifest, RegionSums
+from shardwise.checkpoint.storage import LocalDirectory
+from shardwise.checkpoint.tensor_files import TensorFiles
+
+_CHUNK_BYTES = 8 * 2**20
+
+
+def write_checkpoint(carried: Carried, target: Path, max_file_bytes: int) -> None:
+    """Write a committed checkpoint: `target.partial` until everything is on disk. Raises CheckpointError."""
+    partial = commit.begin(target)
+    try:
+        _write_files(partial, "model", carried.model, max_file_bytes)
+        if carried.optimizer is not None:
+            _write_files(partial, "optimizer", carried.state, max_file_bytes)
+        document = training_state.describe(carried.step, carried.optimizer, [], carried.extra)
+        _write_small(partial, {**carried.files, training_state.NAME: training_state.encode(document)})
+        records = {path.name: _record_of(path) for path in sorted(partial.iterdir())}
+        manifest.write(LocalDirectory(partial), Manifest(records))
+        commit.commit(target)
+    except BaseException:
+        commit.discard(target)
+        raise
+
+
+def write_hugging_face(carried: Carried, target: Path, max_file_bytes: int) -> None:
+    """Write the model alone, with its configuration: all there or not there. Raises CheckpointError."""
+    partial = commit.begin(target)
+    try:
+        _write_files(partial, "model", carried.model, max_file_bytes)
+        _write_small(partial, carried.files)
+        commit.commit(target)
+    except BaseException:
+        commit.discard(target)
+        raise
+
+
+def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        LocalDirectory(directory).write(name, data)
+
+
+def _write_files(directory: Path, stem: str, tensors: Tensors, max_file_bytes: int) -> None:
+    planned = tensor_files.lay_out_files(stem, list(tensors.stored.values()), max_file_bytes)
+    tensor_files.create(directory, planned)
+    _write_small(directory, planned.index)
+    for file in planned.files:
+        _fill(directory / file, planned, file, tensors)
+
+
+def _fill(path: Path, planned: TensorFiles, file: str, tensors: Tensors) -> None:
+    layout = planned.files[file]
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        _write_at(fd, 0, memoryview(layout.header))
+        for name in layout.tensors:
+            for start, values in tensors.runs(name):
+                first = layout.byte_range(name, start, start + values.numel()).start
+                _write_at(fd, first, values.view(torch.uint8).numpy().data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_at(fd: int, start: int, data: memoryview) -> None:
+    while data.nbytes:
+        count = os.pwrite(fd, data, start)
+        data, start = data[count:], start + count
+
+
+def _record_of(path: Path) -> FileRecord:
+    """Sums of what is in the file: sources come in any order, and regions are few only in the file's own."""
+    sums, start = RegionSums(), 0
+    with path.open("rb") as file:
+        while data := file.read(_CHUNK_BYTES):
+            sums.add(start, data)
+            start += len(data)
+    return FileRecord(start, tuple(sums.regions()))

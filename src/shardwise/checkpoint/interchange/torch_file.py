@@ -1,0 +1,164 @@
+"""What torch.save wrote, without its tensors' bytes: where they lie in the file, so that any range of them can be read.
+
+A full `.pt` file is one such stream; a DCP directory has one for each chunk of each tensor. They are read with
+`weights_only=True` under fake tensors, which execute nothing, own no memory and know the offset of their bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shardwise.checkpoint.piece import DTYPES
+from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.errors import CheckpointError
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """Where a tensor's bytes lie."""
+
+    path: Path
+    start: int
+    """Byte of its storage in the file."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Elements before its first one in the storage."""
+
+    @property
+    def is_contiguous(self) -> bool:
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
+    def stored(self, name: str) -> StoredTensor:
+        """As safetensors describe it. Raises CheckpointError if they have no such dtype."""
+        return StoredTensor(name, dtype_name(self.dtype, name), self.shape)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-D. Raises CheckpointError if the file has ended before.
+
+        Of a tensor that was saved with gaps or in another order (a transposed view), all of it is read each time.
+        """
+        first = self.start + self.offset * self.dtype.itemsize
+        if self.is_contiguous:
+            return read_elements(self.path, first + start * self.dtype.itemsize, self.dtype, stop - start)
+        extent = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)) + 1
+        extent = 0 if 0 in self.shape else extent
+        storage = read_elements(self.path, first, self.dtype, extent)
+        return torch.as_strided(storage, self.shape, self.stride).reshape(-1)[start:stop].contiguous()
+
+
+def read_stream(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
+    """What was saved in bytes [start, start + nbytes) of a file, a `SavedTensor` in place of each tensor.
+
+    Raises CheckpointError if that is no stream of torch's, of a version before 1.6, or holds anything but tensors,
+    containers and plain values: nothing of it is executed.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        window = _Window(fd, start, os.fstat(fd).st_size - start if nbytes is None else nbytes)
+        if window.read(4) != b"PK\x03\x04":
+            raise CheckpointError(
+                f"{path} is not a file of torch.save" + (f" at byte {start}" if start else "") + ", or one from before "
+                "torch 1.6: load it with torch.load and save it again"
+            )
+        window.seek(0)
+        with FakeTensorMode():
+            loaded = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
+            return _without_fakes(path, start, loaded)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, so it is not read: {_why(error)}"
+        ) from None
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
+    finally:
+        os.close(fd)
+
+
+def dtype_name(dtype: torch.dtype, name: str) -> str:
+    """safetensors' name of a dtype. Raises CheckpointError, naming the tensor, if there is none."""
+    if dtype not in _NAMES:
+        raise CheckpointError(f"{name!r} is of {dtype}, which safetensors files cannot hold")
+    return _NAMES[dtype]
+
+
+def read_elements(path: Path, start: int, dtype: torch.dtype, numel: int) -> Tensor:
+    """`numel` elements that lie one after another from byte `start` of a file, 1-D. Raises CheckpointError."""
+    values = torch.empty(numel, dtype=dtype)
+    into = values.view(torch.uint8).numpy().data if numel else memoryview(b"")
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        while into.nbytes:
+            count = os.preadv(fd, [into], start)
+            if not count:
+                raise CheckpointError(f"{path} ends at byte {start}, before tensor data that it holds")
+            into, start = into[count:], start + count
+    finally:
+        os.close(fd)
+    return values
+
+
+def _why(error: Exception) -> str:
+    """The one line of torch's explanation that says which global was met."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    telling = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0] if lines else "")
+    return telling.split(". Please")[0][:200]
+
+
+def _without_fakes(path: Path, start: int, value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise CheckpointError(f"{path} holds a sparse or quantized tensor, which cannot be converted")
+        storage: Any = value.untyped_storage()
+        at = start + storage._checkpoint_offset
+        return SavedTensor(
+            path, at, value.dtype, tuple(value.shape), tuple(value.stride()), int(value.storage_offset())
+        )
+    if isinstance(value, dict):
+        return {key: _without_fakes(path, start, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_without_fakes(path, start, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+class _Window(io.RawIOBase):
+    """Part of a file as a file."""
+
+    def __init__(self, fd: int, start: int, nbytes: int) -> None:
+        self._fd, self._start, self._nbytes, self._at = fd, start, max(0, nbytes), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._nbytes)[whence]
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        view = memoryview(into).cast("B")
+        wanted = min(view.nbytes, max(0, self._nbytes - self._at))
+        count = os.preadv(self._fd, [view[:wanted]], self._start + self._at) if wanted else 0
+        self._at += count
+        return count

@@ -1,0 +1,285 @@
+"""`load_pretrained`: a Hugging Face directory, whoever wrote it, straight into shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint import manifest, tensor_files
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.matching import Matched, match, shown
+from shardwise.checkpoint.naming import find, is_transformers
+from shardwise.checkpoint.peers import Peers, settle
+from shardwise.checkpoint.piece import DTYPES
+from shardwise.checkpoint.storage import Directory, Location, directory_of
+from shardwise.checkpoint.tensor_files import TensorFiles
+from shardwise.engine.shard import require_engine
+from shardwise.errors import CheckpointError
+from shardwise.modules.materialize import left_blank
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """What `load_pretrained` read on this rank, and what did not fit."""
+
+    missing: tuple[str, ...]
+    """In the model, not in the directory: left as they were initialised."""
+    unexpected: tuple[str, ...]
+    """In the directory only, by the names there: not read."""
+    wrong_shape: tuple[str, ...]
+    """In both with different shapes, which are named: left as they were."""
+    read_bytes: int
+    """Of tensors, by this rank."""
+    peak_staged_bytes: int
+    """Most host memory held for tensor data at one time, beside the shards themselves."""
+
+
+@torch.no_grad()
+def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pretrained:
+    """Read the weights of a Hugging Face directory into a sharded model. Every rank must call this.
+
+    Args:
+        path: a directory, or its URL, with `model.safetensors` or with files that `model.safetensors.index.json` names;
+            written by `save_pretrained`, by `sw.checkpoint.save` or by anybody else.
+        model: sharded, on the meta device before that or not. Its parameters and buffers are overwritten, cast to the
+            dtypes that it keeps them in.
+        strict: False loads what fits and reports the rest in the result, instead of raising.
+
+    Of a transformers model names are those that its `from_pretrained` would understand: old ones, those of the model
+    inside or around, split and stacked tensors, either one of two that are tied; what its class declares as not needed
+    is neither missing nor unexpected. A directory that another class wrote may lack the head or have another one: that
+    is reported, with a warning, and the head stays as it was initialised. Anything else raises.
+
+    Raises:
+        CheckpointError: no such directory, a damaged one, only pickles in it, quantized weights, tied weights that
+            differ, or names and shapes that do not fit: all named, before anything is overwritten. On every rank,
+            whoever failed.
+
+    Each rank reads the bytes of its own elements and no others, in place where dtypes agree, else 32 MiB at a time.
+    """
+    engine = require_engine(model)
+    peers = Peers(engine.mesh)
+    settle(peers)
+    where = os.fspath(path)
+    with peers.together(f"{where} cannot be loaded"):
+        weights = _Weights.at(path)
+        matched = match(model, weights.files.tensors)
+        heads = _excuse(model, weights, matched)
+        if strict:
+            matched.raise_differences(where, "strict=False loads what fits and reports the rest")
+        _check_dtypes(weights, matched)
+        compared_bytes = _check_ties(weights, matched)
+    if heads and peers.is_first:
+        warnings.warn(f"{where} was written by another class than {type(model).__name__}: {heads}", stacklevel=3)
+    with peers.together(f"{where} cannot be loaded"):
+        engine.release_all()
+        read = tensor_files.read(weights.opened, weights.files, matched.wanted)
+    return Pretrained(
+        tuple(matched.missing),
+        tuple(matched.unexpected),
+        tuple(matched.wrong_shape),
+        read.read_bytes,
+        max(read.peak_staged_bytes, compared_bytes),
+    )
+
+
+@contextmanager
+def blank_for(path: Location, model: nn.Module) -> Iterator[None]:
+    """Inside, `sw.shard` of a model on the meta device draws no numbers that `load_pretrained(path)` would overwrite.
+
+        with blank_for(path, model):
+            sw.shard(model)
+        load_pretrained(path, model)
+
+    What the directory lacks is initialised as ever. Local. Raises CheckpointError as `load_pretrained` does for the
+    directory itself.
+    """
+    named: dict[int, list[str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            named.setdefault(id(value), []).append(name)
+            shapes[name] = tuple(value.shape)
+    stored = {name: tensor.shape for name, tensor in _Weights.at(path).files.tensors.items()}
+    found = find(model, shapes, stored).shapes
+    read = [names for names in named.values() if any(found.get(name) == shapes[name] for name in names)]
+    with left_blank(name for names in read for name in names):
+        yield
+
+
+# The directory --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A directory that is open for reading."""
+
+    directory: Directory
+    opened: Contents | Directory
+    files: TensorFiles
+    configuration: dict[str, Any]
+
+    @classmethod
+    def at(cls, path: Location) -> _Weights:
+        """Raises CheckpointError if it cannot be read by range."""
+        directory = directory_of(path)
+        configuration = _configuration(directory)
+        _refuse_quantized(directory, configuration)
+        if directory.has(manifest.NAME):  # one of ours
+            contents = Contents.of(path)
+            return cls(directory, contents, tensor_files.find(contents, "model"), configuration)
+        headers = {}
+        for name in _names(directory):
+            with directory.open(name) as source:
+                headers[name] = tensor_files.read_layout(f"{directory}/{name}", source, directory.size(name))
+        return cls(directory, directory, TensorFiles("model", headers), configuration)
+
+
+def _names(directory: Directory) -> list[str]:
+    if directory.has(_SINGLE):
+        return [_SINGLE]
+    if directory.has(_INDEX):
+        return _indexed(directory)
+    if any(directory.has(name) for name in _PICKLES):
+        raise CheckpointError(
+            f"{directory} has its weights in pickles (pytorch_model.bin), which cannot be read by range: convert it "
+            "once, with transformers' from_pretrained(...) and save_pretrained(another directory)"
+        )
+    found = f"has neither {_SINGLE} nor {_INDEX}" if directory.names() else "is no directory, or an empty one"
+    raise CheckpointError(f"{directory} {found}")
+
+
+def _indexed(directory: Directory) -> list[str]:
+    """The files that an index names, which must lie beside it."""
+    try:
+        names = sorted(set(json.loads(directory.read(_INDEX))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory}/{_INDEX} is damaged: {type(error).__name__}: {error}") from None
+    for name in names:
+        if not isinstance(name, str) or set(name) & set("/\\\0") or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{directory}/{_INDEX} names {name!r}, which is no safetensors file beside it")
+        if not directory.has(name):
+            raise CheckpointError(f"{directory}/{name} is missing; {_INDEX} names it")
+    return names
+
+
+def _configuration(directory: Directory) -> dict[str, Any]:
+    try:
+        read = json.loads(directory.read("config.json"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _refuse_quantized(directory: Directory, configuration: dict[str, Any]) -> None:
+    method = configuration.get("quantization_config")
+    if method:
+        name = method.get("quant_method", "?") if isinstance(method, dict) else method
+        raise CheckpointError(
+            f"{directory} holds quantized weights ({name}), which are not the numbers to train: dequantize them once, "
+            "with transformers, and save_pretrained to another directory"
+        )
+
+
+# What fits ------------------------------------------------------------------------------------------------------------
+
+
+def _excuse(model: nn.Module, weights: _Weights, matched: Matched) -> str:
+    """Take what may be missing or unexpected out of `matched`. Returns what is to be said of heads, if anything.
+
+    Heads stay in the result, where `strict` does not see them.
+    """
+    if not is_transformers(model):
+        return ""
+    declared = {
+        kind: re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+        for kind in ("missing", "unexpected")
+        if (patterns := _ignorable(model, kind))
+    }
+    if "missing" in declared:
+        matched.missing = [name for name in matched.missing if not declared["missing"].search(name)]
+    if "unexpected" in declared:
+        matched.unexpected = {
+            name: target for name, target in matched.unexpected.items() if not declared["unexpected"].search(target)
+        }
+    if type(model).__name__ in (weights.configuration.get("architectures") or ()):
+        return ""
+    matched.excused = {
+        *(name for name in matched.missing if not _in_base(model, name)),
+        *(name for name, target in matched.unexpected.items() if not _in_base(model, target)),
+    }
+    heads = {
+        "newly initialised": [name for name in matched.missing if name in matched.excused],
+        "not used": [name for name in matched.unexpected if name in matched.excused],
+    }
+    return "; ".join(f"{what}: {shown(names)}" for what, names in heads.items() if names)
+
+
+def _ignorable(model: nn.Module, kind: str) -> set[str]:
+    """Patterns of names that the classes of the model and of those inside do not insist on."""
+    patterns: set[str] = set()
+    for module in model.modules():
+        patterns.update(getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ())
+    if kind == "missing":
+        return patterns | {f"^{re.escape(name)}$" for name in getattr(model, "_keys_to_ignore_on_save", None) or ()}
+    buffers = [name for name, _ in model.named_buffers()]
+    # Buffers that models once stored, and compute now.
+    for ending, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
+        if any(name.endswith(ending) for name in buffers):
+            patterns.add(pattern)
+    return patterns
+
+
+def _in_base(model: Any, name: str) -> bool:
+    """Whether a name belongs to the model that heads are put on."""
+    prefix = model.base_model_prefix
+    base = getattr(model, prefix, model) if prefix else model
+    inside = base is not model and name.startswith(f"{prefix}.")
+    return inside or name.removeprefix(f"{prefix}.").split(".")[0] in dict(base.named_children())
+
+
+def _check_dtypes(weights: _Weights, matched: Matched) -> None:
+    """Numbers may be rounded, but not taken for something else."""
+    stored = weights.files.tensors
+    for piece, place in matched.wanted:
+        dtype = DTYPES[stored[place.name].dtype]
+        if dtype.is_floating_point != piece.tensor.dtype.is_floating_point or dtype.is_complex:
+            raise CheckpointError(
+                f"{weights.directory}: {place.name!r} is stored as {dtype} and {piece.name!r} is of "
+                f"{piece.tensor.dtype} here: one cannot be cast to the other"
+            )
+
+
+def _check_ties(weights: _Weights, matched: Matched) -> int:
+    """A tensor that is tied here, and stored under several names, has to be the same under all of them.
+
+    Returns the bytes that were staged at most to compare them.
+    """
+    staged_bytes = 0
+    for piece, others in matched.also:
+        own = [place for held, place in matched.wanted if held is piece]
+        values = []
+        for places in (own, others):
+            twin = replace(piece, tensor=torch.empty_like(piece.tensor, device="cpu"))
+            read = tensor_files.read(weights.opened, weights.files, [(twin, place) for place in places])
+            values.append(twin.tensor)
+            staged_bytes = max(staged_bytes, read.peak_staged_bytes + 2 * twin.tensor.nbytes)
+        if not torch.equal(*values):
+            raise CheckpointError(
+                f"{weights.directory} holds different numbers for {own[0].name!r} and {others[0].name!r}, which the "
+                "model ties: build it with tie_word_embeddings=False"
+            )
+    return staged_bytes

@@ -1,0 +1,161 @@
+"""Where the elements of one flattened tensor lie in another: runs of consecutive elements that move together.
+
+A rename is a single run. A tensor that is split, stacked, sliced or permuted on its way to a file is several, so that
+one arithmetic serves them all. Imports numpy, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+MOST_RUNS = 2**20
+"""In one map: what is cut finer (a large matrix that is transposed) has no ranges worth the name. 24 bytes each."""
+
+
+class Strided(NamedTuple):
+    """Places of a tensor's elements in a storage, as torch gives them; counted in elements."""
+
+    start: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Element `here[i] + k` of one flattened tensor is element `there[i] + k` of another, for k < `length[i]`.
+
+    Ordered by `here`. No element occurs twice on either side; neighbours that continue each other are one run.
+    """
+
+    here: Ints
+    there: Ints
+    length: Ints
+
+    @classmethod
+    def one(cls, numel: int, here: int = 0, there: int = 0) -> Self:
+        """A single run; none where `numel` is 0."""
+        starts = [(here, there, numel)] if numel else []
+        return cls(*np.array(starts, dtype=np.int64).reshape(-1, 3).T)
+
+    @classmethod
+    def paired(cls, sizes: Sequence[int], here: Strided, there: Strided) -> Self:
+        """The map between two tensors of the same sizes that lie in their storages with these strides.
+
+        Raises ValueError if it would need more than MOST_RUNS runs, or elements lie on one another.
+        """
+        dims = [dim for dim in zip(sizes, here.strides, there.strides, strict=True) if dim[0] != 1]
+        if not math.prod(sizes):
+            return cls.one(0)
+        dims = _fewest(sorted(dims, key=lambda dim: -dim[1]))
+        length = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
+        if math.prod(size for size, _, _ in dims) > MOST_RUNS:
+            raise ValueError(f"it would be cut into {math.prod(size for size, _, _ in dims):,} pieces")
+        starts = np.array([[here.start], [there.start]], dtype=np.int64)
+        for size, *strides in dims:
+            steps = np.arange(size, dtype=np.int64) * np.array(strides, dtype=np.int64)[:, None]
+            starts = (starts[:, :, None] + steps[:, None, :]).reshape(2, -1)
+        return cls._ordered(starts[0], starts[1], np.full(starts.shape[1], length, dtype=np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Several maps between the same two tensors as one. Raises ValueError where they overlap."""
+        return cls._ordered(*(np.concatenate([getattr(part, side) for part in parts]) for side in _SIDES))
+
+    @classmethod
+    def _ordered(cls, here: Ints, there: Ints, length: Ints) -> Self:
+        if len(here) < 2:
+            return cls(here, there, length)
+        order = np.argsort(here, kind="stable")
+        here, there, length = here[order], there[order], length[order]
+        back = np.argsort(there, kind="stable")
+        for starts, lengths in ((here, length), (there[back], length[back])):
+            if (starts[1:] < (starts + lengths)[:-1]).any():
+                raise ValueError("elements lie on one another")
+        begins = np.ones(len(here), dtype=bool)
+        begins[1:] = (here[1:] != (here + length)[:-1]) | (there[1:] != (there + length)[:-1])
+        firsts = np.flatnonzero(begins)
+        lengths = np.add.reduceat(length, firsts) if len(firsts) else length
+        return cls(here[firsts], there[firsts], lengths)
+
+    def __len__(self) -> int:
+        return len(self.here)
+
+    @property
+    def numel(self) -> int:
+        """Elements that have a place on the other side."""
+        return int(self.length.sum())
+
+    def fills(self, numel: int) -> bool:
+        """Whether every one of `numel` elements here has a place there."""
+        return self.numel == numel and (not numel or (self.here[0] >= 0 and self._stops[-1] == numel))
+
+    def inverse(self) -> Self:
+        """From there to here."""
+        return self._ordered(self.there, self.here, self.length)
+
+    def within(self, start: int, stop: int) -> Self:
+        """The part whose elements here are in [start, stop)."""
+        span = slice(np.searchsorted(self._stops, start, "right"), np.searchsorted(self.here, stop, "left"))
+        low: Ints = np.maximum(self.here[span], start)
+        high: Ints = np.minimum(self._stops[span], stop)
+        return type(self)(low, self.there[span] + (low - self.here[span]), high - low)
+
+    def moved(self, here: int = 0, there: int = 0) -> Self:
+        """The same runs, with elements counted from elsewhere."""
+        return type(self)(self.here + here, self.there + there, self.length)
+
+    def through(self, other: Self) -> Self:
+        """Where `other` takes what this leads to: from here, past there, to `other.there`. Else nowhere."""
+        first = np.searchsorted(other._stops, self.there, "right")
+        count = np.maximum(0, np.searchsorted(other.here, self.there + self.length, "left") - first)
+        own = np.repeat(np.arange(len(self)), count)
+        theirs = np.arange(len(own)) - np.repeat(np.cumsum(count) - count, count) + first[own]
+        low = np.maximum(self.there[own], other.here[theirs])
+        high = np.minimum((self.there + self.length)[own], other._stops[theirs])
+        here = self.here[own] + (low - self.there[own])
+        there = other.there[theirs] + (low - other.here[theirs])
+        keep = high > low
+        return self._ordered(here[keep], there[keep], (high - low)[keep])
+
+    def elements(self) -> Ints:
+        """Every element there, in the order of here. int64, one for each element."""
+        ends = np.cumsum(self.length)
+        return np.repeat(self.there - (ends - self.length), self.length) + np.arange(self.numel)
+
+    def stretches(self, most: int) -> Iterator[Self]:
+        """In order, parts of at most `most` elements that follow one another without gaps here."""
+        breaks = np.flatnonzero(self.here[1:] != self._stops[:-1]) + 1
+        firsts, lasts = [0, *breaks.tolist()], [*(breaks - 1).tolist(), len(self) - 1]
+        for first, last in zip(firsts, lasts, strict=True) if len(self) else ():
+            start, stop = int(self.here[first]), int(self._stops[last])
+            for low in range(start, stop, most):
+                yield self.within(low, min(low + most, stop))
+
+    def tuples(self) -> list[tuple[int, int, int]]:
+        """(here, there, length) of each run."""
+        return list(zip(self.here.tolist(), self.there.tolist(), self.length.tolist(), strict=True))
+
+    @property
+    def _stops(self) -> Ints:
+        stops: Ints = self.here + self.length
+        return stops
+
+
+_SIDES = ("here", "there", "length")
+
+
+def _fewest(dims: Sequence[tuple[int, int, int]]) -> list[tuple[Any, ...]]:
+    """Dimensions (size, strides), outermost first, with those joined that advance as one on both sides."""
+    joined: list[tuple[int, int, int]] = []
+    for size, *strides in dims:
+        if joined and joined[-1][1:] == tuple(stride * size for stride in strides):
+            size *= joined.pop()[0]  # noqa: PLW2901
+        joined.append((size, strides[0], strides[1]))
+    return joined

@@ -1,0 +1,31 @@
+"""`shardwise convert`: what was converted, in words."""
+
+from pathlib import Path
+
+from shardwise.checkpoint import Converted
+from shardwise.train.console import format_bytes
+
+KINDS = {
+    "shardwise": "a checkpoint of shardwise",
+    "parts": "a checkpoint of shardwise in files of each rank",
+    "dcp": "a torch DCP directory",
+    "pt": "a full .pt file",
+    "hf": "a Hugging Face directory",
+}
+_SHOWN = 6
+
+
+def report(target: Path, converted: Converted) -> str:
+    """A few lines: kinds, sizes, and what there was no place for."""
+    optimizer = "no optimizer"
+    if converted.optimizer_parameters is not None:
+        optimizer = f"optimizer state of {converted.optimizer_parameters} parameters"
+    lines = [
+        f"{target}: {KINDS[converted.target.value]}, from {KINDS[converted.source.value]}",
+        f"{converted.tensors} tensors, {optimizer}, {format_bytes(converted.nbytes)}, step {converted.step}",
+    ]
+    shown = converted.left_out[:_SHOWN]
+    if shown:
+        more = len(converted.left_out) - len(shown)
+        lines.append(f"left out: {', '.join(shown)}" + (f" and {more} more" if more else ""))
+    return "\n".join(lines)

@@ -1,0 +1,218 @@
+"""`shardwise inspect CHECKPOINT`: what was found, for a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shardwise.checkpoint import Inspection
+from shardwise.checkpoint.interchange.inspection import Group, Partial, Run
+from shardwise.cli.convert import KINDS
+from shardwise.train.console import format_bytes
+
+_WIDTH = 80
+_EXTRA_SHOWN = 8
+_FILES_SHOWN = 12
+_REDRAW_S = 0.1
+
+
+def report(found: Inspection | Partial | Run, every_tensor: bool = False) -> str:
+    """The lines to print."""
+    if isinstance(found, Partial):
+        return "\n".join(_partial(found))
+    if isinstance(found, Run):
+        return "\n".join(_run(found))
+    sections = [_head(found), _tensors(found, every_tensor), _optimizer(found), _extra(found), _files(found.files)]
+    return "\n\n".join("\n".join(section) for section in (*sections, _health(found)) if section)
+
+
+class Progress:
+    """Shows how far the reading is, where standard error is a terminal."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+        self._drawn_s = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._shown and now - self._drawn_s > _REDRAW_S:
+            self._drawn_s = now
+            print(f"\rreading {format_bytes(done)} of {format_bytes(total)}  ", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leave no trace."""
+        if self._drawn_s:
+            print("\r" + " " * (_WIDTH // 2) + "\r", end="", file=sys.stderr, flush=True)
+
+
+def _head(found: Inspection) -> list[str]:
+    facts = []
+    if found.step is not None:
+        facts.append(f"step {found.step:,}")
+    if found.saved_by:
+        facts.append(f"saved by {found.saved_by} rank{'s' * (found.saved_by > 1)}")
+    elif found.version:
+        facts.append("converted")
+    if found.version:
+        facts.append(f"shardwise {found.version}")
+    size = format_bytes(sum(found.files.values()))
+    facts.append(f"{size} in {len(found.files)} file{'s' * (len(found.files) > 1)}")
+    return [f"{found.location}: {KINDS[found.kind.value]}", ", ".join(facts)]
+
+
+def _tensors(found: Inspection, every_tensor: bool) -> list[str]:
+    if not found.model:
+        return []
+    rows: list[Sequence[str]] = [("module", "tensors", "elements", "bytes", "dtype")]
+    for same in _runs(found.model):
+        rows.append(_row(same))
+        if every_tensor:
+            rows.extend(_tensor_row(tensor) for group in same for tensor in group.tensors)
+    everything = [tensor for group in found.model for tensor in group.tensors]
+    rows.append(_row([Group("all", tuple(everything))]))
+    return _columns(rows, right=(1, 2, 3))
+
+
+def _runs(groups: Iterable[Group]) -> list[list[Group]]:
+    """Groups that differ in their number alone, together."""
+    found: list[list[Group]] = []
+    for group in groups:
+        before = found[-1][-1] if found else None
+        stem = group.prefix.rpartition(".")[0]
+        alike = before is not None and group.prefix.rpartition(".")[2].isdecimal()
+        if before is not None and alike and (before.prefix.rpartition(".")[0], before.form) == (stem, group.form):
+            found[-1].append(group)
+        else:
+            found.append([group])
+    return found
+
+
+def _row(groups: Sequence[Group]) -> Sequence[str]:
+    name = groups[0].prefix or "(top level)"
+    if len(groups) > 1:
+        name = f"{name} to {groups[-1].prefix.rpartition('.')[2]}"
+    dtypes = sorted({tensor.dtype for group in groups for tensor in group.tensors})
+    return (
+        name,
+        str(sum(len(group.tensors) for group in groups)),
+        f"{sum(group.numel for group in groups):,}",
+        format_bytes(sum(group.nbytes for group in groups)),
+        " ".join(dtypes),
+    )
+
+
+def _tensor_row(tensor: Any) -> Sequence[str]:
+    shape = "x".join(map(str, tensor.shape)) or "one"
+    return (f"  {tensor.name}", shape, f"{tensor.numel:,}", format_bytes(tensor.nbytes), tensor.dtype)
+
+
+def _optimizer(found: Inspection) -> list[str]:
+    if found.optimizer is None:
+        return ["no optimizer"] if found.model else []
+    state = found.optimizer["state"]
+    kinds = sorted({name for values in state.values() for name in values})
+    kept = sum(bool(values) for values in state.values())
+    name = found.optimizer["class"] if found.optimizer["class"] != "unknown" else "optimizer"
+    lines = [f"{name}: {', '.join(kinds) or 'nothing'} of {kept} parameters, {format_bytes(found.optimizer_bytes)}"]
+    for number, group in enumerate(found.optimizer["groups"]):
+        options = ", ".join(f"{key} {json.dumps(value)}" for key, value in group.items() if _told(key, value))
+        lines += _wrapped(f"  group {number}: {len(group['fqns'])} parameters, {options}", 4)
+    return lines
+
+
+def _told(key: str, value: Any) -> bool:
+    """Options that are off say nothing."""
+    return key != "fqns" and value is not None and value is not False
+
+
+def _extra(found: Inspection) -> list[str]:
+    lines = []
+    items = list((found.extra or {}).items())
+    for key, value in items[:_EXTRA_SHOWN]:
+        text = json.dumps(value)
+        lines.append(_cut(f"  {key}: {text}", _WIDTH))
+    if len(items) > _EXTRA_SHOWN:
+        lines.append(f"  and {len(items) - _EXTRA_SHOWN} more")
+    if found.left_out:
+        lines += _wrapped(f"  besides, not carried over by convert: {', '.join(found.left_out)}", 4)
+    return ["extra", *lines] if lines else []
+
+
+def _files(files: dict[str, int]) -> list[str]:
+    rows = [(f"  {name}", format_bytes(size)) for name, size in list(files.items())[:_FILES_SHOWN]]
+    lines = ["files", *_columns(rows, right=(1,))]
+    if len(files) > _FILES_SHOWN:
+        lines.append(f"  and {len(files) - _FILES_SHOWN} more")
+    return lines
+
+
+def _health(found: Inspection) -> list[str]:
+    if not found.damage:
+        return [f"health: good ({found.checked})"]
+    return ["health: DAMAGED", *(line for text in found.damage for line in _wrapped(f"  {text}", 4))]
+
+
+def _partial(found: Partial) -> list[str]:
+    what = f"{found.location}: a crash left this, or a save is under way; it is not a checkpoint"
+    size = f"{format_bytes(sum(found.files.values()))} in {len(found.files)} files"
+    return [*_wrapped(what, 2), f"{size}; the next save to the same name replaces it", "", *_files(found.files)]
+
+
+def _run(found: Run) -> list[str]:
+    rows: list[Sequence[str]] = [("checkpoint", "step", "ranks", "bytes", "")]
+    good = [one.name for one in found.checkpoints if one.state == "committed" and not one.damage]
+    for one in found.checkpoints:
+        note = "" if one.state == "committed" else one.state
+        note = "damaged" if one.damage else note
+        if good and one.name == good[-1]:
+            note = "newest"
+        step = "" if one.step is None else f"{one.step:,}"
+        rows.append((f"  {one.name}", step, str(one.saved_by or ""), format_bytes(one.nbytes), note))
+    lines = [f"{found.location}: a run with {len(good)} checkpoint{'s' * (len(good) != 1)}"]
+    lines += _columns(rows, right=(1, 2, 3))
+    lines += [line for one in found.checkpoints for text in one.damage for line in _wrapped(f"  {text}", 4)]
+    lines.append("finished: final/ is there" if found.has_final else "not finished: no final/")
+    lines.append("(sizes checked; inspect one of them to check every byte)")
+    return lines
+
+
+def _columns(rows: Sequence[Sequence[str]], right: tuple[int, ...]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rest = sum(widths[1:]) + 2 * (len(widths) - 1)
+    widths[0] = max(12, min(widths[0], _WIDTH - rest))
+    lines = []
+    for row in rows:
+        cells = [_middle(row[0], widths[0]).ljust(widths[0])]
+        cells += [row[c].rjust(widths[c]) if c in right else row[c].ljust(widths[c]) for c in range(1, len(row))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _middle(text: str, width: int) -> str:
+    """Names differ at their ends."""
+    if len(text) <= width:
+        return text
+    front = (width - 3) // 3
+    return f"{text[:front]}...{text[len(text) - (width - 3 - front) :]}"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """Broken at spaces; what has none stays whole, so that paths can be copied."""
+    lines: list[str] = []
+    line = ""
+    lead = len(text) - len(text.lstrip(" "))
+    for word in text.split():
+        start = " " * (lead if not lines else indent)
+        if line and len(line) + 1 + len(word) > _WIDTH:
+            lines.append(line)
+            line = " " * indent + word
+        else:
+            line = f"{line} {word}" if line else start + word
+    return [*lines, line]

@@ -1,0 +1,78 @@
+"""Model FLOPs utilisation: the operations that a model's formula asks for, over those that the device could have done.
+
+The field counts differently. Here every parameter is counted and attention in full, as if nothing were masked:
+6 N + 12 L d s operations a token (Chowdhery and others, 2022, appendix B; forward once, backward twice), over the dense
+peak of the compute dtype. Recomputed operations do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.errors import PlanError
+from shardwise.suggest import did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """What the formulas need of a model."""
+
+    parameters: int
+    """All of them, tied ones once."""
+    embeddings: int
+    """Parameters of input embeddings: looked up, not multiplied. 0 where they are tied to the head."""
+    layers: int
+    """With attention."""
+    width: int
+    """Heads times their size."""
+
+
+def _full(model: Dimensions, seq_len: int) -> float:
+    return 6 * model.parameters + 12 * model.layers * model.width * seq_len
+
+
+def _causal(model: Dimensions, seq_len: int) -> float:
+    return 6 * model.parameters + 6 * model.layers * model.width * seq_len
+
+
+def _without_embeddings(model: Dimensions, seq_len: int) -> float:
+    return 6 * (model.parameters - model.embeddings) + 12 * model.layers * model.width * seq_len
+
+
+def _parameters_only(model: Dimensions, seq_len: int) -> float:
+    del seq_len
+    return 6 * model.parameters
+
+
+DEFINITIONS: dict[str, Callable[[Dimensions, int], float]] = {
+    "palm": _full,
+    "causal": _causal,
+    "no-embeddings": _without_embeddings,
+    "6n": _parameters_only,
+}
+"""Operations a token by name: palm is the one above; causal counts half of attention; torchtitan leaves the input
+embeddings out (no-embeddings); 6n leaves attention out."""
+
+
+def flops_per_token(model: Dimensions, seq_len: int, definition: str = "palm") -> float:
+    """Operations a token, forward and backward. Raises PlanError for an unknown definition."""
+    if definition not in DEFINITIONS:
+        raise PlanError(
+            f"unknown definition of MFU {definition!r}{did_you_mean(definition, DEFINITIONS)}; "
+            f"there are {', '.join(DEFINITIONS)}"
+        )
+    return DEFINITIONS[definition](model, seq_len)
+
+
+def mfu(tokens_per_s: float, model: Dimensions, seq_len: int, peak_flops: float, definition: str = "palm") -> float:
+    """Model FLOPs utilisation of one device.
+
+    Args:
+        tokens_per_s: of this device.
+        model: its dimensions.
+        seq_len: tokens of a sequence.
+        peak_flops: dense peak of the compute dtype, operations a second.
+        definition: one of `DEFINITIONS`.
+    """
+    return tokens_per_s * flops_per_token(model, seq_len, definition) / peak_flops

@@ -1,0 +1,310 @@
+"""A question about a model and its answer: what fits, how fast, with what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardwise.plan.evaluate import STEADY, Evaluator
+from shardwise.plan.forecast import Forecast
+from shardwise.plan.hardware import find_device, find_interconnect
+from shardwise.plan.job import Job
+from shardwise.plan.report import Report, full_name, strategy_name
+from shardwise.plan.search import (
+    Candidate,
+    Exploration,
+    Objective,
+    explore_family,
+    gib,
+    largest_micro_batch,
+    needed_bytes,
+    nothing_fits,
+    ranked,
+    smallest_cluster,
+)
+from shardwise.plan.source import ModelLike, Source, resolve
+from shardwise.plan.space import Family, families
+from shardwise.plan.trace import draw
+from shardwise.plan.workers import explore_in_processes
+from shardwise.policy.strategy import Strategy
+
+PARALLEL_FROM = 12
+"""Configurations from which on it pays to start more processes."""
+SCALED_FROM = 2
+"""Batches of a family that are always recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked about one model."""
+
+    model: ModelLike
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """As for `space.families`."""
+    global_batch: int | None = None
+    budget_bytes: int | None = None
+    """Of one GPU, for everything; None: what the device has."""
+    objective: Objective = Objective.TOKENS_PER_S
+    workers: int = 1
+    """Processes that forecast."""
+    price_per_hour: float | None = None
+    """Of one GPU, in any currency; None: what the hardware data say, if they do."""
+    smallest_cluster: bool = False
+    """Also ask how few GPUs would do."""
+    largest_batch: bool = False
+    """Also ask how large a micro-batch would fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer."""
+
+    source: Source
+    report: Report
+    best: Forecast | None
+    """With its timeline; None where nothing fits."""
+    extra: Mapping[str, Any]
+    """Answers beyond the best forecast, as plain data."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """`Forecast.to_dict` of the best, or of what comes nearest to fitting; what was searched under "search"."""
+        nearest = self.best or next(c.forecast for c in self.report.exploration.candidates if c.forecast is not None)
+        plain = nearest.to_dict()
+        candidates = self.report.exploration.candidates
+        if len(candidates) > 1:
+            plain["search"] = {"candidates": [_candidate_dict(candidate) for candidate in candidates]}
+        return {**plain, **self.extra}
+
+    def check_fits(self) -> None:
+        """Raise PlanError where nothing fits, saying what to change."""
+        if self.best is None:
+            raise nothing_fits(self.report.exploration)
+
+
+def plan(question: Question) -> Plan:
+    """Answer a question: the search, and what else was asked. Raises PlanError and ConfigError as `search`."""
+    source = resolve(question.model)
+    exploration = explore(question)
+    nearest = exploration.candidates[0].job
+    evaluate = Evaluator(source)
+    best = evaluate.whole(exploration.best.job) if exploration.best is not None else None
+    answers, extra = _answers(question, evaluate, nearest, best)
+    shown = best or evaluate(nearest)
+    report = Report(
+        title=f"{source.title}: {_count(shown.parameters)} parameters",
+        setting=setting(nearest),
+        exploration=exploration,
+        assumptions=tuple(assumptions(shown)),
+        answers=tuple(answers),
+        timeline=draw(best.timeline) if best is not None else "",
+    )
+    return Plan(source, report, best, extra)
+
+
+def _answers(
+    question: Question, evaluate: Evaluator, nearest: Job, best: Forecast | None
+) -> tuple[list[str], dict[str, Any]]:
+    """In sentences, and as plain data."""
+    sentences: list[str] = []
+    extra: dict[str, Any] = {}
+    if question.largest_batch:
+        found = largest_micro_batch(evaluate, nearest, question.budget_bytes)
+        extra["largest_micro_batch"] = None if found is None else found.job.micro_batch
+        sentences.append(
+            f"The largest micro-batch that fits with {strategy_name(nearest)}, recompute "
+            f"{nearest.activation_checkpointing}: {'none' if found is None else found.job.micro_batch}."
+        )
+    if question.smallest_cluster:
+        job = _leanest(question, nearest)
+        found = smallest_cluster(evaluate, job, question.budget_bytes)
+        extra["smallest_cluster"] = None if found is None else found.job.world_size
+        size = "none that is sensible" if found is None else _gpus_and_nodes(found.job)
+        sentences.append(f"The smallest cluster that fits with {full_name(job)}: {size}.")
+    price = question.price_per_hour
+    if best is not None and price is None:
+        figure = find_device(best.job.gpu).price_per_hour  # type: ignore[arg-type]
+        price = None if figure is None else figure.value
+    if best is not None and price is not None:
+        per_million = price / 3600 / best.tokens_per_s_per_gpu * 1e6
+        extra["cost_per_million_tokens"] = per_million
+        sentences.append(
+            f"At {price:g} for an hour of a GPU, a million tokens cost {per_million:.3g}, a day of all GPUs "
+            f"{price * 24 * best.job.world_size:,.0f}."
+        )
+    return sentences, extra
+
+
+def _leanest(question: Question, nearest: Job) -> Job:
+    """What needs the least memory, where the question leaves it open: full_shard, one sequence, all recomputed."""
+    given = question.arguments
+    free = {
+        "strategy": Strategy.FULL_SHARD,
+        "shard_group": None,
+        "micro_batch": 1,
+        "accumulation": 1,
+        "activation_checkpointing": "full",
+    }
+    open_ = {name: value for name, value in free.items() if given.get(name) is None}
+    if "strategy" not in open_:
+        open_.pop("shard_group", None)
+    return replace(nearest, **open_)  # type: ignore[arg-type]
+
+
+def setting(job: Job) -> str:
+    """What all jobs of a search have in common, in a line."""
+    precision = job.precision
+    dtypes = "/".join(
+        _SHORT.get(str(name), "as stored") for name in (precision.param, precision.reduce, precision.master)
+    )
+    words = [
+        f"{job.world_size} x {getattr(job.gpu, 'name', job.gpu)}" + (f" on {job.nodes} nodes" if job.nodes > 1 else ""),
+        f"{job.seq_len:,} tokens a sequence",
+        f"{dtypes} (compute/reduce/master)",
+        job.optimizer,
+        f"{job.attention} attention",
+    ]
+    words += ["compiled"] if job.compile else []
+    words += [f"as {job.engine} would run it"] if job.engine != "shardwise" else []
+    return ", ".join(words)
+
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def assumptions(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    """(what, its value and where that is from) of everything that a forecast takes for granted."""
+    job = forecast.job
+    hardware = find_device(job.gpu)  # type: ignore[arg-type]
+    interconnect = find_interconnect(job.interconnect or hardware.interconnect)  # type: ignore[arg-type]
+    dtype = _SHORT.get(str(job.precision.param or job.precision.master), "fp32")
+    yield "device", hardware.title
+    figures = {
+        "usable memory": (hardware.usable_bytes, f"{gib(hardware.usable_bytes.value)} GiB"),
+        f"peak rate in {dtype}": (
+            hardware.peak_flops.get(dtype, hardware.peak_flops["fp32"]),
+            f"{hardware.peak(dtype) / 1e12:,.0f} TFLOP/s dense",
+        ),
+        "memory bandwidth": (hardware.memory_bytes_per_s, f"{hardware.memory_bytes_per_s.value / 1e9:,.0f} GB/s"),
+        "link in a node": (hardware.link_bytes_per_s, f"{hardware.link_bytes_per_s.value / 1e9:,.0f} GB/s one way"),
+    }
+    if job.nodes > 1:
+        rate = interconnect.bytes_per_s
+        figures[f"between nodes ({interconnect.title})"] = (rate, f"{rate.value / 1e9:,.1f} GB/s one way and node")
+    for name, (figure, words) in figures.items():
+        note = f"; {figure.note}" if figure.note else ""
+        yield name, f"{words} ({figure.source}{note})"
+    if hardware.measured is not None:
+        yield "rates", f"measured on this machine with {hardware.measured.ranks} ranks"
+    yield "context", f"{gib(forecast.context_bytes)} GiB beside the allocator"
+    yield "NCCL", f"{gib(forecast.nccl_bytes)} GiB of buffers beside the allocator"
+    yield "optimizer", f"{job.optimizer}, states in the master dtype"
+    yield "loss", {"model": "the model's own, its logits in memory"}.get(job.loss, job.loss)
+    yield "MFU", "6 N + 12 L d s operations a token over the peak rate; recomputation does not count"
+
+
+def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
+    job = candidate.job
+    plain: dict[str, Any] = {
+        "strategy": job.strategy.value,
+        "shard_group": job.shard_group,
+        "micro_batch": job.micro_batch,
+        "accumulation": job.accumulation,
+        "activation_checkpointing": job.activation_checkpointing,
+        "verdict": candidate.verdict.name.lower(),
+        "why": candidate.binds,
+    }
+    if candidate.forecast is not None:
+        forecast = candidate.forecast
+        plain |= {
+            "needed_bytes": needed_bytes(forecast),
+            "step_time_s": forecast.step_time_s,
+            "tokens_per_s_per_gpu": forecast.tokens_per_s_per_gpu,
+        }
+    return plain
+
+
+def _gpus_and_nodes(job: Job) -> str:
+    gpus = f"{job.world_size} GPU{'s' if job.world_size > 1 else ''}"
+    return gpus if job.nodes == 1 else f"{gpus} on {job.nodes} nodes"
+
+
+def _count(parameters: int) -> str:
+    for size, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if parameters >= size:
+            return f"{parameters / size:.2f} {name}"
+    return f"{parameters:,}"
+
+
+def search(
+    model: ModelLike,
+    *,
+    budget_bytes: int | None = None,
+    objective: str = "tokens_per_s",
+    global_batch: int | None = None,
+    workers: int = 1,
+    **arguments: Any,
+) -> list[Forecast]:
+    """Forecast every configuration that has to be looked at, and give those that fit, best first.
+
+    Args:
+        model: as for `forecast`.
+        budget_bytes: of one GPU, context and NCCL included; None: what the device has.
+        objective: "tokens_per_s", "memory" (least first) or "micro_batch" (largest first).
+        global_batch: sequences of a step over all ranks; accumulation follows from it.
+        workers: processes that forecast; more than one needs a model that has a name or is a dict.
+        arguments: of `forecast`. A value fixes one, a list gives the choices. Where `strategy`, `shard_group`,
+            `micro_batch`, `activation_checkpointing` or `accumulation` is left out it is searched.
+
+    Returns:
+        Never empty. The first has its timeline; the others' events were not kept.
+
+    Raises:
+        PlanError: nothing fits, or the model cannot be planned; the message says what to change.
+        ConfigError: an argument that cannot be.
+    """
+    question = Question(model, arguments, global_batch, budget_bytes, Objective.parse(objective), workers)
+    exploration = explore(question)
+    if exploration.best is None:
+        raise nothing_fits(exploration)
+    best = Evaluator(resolve(model)).whole(exploration.best.job)
+    return [best, *(candidate.forecast for candidate in exploration.fitting[1:] if candidate.forecast is not None)]
+
+
+def explore(question: Question) -> Exploration:
+    """Look at every configuration that a question spans. Raises PlanError and ConfigError as `search`."""
+    source = resolve(question.model)
+    found = families(question.arguments, question.global_batch)
+    for family in found:  # unknown names are told before anything is run
+        hardware = find_device(family.base.gpu)  # type: ignore[arg-type]
+        find_interconnect(family.base.interconnect or hardware.interconnect)  # type: ignore[arg-type]
+    exploration = _explored(question, source, found, scale=True)
+    scales = any(len(family.batches) > SCALED_FROM for family in found)
+    if not scales or _is_confirmed(exploration, source):
+        return exploration
+    return _explored(question, source, found, scale=False)
+
+
+def _explored(question: Question, source: Source, found: list[Family], scale: bool) -> Exploration:
+    count = sum(family.size for family in found)
+    if question.workers > 1 and count >= PARALLEL_FROM and len(found) > 1 and not callable(question.model):
+        candidates = explore_in_processes(question, found, scale)
+    else:
+        evaluator = Evaluator(source, scale)
+        candidates = [
+            candidate
+            for family in found
+            for candidate in explore_family(family, evaluator, question.budget_bytes, question.objective)
+        ]
+    return ranked(candidates, question.objective, question.budget_bytes)
+
+
+def _is_confirmed(exploration: Exploration, source: Source) -> bool:
+    """Whether the best one, recorded for itself, is what the search says it is."""
+    best = exploration.best
+    if best is None:
+        return True
+    short = replace(best.job, accumulation=min(best.job.accumulation, STEADY))
+    if short != best.job:  # of a long accumulation only its memory is comparable with a short one's
+        return Evaluator(source, scale=False)(short).memory == best.memory
+    return Evaluator(source, scale=False)(short).to_dict() == best.to_dict()

@@ -1,0 +1,16 @@
+"""Kinds of memory: the same names in `sw.memory`, the planner, the trainer's logs and reports."""
+
+KINDS = (
+    "param_shards",
+    "gathered_slots",
+    "grad_shards",
+    "reduce_slots",
+    "optimizer",
+    "buffers",
+    "activations",
+    "temporaries",
+    "other",
+)
+
+STATE_KINDS = ("param_shards", "gathered_slots", "grad_shards", "reduce_slots", "optimizer")
+"""Those that a strategy changes; activations are the same under all."""

@@ -1,0 +1,78 @@
+"""Boxes: the rectangular parts of a tensor that make up a range of its elements in row-major order, and back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardwise.layout.ranges import Range
+
+
+class Box(NamedTuple):
+    """Elements whose index along dim d lies in [offsets[d], offsets[d] + sizes[d])."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Elements [start, stop) of a flattened tensor as consecutive boxes, at most two a dim and one more.
+
+    Each box is itself consecutive in the flattened tensor: the end of a row, whole rows, the beginning of a row; where
+    rows have rows, so on inside them. Raises ValueError if the tensor has no such elements.
+    """
+    numel = math.prod(shape)
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(f"elements [{start}, {stop}) of a tensor of {numel}")
+    return tuple(_cut((), tuple(shape), start, stop)) if start < stop else ()
+
+
+def _cut(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Elements [start, stop), at least one, of the part of shape `shape` at index `at` of the first dims."""
+    if stop - start == math.prod(shape):
+        yield Box(at + (0,) * len(shape), (1,) * len(at) + shape)
+        return
+    rest = shape[1:]
+    row = math.prod(rest)
+    first, last = start // row, (stop - 1) // row
+    if first == last:
+        yield from _cut((*at, first), rest, start - first * row, stop - first * row)
+        return
+    if start % row:
+        yield from _cut((*at, first), rest, start % row, row)
+        first += 1
+    whole = stop // row - first
+    if whole:
+        yield Box((*at, first) + (0,) * len(rest), (1,) * len(at) + (whole, *rest))
+    if stop % row:
+        yield from _cut((*at, last), rest, 0, stop % row)
+
+
+def runs_of(shape: Sequence[int], box: Box) -> Iterator[Range]:
+    """The fewest ranges of a flattened tensor's elements that hold a box, in order: how it lies in a file.
+
+    Raises ValueError if the box does not lie in the tensor.
+    """
+    if not len(shape) == len(box.offsets) == len(box.sizes) or any(
+        not 0 <= offset <= offset + size <= length
+        for offset, size, length in zip(box.offsets, box.sizes, shape, strict=True)
+    ):
+        raise ValueError(f"a box of {box.sizes} at {box.offsets} does not lie in a tensor of {tuple(shape)}")
+    if not box.numel:
+        return
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    outer = len(shape)
+    while outer and box.sizes[outer - 1] == shape[outer - 1]:
+        outer -= 1
+    outer = max(outer - 1, 0)  # dims before this one are stepped through; the rest is one range
+    length = math.prod(box.sizes[outer:])
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    for index in itertools.product(*(range(size) for size in box.sizes[:outer])):
+        start = first + sum(step * stride for step, stride in zip(index, strides[:outer], strict=True))
+        yield Range(start, start + length)

@@ -1,0 +1,38 @@
+"""Ending a run before its end: asked for by a signal, done by all ranks after the same step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interruption:
+    """Whether this rank has been asked to end, and whether the ranks have agreed that they do."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        """This rank has had a signal. The others may not have, or not yet."""
+        self.agreed = False
+        """The same on every rank after every step: the trainer adds `asked` to what ranks sum in each step anyway."""
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Inside, the first signal that would raise KeyboardInterrupt is only noted; the second raises it at once."""
+        numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is signal.default_int_handler]
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []  # only the main thread handles signals
+        try:
+            for number in numbers:
+                signal.signal(number, self._note)
+            yield
+        finally:
+            for number in numbers:
+                signal.signal(number, signal.default_int_handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True

@@ -1,0 +1,209 @@
+"""What the planner's benchmark counts, on rows whose errors can be reckoned in the head."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner import GIB, Forecasted, feasibility_lines, metric_lines, unscored_lines
+from benchmarks.published.bundles import BundleRoofline, bundled
+from benchmarks.published.choose import Case, Choice
+from benchmarks.published.recordings import Memory, Steps
+from benchmarks.published.rows import DATA, Row, read, row_of
+from benchmarks.published.score import Scored, headline, merge, percentile, quantiles
+from benchmarks.published.timing import Timed, time_row
+from shardwise.plan.collectives import Cluster
+from shardwise.plan.events import Collective, Kernel, Phase, UnitMark, Wait, Work
+from shardwise.plan.hardware import device_names, find_device, find_interconnect
+from shardwise.plan.recording import Facts
+from shardwise.plan.roofline import Efficiency, Roofline
+from shardwise.plan.timeline import OPERATION_S, simulate
+
+FACTS = Facts(**{field.name: 0 for field in fields(Facts)})
+ROWS = {row.name: row for row in read()}
+
+
+def scored(source: str, forecast: float, published: float = 100.0) -> Scored:
+    return Scored(source, f"{source}-1", published, forecast)
+
+
+def test_every_published_row_can_be_asked_for() -> None:
+    assert len(ROWS) == sum(bool(line.strip()) for line in DATA.read_text().splitlines()) == 184
+    assert {row.job.gpu for row in ROWS.values()} <= set(device_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("fms-fsdp-002", {"strategy": "hybrid_shard", "shard_group": 8, "nodes": 12, "interconnect": "800gbps"}),
+        ("fms-fsdp-015", {"strategy": "full_shard", "engine": "fsdp1", "interconnect": "400gbps"}),
+        ("foundry-083", {"engine": "fsdp1", "loss": "fused", "accumulation": 21, "gpu": "a100-sxm-80gb"}),
+        ("thunder-003", {"strategy": "shard_grad_op", "engine": "fsdp2"}),
+        ("thunder-002", {"engine": "fsdp1", "compile": True}),
+        ("torchtitan-046", {"engine": "fsdp1", "activation_checkpointing": "selective-ops"}),
+        ("torchtitan-037", {"engine": "fsdp2", "activation_checkpointing": "every-2"}),
+        ("torchao-001", {"gpu": "h100-sxm-96gb-500w"}),
+        ("ds-bf16mw-002", {"engine": "deepspeed", "gpus_per_node": 1, "nodes": 1}),
+    ],
+)
+def test_rows_become_jobs_by_the_rules(name: str, expected: dict[str, object]) -> None:
+    job = ROWS[name].job
+    found = {key: getattr(job, key) for key in expected}
+    assert {key: getattr(value, "value", value) for key, value in found.items()} == expected
+
+
+def test_precisions_by_the_rules() -> None:
+    assert ROWS["foundry-037"].job.precision.reduce == "float32"
+    assert ROWS["foundry-146"].job.precision.reduce == "bfloat16"
+    assert ROWS["thunder-003"].job.precision.master == "bfloat16"
+
+
+def test_what_is_scored_and_what_is_not() -> None:
+    counts = {metric: sum(row.scored(metric) for row in ROWS.values()) for metric in ("throughput", "memory")}
+    assert counts == {"throughput": 148, "memory": 24}
+    why = {
+        name: ROWS[name].reasons for name in ("torchao-003", "torchao-008", "xtuner-001", "thunder-005", "jax-gpu-001")
+    }
+    assert why == {
+        "torchao-003": ("float8",),
+        "torchao-008": ("power limited",),
+        "xtuner-001": ("unknown ZeRO stage",),
+        "thunder-005": ("tier C",),
+        "jax-gpu-001": ("JAX",),
+    }
+    assert ROWS["thunder-003"].memory_metric == "allocated"
+    assert ROWS["torchtitan-053"].memory_metric == "reserved"
+    assert ROWS["thunder-015"].memory_metric is None
+
+
+def test_a_row_never_seen_before_is_mapped(tmp_path: Path) -> None:
+    hidden = {
+        **json.loads(DATA.read_text().splitlines()[0]),
+        "id": "new-1",
+        "source_key": "new",
+        "model": "Llama-2-7B",
+        "strategy": "DDP",
+        "gpu": "H200-SXM-141GB",
+        "precision": "bf16 mixed",
+        "usable_for": ["throughput"],
+        "n_gpus": 16,
+        "gpus_per_node": 8,
+    }
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(hidden) + "\n\n")
+    (row,) = read(path)
+    assert (row.job.strategy.value, row.job.nodes, row.job.gpu) == ("no_shard", 2, "h200-sxm")
+    assert row == row_of(hidden) or row.inputs == row_of(hidden).inputs
+
+
+def test_the_headline_is_a_median_over_sources_of_medians() -> None:
+    rows = [scored("a", 110), scored("a", 120), scored("a", 300), scored("b", 99), scored("b", 98), scored("b", 97)]
+    assert headline(rows) == pytest.approx((0.2 + 0.02) / 2)
+    assert headline([*rows, scored("c", 500), scored("c", 500)]) == pytest.approx(0.11)  # two rows have no say
+    assert headline(rows[:2]) is None
+
+
+def test_sources_weigh_the_same_in_the_percentile() -> None:
+    many = [scored("a", 101) for _ in range(97)] + [scored("b", 150), scored("b", 120), scored("b", 110)]
+    assert percentile(many, 0.5) == pytest.approx(0.01)
+    assert percentile(many, 0.8) == pytest.approx(0.2)
+    assert percentile(many, 0.9) == pytest.approx(0.5)
+
+
+def test_rows_of_equal_inputs_merge_to_their_median() -> None:
+    rows = [(("x",), Scored("a", "a-1", 100, 99)), (("x",), Scored("a", "a-2", 120, 99)), (("y",), scored("a", 1))]
+    merged = merge(rows)
+    assert [(row.name, row.published, row.merged) for row in merged] == [("a-1+2", 110, 2), ("a-1", 100, 1)]
+    assert merged[0].spread == pytest.approx(20 / 110)
+    inputs = [ROWS[name].inputs for name in ("thunder-015", "thunder-016")]
+    assert inputs[0] == inputs[1]  # the same run with and without a compiler setting that rows do not have a field for
+
+
+def test_quantiles() -> None:
+    assert quantiles([3, 1, 2, 4], (0.1, 0.5, 0.75, 1.0)) == [1, 2, 3, 4]
+
+
+def test_bundles_take_as_long_as_their_kernels() -> None:
+    hardware = find_device("a100-sxm-80gb")
+    product = Kernel("mm", Work.MATMUL, 2 * 4096**3, 6 * 4096**2, "bf16", (1, 4096, 4096, 4096), "a", Phase.FORWARD)
+    small = Kernel("add", Work.MEMORY, 0, 10**9, "bf16", None, "b", Phase.FORWARD)
+    gather = Collective(1, "all_gather", "shard", 10**9, 8, "u", Phase.FORWARD)
+    mark = UnitMark("gather", "u", Phase.FORWARD)
+    events = [
+        product,
+        small,
+        product,
+        gather,
+        small,
+        mark,
+        small,
+        Wait(1),
+        product,
+        UnitMark("release", "u", Phase.FORWARD),
+    ]
+    short = bundled(events)
+    assert len(short) == 6
+    cluster = Cluster(hardware, find_interconnect("8x200gbps"), 8, 1)
+    whole = simulate(events, Roofline(hardware), cluster)
+    told = simulate(short, BundleRoofline(hardware), cluster)
+    assert told.step_time_s == pytest.approx(whole.step_time_s, abs=len(events) * OPERATION_S)
+    assert told.flops == whole.flops
+
+
+def test_a_row_names_itself() -> None:
+    row = ROWS["foundry-037"]
+    assert isinstance(row, Row)
+    assert (row.name, row.source, row.attention) == ("foundry-037", "foundry", "flash1")
+
+
+def forecasted(name: str, step_s: float, memory: Memory) -> Forecasted:
+    return Forecasted(ROWS[name], Steps(FACTS, memory, (), None), Timed(step_s, 0.0))
+
+
+def test_what_the_benchmark_prints_of_forecasts() -> None:
+    full, half = Memory(60 * GIB, 79 * GIB, GIB, 79 * GIB), Memory(20 * GIB, 30 * GIB, GIB, 79 * GIB)
+    speeds = {
+        name: ROWS[name].published["tokens_per_s_per_gpu"] for name in ("foundry-083", "foundry-088", "foundry-100")
+    }
+    exact = {name: ROWS[name].job.tokens_per_rank / speed for name, speed in speeds.items()}
+    forecasts = [
+        forecasted("foundry-083", exact["foundry-083"] / 1.02, half),
+        forecasted("foundry-088", exact["foundry-088"] * 1.25, half),
+        forecasted("foundry-100", exact["foundry-100"] / 2, full),
+        forecasted("torchao-003", 1.0, half),
+    ]
+    lines, targets = metric_lines(forecasts, "throughput")
+    assert "| foundry | 3 | 20.0% | 100.0% | +2.0% |" in lines
+    assert [round(target.value, 6) for target in targets] == [0.2, 1.0]
+    lines, (target,) = feasibility_lines(forecasts)
+    assert lines[0] == "feasibility: 3 runs that ran, 2 forecast to fit (66.7%)"
+    assert lines[-1] == "forecast not to fit: foundry-100 1.01"
+    assert not target.passed
+    assert any(
+        line.startswith("torchao-003 (float8); tokens/s 6,768, forecast 8,192; GiB")
+        for line in unscored_lines(forecasts)
+    )
+    assert metric_lines(forecasts, "memory") == (["memory: no scored rows"], [])
+
+
+def test_accumulation_repeats_the_second_micro_batch() -> None:
+    row = ROWS["foundry-083"]
+    kernel = Kernel("add", Work.MEMORY, 0, 10**12, "bf16", None, "", Phase.FORWARD)
+    steps = Steps(FACTS, Memory(0, 0, 0, 1), (kernel,), (kernel, kernel))
+    one = time_row(row, Steps(FACTS, Memory(0, 0, 0, 1), (kernel,), None)).step_s
+    assert time_row(row, steps).step_s == pytest.approx(one * row.job.accumulation, rel=1e-3)
+
+
+def test_constants_are_chosen_by_all_sources_or_all_but_one() -> None:
+    """Rows made with known constants of the grid give them back; a source left out has no say."""
+    product = Kernel("mm", Work.MATMUL, 2 * 8192**3, 0, "bf16", (1, 8192, 8192, 8192), "", Phase.FORWARD)
+    steps = Steps(FACTS, Memory(0, 0, 0, 1), (product,) * 50, None)
+    cases = []
+    for name, matmul in (("foundry-146", 0.75), ("torchtitan-037", 0.95), ("fms-fsdp-015", 0.95)):
+        row = ROWS[name]
+        speed = time_row(row, steps, Efficiency(matmul=matmul)).tokens_per_s(row)
+        cases.append(Case(row, steps, speed))
+    choice = Choice(cases)
+    assert choice.best().matmul == 0.95
+    assert Choice(cases[:2]).best(without="torchtitan").matmul == 0.75

@@ -1,0 +1,46 @@
+"""kill -9 of one rank, or of all, at every change that a save makes to files: what was committed is gone on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _verdicts(kind: str, work: Path, **options: Any) -> list[dict[str, Any]]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
+    command = [sys.executable, "-m", "tests.checkpoint.crash_lab", kind, str(work), json.dumps(options)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("rank-0", {}),
+        ("rank-1", {"collectives": "gloo"}),
+        ("all-at-rank-0", {}),
+        ("rank-0", {"asynchronous": True}),
+        ("rank-1", {"asynchronous": True}),
+    ],
+    ids=str,
+)
+def test_a_kill_at_every_change(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    verdicts = _verdicts(kind, tmp_path, **options)
+    assert [verdict for verdict in verdicts if verdict["problems"]] == []
+    calls = {verdict["hit"].split()[3] for verdict in verdicts}
+    assert {"pwrite", "fsync", "create", "write"} <= calls
+    if kind.endswith("0"):  # it also makes, commits and drops
+        assert {"mkdir", "posix_fallocate", "rename", "unlink", "rmdir"} <= calls
+        assert {verdict["resumed"] for verdict in verdicts} == {2, 3}  # before the rename and after it
+    lived_on = {rank for verdict in verdicts for rank in verdict["survivors"]}
+    assert lived_on == {"rank-0": {"1"}, "rank-1": {"0"}}.get(kind, set())

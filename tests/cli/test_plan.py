@@ -1,0 +1,125 @@
+"""`shardwise plan`: what it prints, writes and refuses."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.app import run
+from shardwise.train import trainer
+from shardwise.train.config import load
+
+TINY = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 320, "torch_dtype": "bfloat16", "rope_theta": 500000.0,
+}  # fmt: skip
+FIXED = ["--strategy", "full_shard", "--micro-batch", "2", "--activation-checkpointing", "none", "--seq-len", "64"]
+Printed = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_everything_that_can_be_written(capsys: Printed) -> None:
+    written = ["--html", "plan.html", "--trace", "step.json", "--config", "run.toml"]
+    asked = ["--micro-batch", "1,2", "--strategy", "full_shard,no_shard", "--activation-checkpointing", "none"]
+    arguments = ["plan", "config.json", "--gpus", "2", "--seq-len", "64", "--workers", "1", *asked, *written]
+    assert run(arguments) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("config.json: ")
+    assert "full_shard" in shown.out
+    assert "4 configurations: 4 fit." in shown.out
+    assert shown.err.splitlines() == [
+        "page: plan.html",
+        "timeline: step.json",
+        "configuration: run.toml; train with it: shardwise train run.toml",
+    ]
+    assert "shardwise" not in Path("plan.html").read_text().split("<pre>")[0]
+    assert json.loads(Path("step.json").read_text())["traceEvents"]
+    assert tomllib.loads(Path("run.toml").read_text())["parallel"]["ranks"] == 2
+
+
+def test_json_is_the_forecast(capsys: Printed) -> None:
+    import shardwise as sw
+
+    assert run(["plan", "config.json", "--gpus", "2", "--precision", "fp32", "--json", *FIXED]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    precision = sw.Precision("fp32", "fp32", "fp32")
+    forecast = sw.plan.forecast("config.json", gpus_per_node=2, seq_len=64, micro_batch=2, precision=precision)
+    assert printed == json.loads(json.dumps(forecast.to_dict()))
+
+
+def test_the_winner_trains_unchanged(capsys: Printed) -> None:
+    """Written for one CPU rank, loaded as it is, run for a step: its shape, dtype and batch are the plan's."""
+    arguments = ["plan", "config.json", "--gpu", "cpu", "--gpus", "1", "--global-batch", "4", "--precision", "bf16"]
+    fixed = ["--micro-batch", "2", "--seq-len", "64", "--strategy", "full_shard", "--config", "tiny.toml"]
+    assert run([*arguments, *fixed, "--activation-checkpointing", "full", "--slots", "4"]) == 0
+    config = load("tiny.toml")
+    assert (config.train.micro_batch, config.train.global_batch, config.data.seq_len) == (2, 4, 64)
+    assert (config.train.activation_checkpointing, config.parallel.slots) == ("full", 4)
+    assert (config.model.dtype, config.parallel.param_dtype, config.parallel.reduce_dtype) == ("fp32", "bf16", "fp32")
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    trainer.run(load("tiny.toml", ["train.steps=1", "data.source=texts/*.txt", "data.eval_fraction=0.0"]))
+    row = json.loads(Path("runs/tiny/metrics.jsonl").read_text())
+    assert row["tokens"] == 4 * 64
+    capsys.readouterr()
+
+
+def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> None:
+    assert run(["plan", "config.json", "--gpus", "2", "--budget", "600MiB", "--html", "plan.html", *FIXED]) == 2
+    shown = capsys.readouterr()
+    assert "Falls out:" in shown.out
+    assert "Nothing fits" in Path("plan.html").read_text()
+    error = shown.err.splitlines()[-1]
+    assert error.startswith("error: nothing fits 2 x h100-sxm-80gb: the nearest, full_shard with micro-batch 2")
+    assert error.endswith("use a smaller micro-batch, activation checkpointing, more GPUs or a GPU with more memory")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "MODEL is missing: shardwise plan llama-3-8b --gpus 8"),
+        (["llama-3-8bb"], "MODEL 'llama-3-8bb' was not found; did you mean llama-3-8b"),
+        (["config.json", "--gpu", "h100-sxm-80"], "unknown device 'h100-sxm-80'; did you mean h100-sxm-80gb"),
+        (["config.json", "--interconnect", "infinband"], "unknown interconnect 'infinband'"),
+        (["config.json", "--global-batch", "12"], "a global batch of 12 is not a multiple of 8 ranks; use 8 or 16"),
+        (["config.json", "--micro-batch", "two"], "--micro-batch two: whole numbers from 1 on, separated by commas"),
+        (["config.json", "--strategy", "zero3"], "unknown strategy 'zero3'"),
+        (["config.json", "--offload", "cpu"], "--offload cpu: the engine has no offload yet; leave it out"),
+        (["config.json", "--precision", "fp8"], "precision.param = 'fp8' is none of the dtypes"),
+        (["config.json", "--budget", "lots"], "--budget lots: an amount of memory, such as 70GiB"),
+        (["config.json", "--objective", "speed"], "objective='speed': one of tokens_per_s, memory, micro_batch"),
+        (["config.json", "--html", "no/where.html"], "cannot write no/where.html: there is no directory no"),
+        (["config.json", "--nodes", "0"], "nodes=0: a whole number from 1 on"),
+        (["--calibrate", "--output", "no/where.toml"], "cannot write no/where.toml: there is no directory no"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_run(arguments: list[str], line: str, capsys: Printed) -> None:
+    assert run(["plan", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"error: {line}")
+    assert shown.err.count("\n") == 1
+
+
+def test_a_vision_model_has_a_plan_and_no_configuration(capsys: Printed) -> None:
+    vit = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
+    Path("config.json").write_text(json.dumps({**vit, "intermediate_size": 64, "patch_size": 16}))
+    assert run(["plan", "config.json", "--precision", "fp32", "--html", "plan.html", *FIXED]) == 0
+    assert run(["plan", "config.json", "--precision", "fp32", "--config", "run.toml", *FIXED]) == 2
+    assert "trains causal language models" in capsys.readouterr().err
+    assert not Path("run.toml").exists()
+
+
+def test_calibration_writes_a_file_that_plans_use(capfd: Printed) -> None:
+    assert run(["plan", "--calibrate", "--quick", "--ranks", "2", "--output", "here.toml"]) == 0
+    assert "use it with shardwise plan MODEL --gpu here.toml" in capfd.readouterr().out
+    assert run(["plan", "config.json", "--gpu", "here.toml", "--gpus", "2", "--json", *FIXED]) == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert printed["fits"]
+    assert 0 < printed["step_time_s"] < 10

@@ -1,0 +1,93 @@
+"""Forecasts by formula: what search, tables and reports are tested on without a dry run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.plan.job import Job
+from shardwise.plan.report import Report
+from shardwise.plan.search import Objective, explore_family, ranked
+from shardwise.plan.space import families
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A stand-in for `Forecast`: the same names, figures from a formula of the job."""
+
+    job: Job
+    memory: dict[str, int]
+    usable_bytes: int = 80 * GIB
+    context_bytes: int = GIB
+    nccl_bytes: int = GIB
+    slack: float = 1.0
+    """Reserved over allocated."""
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def reserved_memory_bytes(self) -> int:
+        return int(self.peak_memory_bytes * self.slack)
+
+    @property
+    def fits(self) -> bool:
+        return self.reserved_memory_bytes + self.context_bytes + self.nccl_bytes <= self.usable_bytes
+
+    @property
+    def mfu(self) -> float:
+        return self.tokens_per_s_per_gpu / 20000
+
+    @property
+    def peak_at(self) -> tuple[str, str]:
+        return ("backward", "model.layers.31.mlp")
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.job.tokens_per_rank / self.step_time_s
+
+    @property
+    def step_time_s(self) -> float:
+        return self.compute_s + self.exposed_comm_s
+
+    @property
+    def compute_s(self) -> float:
+        again = {"none": 3.0, "selective-ops": 3.2, "every-2": 3.5, "full": 4.0}[self.job.activation_checkpointing]
+        return again * self.job.tokens_per_rank / 30000
+
+    @property
+    def exposed_comm_s(self) -> float:
+        return 0.2 if self.job.strategy.sharded else 0.3
+
+
+def formula(job: Job, **more: Any) -> Any:
+    """About an 8 B model: 128 GiB of states, some GiB a sequence and micro-batch."""
+    kept = {"none": 8.0, "selective-ops": 5.0, "every-2": 4.5, "full": 1.0}[job.activation_checkpointing]
+    memory = {
+        "param_shards": 32 * GIB // job.shard_ranks,
+        "optimizer": 64 * GIB // job.shard_ranks,
+        "grad_shards": (32 * GIB // job.shard_ranks) * (job.accumulation > 1),
+        "gathered_slots": (16 if job.strategy.keeps_params else 2) * GIB,
+        "activations": int(kept * GIB * job.micro_batch * job.seq_len / 2048),
+    }
+    return Formula(job, memory, **more)
+
+
+def report(**arguments: Any) -> Report:
+    """A report of a search on formulas, with everything that a report can have."""
+    objective = Objective.TOKENS_PER_S
+    found = families(arguments)
+    candidates = [c for family in found for c in explore_family(family, formula, None, objective)]
+    return Report(
+        title="Formula 8B: 8.0 B parameters",
+        setting="8 x h100-sxm-80gb on 1 node, 2,048 tokens a sequence, bf16 (gradients and masters fp32), adamw, sdpa",
+        exploration=ranked(candidates, objective, None),
+        assumptions=(
+            ("usable bytes of a GPU", "79.1 GiB (https://example.org/data-sheet <measured>)"),
+            ("context", "1.0 GiB"),
+        ),
+        answers=("The smallest cluster that fits: 3 GPUs.", "The largest micro-batch that fits: 9 sequences."),
+        timeline='<svg viewBox="0 0 960 200" width="100%"><title>One step</title><rect width="900" height="40"/></svg>',
+        config='[model.config]\nmodel_type = "llama"\n',
+    )

@@ -1,0 +1,20 @@
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.plan.mfu import Dimensions, flops_per_token, mfu
+
+MPT_7B = Dimensions(6_658_859_008, 50_368 * 4096, 32, 4096)
+
+
+def test_a_published_figure_comes_out() -> None:
+    """llm-foundry's table: MPT-7B, 2,048 tokens, 8 H100, 10,643 tokens a second and GPU, 46.44 %."""
+    assert mfu(10_643, MPT_7B, 2048, 989.5e12) == pytest.approx(0.4644, abs=1e-4)
+
+
+def test_other_definitions_by_name() -> None:
+    full = flops_per_token(MPT_7B, 2048)
+    assert flops_per_token(MPT_7B, 2048, "causal") == full - 6 * 32 * 4096 * 2048
+    assert flops_per_token(MPT_7B, 2048, "no-embeddings") == full - 6 * 50_368 * 4096
+    assert flops_per_token(MPT_7B, 2048, "6n") == 6 * 6_658_859_008
+    with pytest.raises(PlanError, match="unknown definition of MFU 'plam'; did you mean palm"):
+        flops_per_token(MPT_7B, 2048, "plam")

@@ -1,0 +1,111 @@
+"""Questions and answers on real dry runs of small models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import ConfigError, PlanError
+from shardwise.plan import planner
+from shardwise.plan.planner import Question, explore
+from shardwise.plan.table import WIDTH, text
+
+from .test_scaling import LLAMA
+
+ARGUMENTS = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": [2, 4, 8]}
+
+
+def test_a_search_gives_forecasts_best_first() -> None:
+    found = sw.plan.search(LLAMA, **ARGUMENTS, activation_checkpointing="none")
+    speeds = [forecast.tokens_per_s_per_gpu for forecast in found]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {forecast.job.strategy.value for forecast in found} >= {"full_shard", "no_shard", "shard_grad_op"}
+    best = found[0]
+    assert best.fits
+    again = sw.plan.forecast(LLAMA, **{**ARGUMENTS, "micro_batch": best.job.micro_batch, "strategy": best.job.strategy})
+    assert again.to_dict() == best.to_dict()
+    assert best.timeline.step_time_s == best.step_time_s
+    with pytest.raises(PlanError, match="keeps the events of its best alone"):
+        found[1].trace("x.json")
+
+
+def test_processes_find_what_one_finds(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    arguments = {**ARGUMENTS, "strategy": ["full_shard", "no_shard"], "activation_checkpointing": ["none", "full"]}
+
+    def verdicts(workers: int) -> list[tuple[Any, ...]]:
+        found = explore(Question(str(path), arguments, workers=workers)).candidates
+        return [(c.job, c.verdict, c.binds, c.forecast and c.forecast.to_dict()) for c in found]
+
+    assert verdicts(2) == verdicts(1)
+
+
+def test_an_error_in_a_process_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "choosy.py").write_text(
+        "import torch\n"
+        "class Choosy(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 4)\n"
+        "    def forward(self, input_ids):\n"
+        "        return super().forward(input_ids.float()[..., :4]) if input_ids.sum() > 3 else None\n"
+    )
+    for workers in (1, 2):
+        with pytest.raises(PlanError, match="decides by its tensors' values"):
+            explore(Question("choosy:Choosy", ARGUMENTS, workers=workers))
+
+
+def test_a_budget_and_the_two_questions() -> None:
+    whole = sw.plan.forecast(LLAMA, gpus_per_node=2, seq_len=64, micro_batch=4)
+    needs = whole.reserved_memory_bytes + whole.context_bytes + whole.nccl_bytes
+    arguments = {**ARGUMENTS, "strategy": "full_shard", "activation_checkpointing": "none"}
+    question = Question(LLAMA, arguments, budget_bytes=needs, largest_batch=True, smallest_cluster=True)
+    answer = planner.plan(question)
+    assert answer.best is not None
+    assert answer.best.job.micro_batch >= 4
+    largest = answer.extra["largest_micro_batch"]
+    assert largest >= 4
+    too_many = sw.plan.forecast(LLAMA, gpus_per_node=2, seq_len=64, micro_batch=largest + 1)
+    assert too_many.reserved_memory_bytes + too_many.context_bytes + too_many.nccl_bytes > needs
+    assert answer.extra["smallest_cluster"] in (1, 2)
+    assert f"{largest}." in text(answer.report)
+    with pytest.raises(
+        PlanError, match=r"nothing fits 2 x h100-sxm-80gb: the nearest, full_shard .* needs 1\.\d of 0\.5 GiB"
+    ):
+        planner.plan(Question(LLAMA, arguments, budget_bytes=2**29)).check_fits()
+
+
+def test_what_an_answer_shows() -> None:
+    arguments = {**ARGUMENTS, "nodes": 2, "micro_batch": 2, "strategy": ["full_shard", "no_shard"]}
+    answer = planner.plan(Question(LLAMA, {**arguments, "activation_checkpointing": "none"}, price_per_hour=2.0))
+    shown = text(answer.report)
+    assert max(map(len, shown.splitlines())) <= WIDTH
+    assert "a llama configuration: " in shown
+    assert "At 2 for an hour of a GPU, a million tokens cost" in shown
+    plain = json.loads(json.dumps(answer.to_dict()))
+    assert plain["peak_memory_bytes"] == sum(plain["memory"].values())
+    assert len(plain["search"]["candidates"]) == len(answer.report.exploration.candidates)
+    best = plain["search"]["candidates"][0]
+    assert (best["verdict"], best["step_time_s"]) == ("fits", plain["step_time_s"])
+    names = [name for name, _ in answer.report.assumptions]
+    assert {"usable memory", "context", "NCCL", "MFU"} <= set(names)
+    assert any(name.startswith("between nodes") for name in names)
+    assert answer.report.timeline.startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"gpu": "h100-sxm-80"}, "unknown device 'h100-sxm-80'; did you mean h100-sxm-80gb"),
+        ({"gpsu_per_node": 2}, "unknown argument 'gpsu_per_node'; .*did you mean gpus_per_node"),
+        ({"global_batch": 3, "gpus_per_node": 2}, "a global batch of 3 is not a multiple of 2 ranks; use 2 or 4"),
+        ({"objective": "speed"}, "objective='speed'"),
+        ({"strategy": "full_shrad"}, "did you mean 'full_shard'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_run(arguments: dict[str, Any], line: str) -> None:
+    with pytest.raises((PlanError, ConfigError), match=line):
+        sw.plan.search(lambda: pytest.fail("built"), **arguments)

@@ -1,0 +1,139 @@
+"""MODEL, in all its forms."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import PlanError
+from shardwise.plan.source import resolve, shapes
+from shardwise.train.config import _toml_value
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+def built(model: object, attention: str = "sdpa") -> nn.Module:
+    with torch.device("meta"):
+        return resolve(model).builder(attention)()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(shapes()))
+def test_a_packaged_shape_has_the_parameters_that_its_source_counts(name: str) -> None:
+    shape = shapes()[name]
+    assert shape.source.startswith("https://")
+    model = built(name)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == pytest.approx(shape.parameters, rel=0.003 if shape.parameters % 1_000_000 == 0 else 0)
+    assert model.training
+
+
+def test_issue_names_are_there() -> None:
+    wanted = (
+        "llama-2-7b llama-2-13b llama-2-70b llama-3-8b llama-3-70b llama-3-405b gpt-3-175b mixtral-8x7b mixtral-8x22b"
+    )
+    assert set(wanted.split()) | {"vit-l-16", "vit-h-14", "vit-g-14"} <= shapes().keys()
+
+
+def test_a_directory_a_file_a_dict_and_a_factory_are_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({**TINY, "torch_dtype": "bfloat16", "transformers_version": "4.0"})
+    )
+    own = {key: value for key, value in TINY.items() if key != "model_type"}
+    (tmp_path / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"def make():\n    return LlamaForCausalLM(LlamaConfig(**{own}))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    models = [built(form) for form in (".", "config.json", tmp_path, TINY, "own:make")]
+    assert len({tuple((n, p.shape, p.dtype) for n, p in model.named_parameters()) for model in models}) == 1
+    sections = [resolve(form).model_section() for form in ("config.json", TINY, "own:make")]  # type: ignore[arg-type]
+    assert sections == [{"path": "config.json"}, {"config": TINY}, {"factory": "own:make"}]
+    with pytest.raises(PlanError, match="give the model as module:function"):
+        resolve(lambda: models[0]).model_section()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "llama-3-405b", "mixtral-8x7b", "vit-l-16"])
+def test_a_shape_goes_into_a_training_configuration(name: str) -> None:
+    section = resolve(name).model_section()["config"]
+    assert tomllib.loads(tomli(section)) == section
+    again = built(section)
+    assert [p.shape for p in again.parameters()] == [p.shape for p in built(name).parameters()]
+    for key in ("rope_theta", "rope_scaling"):
+        assert key not in section
+    if section["model_type"] == "llama":
+        assert again.config.rope_parameters == built(name).config.rope_parameters  # type: ignore[union-attr]
+
+
+def tomli(section: dict[str, Any]) -> str:
+    return "\n".join(f"{key} = {_toml_value(value)}" for key, value in section.items())
+
+
+def test_attention_reaches_the_model() -> None:
+    assert built(TINY, "eager").config._attn_implementation == "eager"  # type: ignore[union-attr]
+    assert built(TINY).config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+    with pytest.raises(PlanError, match=r"attention='flash': one of sdpa, eager"):
+        resolve(TINY).builder("flash")
+
+
+def test_a_configuration_without_architectures_gets_the_head_of_its_kind() -> None:
+    vit = {
+        "model_type": "vit",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    assert type(built(vit)).__name__ == "ViTForImageClassification"
+    assert type(built({**TINY, "architectures": ["LlamaModel"]})).__name__ == "LlamaModel"
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("llama-3-8bb", "MODEL 'llama-3-8bb' was not found; did you mean llama-3-8b"),
+        ("nothing-like-it", "was not found; the packaged shapes are gpt-3-175b, .* give a config.json"),
+        ("confg.json", "MODEL 'confg.json' was not found; did you mean config.json"),
+        ("empty", "'empty' is a directory without a config.json"),
+        ("broken.json", "broken.json is no JSON"),
+        ("config.json", 'has no "model_type"'),
+        ({"model_type": "lama"}, "model_type 'lama' is unknown to transformers; did you mean llama"),
+        ({"hidden_size": 3}, 'needs a "model_type"'),
+        ("nowhere:make", "'nowhere:make' cannot be imported: No module named 'nowhere'"),
+        ("torch.nn:Linaer", "torch.nn has no Linaer; did you mean Linear"),
+        (nn.Linear(2, 2), "is a Linear that was built already"),
+    ],
+)
+def test_what_is_no_model_is_one_line(
+    model: object, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(PlanError, match=line) as caught:
+        resolve(model)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ({**TINY, "num_hidden_layers": "three"}, "transformers cannot build this llama: "),
+        ("builtins:dict", "'builtins:dict' returned a dict, not a torch.nn.Module"),
+    ],
+)
+def test_what_cannot_be_built_says_so_when_it_is(model: object, line: str) -> None:
+    with pytest.raises(PlanError, match=line):
+        built(model)
