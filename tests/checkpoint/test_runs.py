@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.runs import MOST_RUNS, Runs, Strided
+from shardwise.checkpoint.runs import MOST_RUNS, Runs, Strided, tile
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -42,7 +42,7 @@ def test_runs_say_what_the_table_says(case: tuple[Runs, dict[int, int]]) -> None
     assert runs.numel == len(table)
     assert naive(runs.inverse()) == {there: here for here, there in table.items()}
     assert runs.elements().tolist() == [table[here] for here in sorted(table)]
-    assert all(runs.fills(n) == (sorted(table) == list(range(n))) for n in range(len(table) + 2))
+    assert all(tile([runs], n) == (sorted(table) == list(range(n))) for n in range(len(table) + 2))
 
 
 @given(maps())

@@ -92,10 +92,6 @@ class Runs:
         """Elements that have a place on the other side."""
         return int(self.length.sum())
 
-    def fills(self, numel: int) -> bool:
-        """Whether every one of `numel` elements here has a place there."""
-        return self.numel == numel and (not numel or (self.here[0] >= 0 and self._stops[-1] == numel))
-
     def inverse(self) -> Self:
         """From there to here."""
         return self._ordered(self.there, self.here, self.length)
@@ -149,6 +145,14 @@ class Runs:
 
 
 _SIDES = ("here", "there", "length")
+
+
+def tile(parts: Sequence[Runs], numel: int) -> bool:
+    """Whether every one of `numel` elements here is in exactly one of the maps, which may lead to several tensors."""
+    here, length = (np.concatenate([getattr(part, side) for part in parts]) for side in ("here", "length"))
+    order = np.argsort(here, kind="stable")
+    ends = np.cumsum(length[order])
+    return bool((here[order] == ends - length[order]).all()) and numel == (int(ends[-1]) if len(ends) else 0)
 
 
 def _fewest(dims: Sequence[tuple[int, int, int]]) -> list[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import background, by_rank, commit, tensor_files, training_state
+from shardwise.checkpoint import background, by_rank, commit, names, tensor_files, training_state
 from shardwise.checkpoint.correspondence import Company, Correspondence, leave, note
 from shardwise.checkpoint.host_copy import HostMemory
 from shardwise.checkpoint.in_parts import InParts
@@ -185,13 +185,19 @@ def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: 
     if state is not None:
         pieces["optimizer"] = state.pieces
     kinds = [Kind(tensor_files.plan(stem, found, max_file_bytes), _own(found, peers)) for stem, found in pieces.items()]
-    documents = _configuration(model) if peers.is_first else {}
+    documents = {**_configuration(model), **_names(pieces["model"])} if peers.is_first else {}
     for kind in kinds:
         documents.update(kind.files.index)
     document = None if state is None else copy.deepcopy(state.document)
     device = require_engine(model).mesh.device
     whole = [piece for found in pieces.values() for piece in found if piece.is_whole]
     return _Writing(target, kinds, {"optimizer": document}, training_state.random_state(device), whole, documents)
+
+
+def _names(pieces: list[Piece]) -> dict[str, bytes]:
+    """What FSDP2, or anybody with the model in memory, will ask for: `shardwise convert` needs it."""
+    named = names.of_pieces(pieces)
+    return {names.NAME: names.encode(named)} if named else {}
 
 
 def _own(pieces: list[Piece], peers: Peers) -> list[Piece]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from shardwise.checkpoint.names import Named
 from shardwise.checkpoint.safetensors_layout import StoredTensor
 
 PART_BYTES = 32 * 2**20
@@ -61,6 +62,7 @@ class Carried:
     """A checkpoint of any kind."""
 
     model: Tensors
+    """As files have it, where `names` says what it is in memory; otherwise as the source has it."""
     state: Tensors
     """The optimizer's, named `<fqn>.<state name>`."""
     optimizer: dict[str, Any] | None = None
@@ -71,6 +73,8 @@ class Carried:
     """Configuration and tokenizer, by name."""
     left_out: tuple[str, ...] = field(default=())
     """What the source has besides, by name: it fits nowhere."""
+    names: Sequence[Named] = ()
+    """Of the model's tensors, those that are called otherwise in memory, or are otherwise cut."""
 
 
 def parts(tensors: Tensors, name: str) -> Iterator[Run]:

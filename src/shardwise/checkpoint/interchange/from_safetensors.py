@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import by_rank, manifest, tensor_files, training_state
+from shardwise.checkpoint import by_rank, manifest, names, tensor_files, training_state
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.interchange.carried import Carried, Run, parts
 from shardwise.checkpoint.piece import DTYPES
@@ -19,7 +19,7 @@ from shardwise.checkpoint.storage import Directory, LocalDirectory, Location, So
 from shardwise.errors import CheckpointError
 
 _TENSORS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".msgpack", ".h5")
-_OWN = (manifest.NAME, training_state.NAME)
+_OWN = (manifest.NAME, training_state.NAME, names.NAME)
 
 
 class _Files(Protocol):
@@ -63,6 +63,7 @@ def read_checkpoint(path: Location) -> Carried:
         training["extra"],
         files=_configuration(contents.directory, contents.manifest.files),
         left_out=tuple(f"{name} of ranks other than 0" for name in tensor_files.find(contents, by_rank.STEM).tensors),
+        names=names.read(contents),
     )
 
 
@@ -86,7 +87,7 @@ def configuration_of(path: Path) -> dict[str, bytes]:
     return _configuration(directory, (name for name in directory.names() if directory.has(name)))
 
 
-def _configuration(directory: Directory, names: Iterable[str]) -> dict[str, bytes]:
+def _configuration(directory: Directory, found: Iterable[str]) -> dict[str, bytes]:
     """All that hold no weights and no training state."""
-    kept = (name for name in names if name not in _OWN and not name.endswith(_TENSORS) and name[0] != ".")
+    kept = (name for name in found if name not in _OWN and not name.endswith(_TENSORS) and name[0] != ".")
     return {name: directory.read(name) for name in kept}

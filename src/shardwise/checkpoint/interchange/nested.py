@@ -7,18 +7,30 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint import names
 from shardwise.checkpoint.interchange.carried import Carried, Tensors
+from shardwise.checkpoint.interchange.rearranged import as_in_memory
 from shardwise.checkpoint.piece import DTYPES
 from shardwise.checkpoint.safetensors_layout import StoredTensor
+
+FILE_NAMES = "file_names"
+"""Key of what the tensors of the model are called in files, as text: that of `names.json`."""
 
 
 def nested_state(carried: Carried, tensor: Callable[[Tensors, StoredTensor], Any]) -> dict[str, Any]:
     """`model` by name, `optimizer` by fqn as `get_optimizer_state_dict` gives it, `step`, and `extra` if there is one.
 
+    The model is as `state_dict()` has it in memory, as far as that is known: of tied tensors all names are there, with
+    the very same value.
+
     Args:
         tensor: what to put for each tensor. Numbers that the optimizer keeps as tensors are plain tensors.
     """
-    state: dict[str, Any] = {"model": {name: tensor(carried.model, t) for name, t in carried.model.stored.items()}}
+    in_memory = as_in_memory(carried.model, carried.names)
+    model = {name: tensor(in_memory, stored) for name, stored in in_memory.stored.items()}
+    for named in carried.names:
+        model.update(dict.fromkeys(named.names[1:], model[named.names[0]]))
+    state: dict[str, Any] = {"model": model}
     if carried.optimizer is not None:
         state["optimizer"] = {
             "state": {
@@ -33,6 +45,8 @@ def nested_state(carried: Carried, tensor: Callable[[Tensors, StoredTensor], Any
     state["step"] = carried.step
     if carried.extra:
         state["extra"] = carried.extra
+    if carried.names:
+        state[FILE_NAMES] = names.encode(carried.names).decode()
     return state
 
 

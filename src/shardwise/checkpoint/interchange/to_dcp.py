@@ -108,16 +108,20 @@ class _Writer(FileSystemWriter):
     """torch's, which keeps a part of every tensor in memory until its file is full; this keeps none."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        assert isinstance(planner, _Planner)
         results = []
+        places: dict[tuple[Any, ...], _StorageInfo] = {}
         with (Path(self.path) / _FILE).open("wb") as file:
             for item in plan.items:
-                start, data = file.tell(), planner.resolve_data(item)
-                if isinstance(data, Tensor):
-                    torch.save(data, file)
-                else:
-                    file.write(data.getbuffer())
-                nbytes = file.tell() - start
-                results.append(WriteResult(item.index, nbytes, _StorageInfo(_FILE, start, nbytes)))
+                part = planner.part_of(item)
+                if part not in places:
+                    start, data = file.tell(), planner.resolve_data(item)
+                    if isinstance(data, Tensor):
+                        torch.save(data, file)
+                    else:
+                        file.write(data.getbuffer())
+                    places[part] = _StorageInfo(_FILE, start, file.tell() - start)
+                results.append(WriteResult(item.index, places[part].length, places[part]))
             file.flush()
             os.fsync(file.fileno())
         written: Future[list[WriteResult]] = Future()
@@ -126,6 +130,10 @@ class _Writer(FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
+    def part_of(self, write_item: WriteItem) -> tuple[Any, ...]:
+        """Equal for what tied names have in common: it is written once."""
+        return id(self.state_dict[write_item.index.fqn]), write_item.index.offset, write_item.type
+
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         found: Any = self.state_dict[write_item.index.fqn]
         if isinstance(found, _OnDisk):

@@ -52,7 +52,7 @@ def _fill(path: Path, carried: Carried) -> None:
     wanted: dict[str, dict[str, Any]] = nested_state(carried, lambda tensors, stored: (tensors, stored.name))
     fd = os.open(path, os.O_WRONLY)
     try:
-        for name, (tensors, own) in wanted["model"].items():
+        for name, (tensors, own) in _without_ties(wanted["model"]).items():
             _copy(fd, written["model"][name], tensors, own)
         for fqn, state in wanted.get("optimizer", {}).get("state", {}).items():
             for kind, value in state.items():
@@ -62,6 +62,12 @@ def _fill(path: Path, carried: Carried) -> None:
                     _copy(fd, written["optimizer"]["state"][fqn][kind], *value)
     finally:
         os.close(fd)
+
+
+def _without_ties(model: dict[str, Any]) -> dict[str, Any]:
+    """Each value under one of its names; torch.save has written it once, too."""
+    firsts = {id(value): name for name, value in reversed(model.items())}
+    return {name: model[name] for name in firsts.values()}
 
 
 def _copy(fd: int, saved: SavedTensor, tensors: Tensors, name: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint import commit, manifest, tensor_files, training_state
+from shardwise.checkpoint import commit, manifest, names, tensor_files, training_state
 from shardwise.checkpoint.interchange.carried import Carried, Tensors
 from shardwise.checkpoint.manifest import FileRecord, Manifest, RegionSums
 from shardwise.checkpoint.storage import LocalDirectory
@@ -25,7 +25,8 @@ def write_checkpoint(carried: Carried, target: Path, max_file_bytes: int) -> Non
         if carried.optimizer is not None:
             _write_files(partial, "optimizer", carried.state, max_file_bytes)
         document = training_state.describe(carried.step, carried.optimizer, [], carried.extra)
-        _write_small(partial, {**carried.files, training_state.NAME: training_state.encode(document)})
+        in_memory = {names.NAME: names.encode(carried.names)} if carried.names else {}
+        _write_small(partial, {**carried.files, **in_memory, training_state.NAME: training_state.encode(document)})
         records = {path.name: _record_of(path) for path in sorted(partial.iterdir())}
         manifest.write(LocalDirectory(partial), Manifest(records))
         commit.commit(target)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardwise.checkpoint import names
 from shardwise.checkpoint.interchange.carried import Carried, Selection, Tensors
 from shardwise.checkpoint.interchange.dcp_metadata import Key
+from shardwise.checkpoint.interchange.nested import FILE_NAMES
+from shardwise.checkpoint.interchange.rearranged import as_stored
 from shardwise.errors import CheckpointError
 
 _MODEL = ("model", "state_dict", "model_state_dict", "module")
@@ -55,11 +58,12 @@ class _Sorting:
         self._left_out: list[str] = []
 
     def carried(self, with_optimizer: bool) -> Carried:
+        file_names = self._values.pop((FILE_NAMES,), None)
         model = self._model()
         optimizer, state = self._optimizer(model) if with_optimizer else self._no_optimizer()
         step, extra = self._step(), self._extra()
         self._left_out += [".".join(map(str, key)) for key in (*self._keys, *self._refused)]
-        return Carried(
+        carried = Carried(
             Selection(self._tree.tensors, model),
             Selection(self._tree.tensors, state),
             optimizer,
@@ -67,6 +71,7 @@ class _Sorting:
             extra,
             left_out=tuple(self._left_out),
         )
+        return carried if file_names is None else _named_as_files(carried, file_names)
 
     def _model(self) -> dict[str, str]:
         """Names of the model's tensors, taken out of the keys."""
@@ -132,6 +137,15 @@ class _Sorting:
             "extra", None
         )  # what `sw.checkpoint.save` was given, in a checkpoint that shardwise converted
         return {**extra, **given} if isinstance(given, dict) else extra or None
+
+
+def _named_as_files(carried: Carried, file_names: Any) -> Carried:
+    """With the names that shardwise's files had before it was converted; as it is where it has changed since."""
+    try:
+        found = names.decode(file_names)
+        return replace(carried, model=as_stored(carried.model, found), names=found)
+    except ValueError:
+        return carried
 
 
 class _Optimizer:

@@ -1,0 +1,123 @@
+"""Tensors under other names, and cut and stacked otherwise: as a model has them in memory, or as files have them.
+
+Each of them consists of runs of elements of others, which are read when it is: nothing is held but the part asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.interchange.carried import PART_BYTES, Run, Tensors, parts
+from shardwise.checkpoint.names import Named
+from shardwise.checkpoint.piece import DTYPES
+from shardwise.checkpoint.runs import Runs, tile
+from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.layout.ranges import Range
+
+
+class _Part(NamedTuple):
+    """Some elements of a tensor are those of another."""
+
+    source: str
+    runs: Runs
+    """From elements of the new tensor to elements of the source."""
+    span: Range
+    """Of the new tensor, the elements between which they all lie: of a stack of experts most parts are elsewhere."""
+
+    @classmethod
+    def of(cls, source: str, runs: Runs) -> Self:
+        ends = (int(runs.here[0]), int(runs.here[-1] + runs.length[-1])) if len(runs) else (0, 0)
+        return cls(source, runs, Range(*ends))
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """Tensors that are made of a source's. What is not in `made` is the source's."""
+
+    source: Tensors
+    stored: Mapping[str, StoredTensor]
+    made: Mapping[str, Sequence[_Part]]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        if name not in self.made:
+            return self.source.read(name, start, stop)
+        stored = self.stored[name]
+        found = torch.empty(stop - start, dtype=DTYPES[stored.dtype])
+        for source, runs, span in self.made[name]:
+            if span.start >= stop or span.stop <= start:
+                continue
+            back = runs.within(start, stop).moved(here=-start).inverse()
+            gathered_bytes = 8 * (len(back) > 1)  # of an element's number
+            for part in back.stretches(max(1, PART_BYTES // (stored.item_bytes + gathered_bytes))):
+                first = int(part.here[0])
+                values = self.source.read(source, first, first + part.numel)
+                if len(part) == 1:
+                    found[int(part.there[0]) :][: part.numel] = values
+                else:
+                    found[torch.from_numpy(part.elements())] = values
+        return found
+
+    def runs(self, name: str) -> Iterator[Run]:
+        return parts(self, name) if name in self.made else self.source.runs(name)
+
+
+def as_in_memory(files: Tensors, names: Sequence[Named]) -> Tensors:
+    """The tensors of files under the names that their model has for them, tied ones under the first.
+
+    Raises ValueError where `names` are of other tensors than these.
+    """
+    made = {tensor.names[0]: [_Part.of(place.name, place.runs) for place in tensor.places] for tensor in names}
+    _check(files, {place.name: place.shape for tensor in names for place in tensor.places})
+    return _rearranged(files, made, {tensor.names[0]: tensor.shape for tensor in names})
+
+
+def as_stored(model: Tensors, names: Sequence[Named]) -> Tensors:
+    """The tensors of a model in memory as they are in files: what `as_in_memory` was given. Of tied ones the first.
+
+    Raises ValueError where `names` are of other tensors than these.
+    """
+    made: dict[str, list[_Part]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor in names:
+        for place in tensor.places:
+            made.setdefault(place.name, []).append(_Part.of(tensor.names[0], place.runs.inverse()))
+            shapes[place.name] = place.shape
+    _check(model, {name: tensor.shape for tensor in names for name in tensor.names})
+    return _rearranged(model, made, shapes, {name for tensor in names for name in tensor.names[1:]})
+
+
+def _check(source: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        if name not in source.stored or source.stored[name].shape != shape:
+            raise ValueError(f"there is no {name!r} of shape {shape}")
+
+
+def _rearranged(
+    source: Tensors,
+    made: Mapping[str, Sequence[_Part]],
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: set[str] | frozenset[str] = frozenset(),
+) -> Rearranged:
+    """In the source's order, each new tensor where the first of what it is made of stands."""
+    of: dict[str, list[str]] = {}
+    for name, found in made.items():
+        for part in found:
+            of.setdefault(part.source, []).append(name)
+        if not tile([part.runs for part in found], math.prod(shapes[name])):
+            raise ValueError(f"not all of {name!r} is there")
+    stored: dict[str, StoredTensor] = {}
+    for old in source.stored.values():
+        if old.name not in of and old.name not in tied:
+            if old.name in made:
+                raise ValueError(f"there are two tensors {old.name!r}")
+            stored[old.name] = old
+        for name in of.get(old.name, ()):
+            if stored.setdefault(name, StoredTensor(name, old.dtype, shapes[name])).dtype != old.dtype:
+                raise ValueError(f"{name!r} would be of several dtypes")
+    return Rearranged(source, stored, made)
