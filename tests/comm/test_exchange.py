@@ -131,6 +131,46 @@ def all_reduce_in_buffer(kind: str) -> None:
         buffer.bytes.fill_(number)
 
 
+def all_reduces_behind_reductions(kind: str, rounds: int) -> None:
+    """Slices summed twice over, the second sum handed out at once and waited for two rounds later, ranks out of step;
+    large ones and small ones, in a buffer and beside."""
+    comm, other = collectives(kind), collectives(kind)
+    n, r = comm.world_size, comm.rank
+    skew = random.Random(r)
+    for numel in (16, 40_000):
+        slots = [comm.allocate(4 * numel * n, BufferKind.REDUCE) for _ in range(2)]
+        inside = [other.allocate(4 * numel, BufferKind.REDUCE).bytes.view(torch.float32) for _ in range(2)]
+        outs = [*inside, torch.empty(numel)]
+        flying: list[tuple[int, Work, Work]] = []
+
+        def finish(numel: int = numel, outs: list[torch.Tensor] = outs, flying: list = flying) -> None:  # type: ignore[type-arg]
+            number, scattered, summed = flying.pop(0)
+            summed.wait()
+            scattered.wait()
+            summed.wait()
+            once = [
+                sum_in_rank_order([values(number, q, numel * n, torch.float32)[s * numel :][:numel] for q in range(n)])
+                for s in range(n)
+            ]
+            assert same_bits(outs[number % 3], sum_in_rank_order(once)), number
+
+        for number in range(rounds):
+            if number >= 2:
+                flying[-2][1].wait()  # its slot is wanted, not yet the sum over all
+            if len(flying) == 3:
+                finish()
+            buffer, out = slots[number % 2], outs[number % 3]
+            comm.claim(buffer)
+            flat = buffer.bytes.view(torch.float32)
+            flat.copy_(values(number, r, numel * n, torch.float32))
+            if skew.random() < 0.2:
+                time.sleep(skew.random() * 0.003)
+            scattered = comm.reduce_scatter(buffer, (Reduction(flat, out, False),))
+            flying.append((number, scattered, other.all_reduce(out, after=scattered)))
+        while flying:
+            finish()
+
+
 def broadcasts(kind: str, shapes: list[tuple[int, ...]]) -> None:
     comm = collectives(kind)
     for src in range(comm.world_size):
@@ -197,6 +237,10 @@ def test_all_reduce(ranks: RankPools, kind: str, world_size: int) -> None:
 
 def test_all_reduce_inside_a_reduce_buffer(ranks: RankPools, kind: str, world_size: int) -> None:
     ranks(world_size).run(all_reduce_in_buffer, kind)
+
+
+def test_all_reduce_behind_a_reduction_in_another_group(ranks: RankPools, kind: str, world_size: int) -> None:
+    ranks(world_size).run(all_reduces_behind_reductions, kind, 12)
 
 
 def test_broadcast(ranks: RankPools, kind: str, world_size: int) -> None:

@@ -40,8 +40,8 @@ def skipped_replicas(engine: Engine, optimizer: torch.optim.Optimizer) -> Abstra
     """Replicas do not hear of each other's gradients."""
     true_sum = engine.mesh.replicate.all_reduce
 
-    def all_reduce(tensor: Tensor, op: str = "sum") -> Work:
-        return FINISHED if tensor.is_floating_point() else true_sum(tensor, op)
+    def all_reduce(tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+        return after if tensor.is_floating_point() else true_sum(tensor, op, after)
 
     return patch.object(engine.mesh.replicate, "all_reduce", all_reduce)
 

@@ -153,6 +153,33 @@ def test_marks_tell_a_units_life() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "units_behind"), [("hybrid_shard", 2), ("hybrid_shard_zero2", 2), ("no_shard", 1)]
+)
+def test_replicas_are_waited_for_units_later(strategy: str, units_behind: int) -> None:
+    """A unit's sum over replicas is handed out right behind its sum in the shard group, and waited for when the
+    backward of so many further units is over."""
+    job = Job(seq_len=16, gpus_per_node=2, nodes=2, strategy=strategy)  # type: ignore[arg-type]
+    events = record(lambda: gpt2(n_layer=6), job).events
+    waited = {event.number: at for at, event in enumerate(events) if isinstance(event, Wait)}
+    over = {e.unit: at for at, e in enumerate(events) if isinstance(e, UnitMark) and e.what == "grads"}
+    summed = {
+        event.unit: at
+        for at, event in enumerate(events)
+        if isinstance(event, Collective) and event.op == "all_reduce" and event.unit in over and event.nbytes > 1000
+    }
+    assert set(summed) == set(over)
+    products = [(at, e) for at, e in enumerate(events) if isinstance(e, Kernel) and e.work is Work.MATMUL]
+    computed = {".".join(kernel.module.split(".")[1:3]): at for at, kernel in products}
+    for at in summed.values():
+        assert not any(isinstance(event, Kernel) for event in events[at - 1 : at])
+    for layer in range(5, units_behind - 1, -1):
+        at = waited[events[summed[f"transformer.h.{layer}"]].number]  # type: ignore[union-attr]
+        assert at > computed[f"h.{layer - units_behind}"]
+    last = max(at for at, event in enumerate(events) if isinstance(event, UnitMark) and event.what == "reduced")
+    assert all(event.phase is not Phase.OPTIMIZER for event in events[:last] if isinstance(event, Kernel))
+
+
 def test_kernels_are_counted_and_named() -> None:
     """Matrix products of a GPT: three times forward's 2 * parameters * tokens, and attention in its module."""
     recorded = record(gpt2, Job(seq_len=64, micro_batch=2, precision=MIXED))

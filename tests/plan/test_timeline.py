@@ -120,12 +120,12 @@ def test_a_wait_for_an_earlier_steps_collective_is_over() -> None:
     assert milliseconds(run(Wait(99), compute(1)).step_time_s) == pytest.approx(1, abs=HAIR)
 
 
-def test_a_unit_is_reduced_over_replicas_when_it_is_scattered_whatever_computes_meanwhile() -> None:
+def test_a_unit_is_reduced_over_replicas_when_it_is_scattered_and_not_before_kernels_handed_out_earlier() -> None:
     over = Collective(1, "all_reduce", "replicate", 0, 2, "u", Phase.BACKWARD)
-    step = run(compute(10), reduce(0, 5, "u"), compute(40), over)
-    assert [milliseconds(span.start_s) for span in step.spans if span.name == "all_reduce"] == pytest.approx(
-        [15], abs=HAIR
-    )
+    before, after = [compute(10), reduce(0, 5, "u")], compute(40)
+    for order, start in ((*before, over, after), 15), ((*before, after, over), 50):
+        spans = [span for span in run(*order).spans if span.name == "all_reduce"]
+        assert [milliseconds(span.start_s) for span in spans] == pytest.approx([start], abs=HAIR)
 
 
 def test_peers_wait_for_reductions_once_at_the_end_of_backward() -> None:

@@ -28,8 +28,8 @@ class DryCollectives(PrivateBuffers):
             deliver(slice_of(r.flat, self.rank, self.world_size), r)
         return FINISHED
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
-        return FINISHED
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+        return after
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         return None

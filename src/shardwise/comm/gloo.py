@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, pieces_of, shares, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Then, Work
 from shardwise.comm.summation import RankOrderSum
 from shardwise.errors import CollectiveTimeout
 
@@ -68,7 +68,9 @@ class GlooCollectives(PrivateBuffers):
         return self._reduce(self._post(f"reduce_scatter of buffer {buffer.index}"), jobs)
 
     @torch.no_grad()
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+        if after is not FINISHED:
+            return Then(after, lambda: self.all_reduce(tensor, op))
         flat = tensor.detach().view(-1)
         post = self._post(f"all_reduce ({op})")
         if flat.numel() * flat.itemsize <= SMALL_BYTES:
@@ -78,7 +80,7 @@ class GlooCollectives(PrivateBuffers):
             return FINISHED
         parts = shares(flat, self.world_size)
         summed = self._reduce(post, [_Job(parts, parts[self.rank], False, op)])
-        return _Then(summed, lambda: self._gather(post, [parts]))
+        return Then(summed, lambda: self._gather(post, [parts]))
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -244,17 +246,3 @@ class _Reduce:
             messages += self._post.receive(term, rank, piece.part)
             terms.append(term)
         return terms, messages
-
-
-class _Then:
-    """A collective in two phases; the second is posted when the first is waited for."""
-
-    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
-        self._first = first
-        self._second: Callable[[], Work] | None = second
-
-    def wait(self) -> None:
-        self._first.wait()
-        if self._second is not None:
-            second, self._second = self._second, None
-            second().wait()

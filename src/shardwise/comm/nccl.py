@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
-from shardwise.comm.protocol import Buffer, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -99,10 +99,12 @@ class NcclCollectives(PrivateBuffers):
         return work
 
     @torch.no_grad()
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
         with self._on(self._reduce_stream):
+            if isinstance(after, _OnStream):  # of another group, so on another stream; `after` keeps its memory until
+                self._reduce_stream.wait_event(after.event)  # the compute stream has waited for it as well
             dist.all_reduce(tensor.detach(), _OPS[op], group=self._reduce_group)
-        return _OnStream(self._reduce_stream, keep=tensor)
+        return _OnStream(self._reduce_stream, keep=(tensor, after))
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:

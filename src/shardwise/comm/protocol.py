@@ -18,6 +18,7 @@ Every method is collective unless it says otherwise: all ranks of the group call
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,6 +83,20 @@ class Finished:
 FINISHED = Finished()
 
 
+class Then:
+    """A `Work` in two phases; the second begins when the first is over, which is not before this is waited for."""
+
+    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
+        self._first = first
+        self._second: Callable[[], Work] | None = second
+
+    def wait(self) -> None:
+        self._first.wait()
+        if self._second is not None:
+            second, self._second = self._second, None
+            second().wait()
+
+
 class Collectives(Protocol):
     """A group of ranks that exchange bytes. Sums are taken in rank order, in fp32 or wider."""
 
@@ -117,9 +132,10 @@ class Collectives(Protocol):
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
         """Sum each flat buffer over the ranks, each rank keeping its own slice in `out`."""
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
         """In place on any contiguous tensor (need not be in a buffer), op "sum" or "max". Large tensors travel as
-        reduce-scatter + all-gather. Sums are bit-identical on all ranks."""
+        reduce-scatter + all-gather. Sums are bit-identical on all ranks. `after`: what writes the tensor, perhaps in
+        another group; nobody need have waited for it. A CPU rank then begins when the result is waited for."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Rank `src`'s contiguous tensor to all, in place; complete on return."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwise.comm.protocol import Buffer, BufferKind, Collectives, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Reduction, Region, Work
 
 if TYPE_CHECKING:
     import torch
@@ -84,12 +84,12 @@ class RecordingCollectives:
         self._record("reduce_scatter", buffer, nbytes, tuple(r.flat.dtype for r in reductions))
         return self.inner.reduce_scatter(buffer, reductions)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
         # As a reduce-scatter and an all-gather.
         nbytes = tensor.numel() * tensor.itemsize
         sent = 2 * nbytes * (self.world_size - 1) // self.world_size
         self._record("control" if nbytes <= CONTROL_BYTES else "all_reduce", None, sent, (tensor.dtype,))
-        return self.inner.all_reduce(tensor, op)
+        return self.inner.all_reduce(tensor, op, after)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         sent = tensor.numel() * tensor.itemsize * (self.world_size - 1) if src == self.rank else 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.comm.buffers import POISON_BYTE, check_reductions, pieces_of, poison_asked, shares, slice_of
 from shardwise.comm.counters import Counter, Watch, sign
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Region, Then, Work
 from shardwise.comm.segment import Segment, make_private
 from shardwise.comm.summation import RankOrderSum
 from shardwise.errors import ConfigError
@@ -110,7 +110,9 @@ class ShmCollectives:
         return _Deferred(slot, arrival, sum_own_slices)
 
     @torch.no_grad()
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+        if after is not FINISHED:
+            return Then(after, lambda: self.all_reduce(tensor, op))
         flat = tensor.detach().view(-1)
         slot = self._reduce_slots.get(flat.untyped_storage().data_ptr())
         if slot is None:

@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.protocol import Buffer, BufferKind, Reduction, Work
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Work
 from shardwise.engine.addition import ScaledAddition
 from shardwise.engine.arena import Arena, Slot, size_classes
 from shardwise.engine.group import Group
@@ -28,6 +28,8 @@ from shardwise.errors import UsageError
 
 REDUCE_SLOTS = 2
 """One unit collects gradients while the one before is being reduced."""
+SLICE_SLOTS = 2
+"""Of the units reduced last, this rank's slices are being summed over replicas while two more units run backward."""
 
 _UNUSED, _REDUCED, _LEFT = range(3)
 """What became of a parameter's gradient in this backward: there was none; it was reduced; it still waits."""
@@ -35,9 +37,13 @@ _UNUSED, _REDUCED, _LEFT = range(3)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InFlight:
+    """Sums under way and the slot that is theirs until they are there."""
+
     unit: Unit
     slot: Slot[Unit]
     works: Sequence[Work]
+    slices: Sequence[Tensor] = ()
+    """By trainable group: this rank's sum over all replicas, still to be added to the shard's gradient."""
 
 
 class Gradients:
@@ -52,6 +58,9 @@ class Gradients:
         self._scaled = ScaledAddition(1.0 / (mesh.shard.world_size * mesh.replicate.world_size))
         self._unscaled = ScaledAddition(1.0)
         self._arena: Arena[Unit] | None = None
+        self._slices: Arena[Unit] | None = None
+        """Where slices are summed over replicas after they were summed in the shard group, so that their reduce slot
+        is free again: shared with the replicas, as the reduce slot is with the shard group."""
         self._largest: dict[Unit, int] = {}
         """Bytes in a reduce slot that each unit has asked for so far, at most."""
         self._own: dict[Unit, Slot[Unit]] = {}
@@ -69,7 +78,8 @@ class Gradients:
     @property
     def slots(self) -> list[Slot[Unit]]:
         """Every reduce slot: the shared ones and those of one unit each."""
-        return [*(self._arena.slots if self._arena is not None else ()), *self._own.values()]
+        shared = [slot for arena in (self._arena, self._slices) if arena is not None for slot in arena.slots]
+        return [*shared, *self._own.values()]
 
     @property
     def scratch_bytes(self) -> int:
@@ -103,6 +113,10 @@ class Gradients:
         if self._arena is None or largest != self._largest:
             classes = size_classes(list(largest.items()), lambda _: REDUCE_SLOTS + nesting)
             self._arena = Arena(self._collectives, BufferKind.REDUCE, classes)
+            shards = self._mesh.shard.world_size
+            if shards > 1 and self._mesh.replicate.world_size > 1:
+                classes = size_classes([(unit, n // shards) for unit, n in largest.items()], lambda _: SLICE_SLOTS)
+                self._slices = Arena(self._mesh.replicate, BufferKind.REDUCE, classes)
         self._largest = largest
 
     def _replan(self, unit: Unit) -> None:
@@ -140,8 +154,8 @@ class Gradients:
         unit.add_gradient(key, grad, self._scaled)
 
     def reduce(self, unit: Unit) -> None:
-        """Start reducing the unit's slot, if it has one; missing gradients count as zeros. One reduction stays in
-        flight, so a slow peer is waited for a unit later. `no_sync` leaves everything in the slot."""
+        """Start reducing the unit's slot, if it has one; missing gradients count as zeros. It is waited for when the
+        slot is wanted again or backward ends. `no_sync` leaves everything in the slot."""
         slot = unit.reduce_slot
         if slot is None or not self.sync:
             return
@@ -149,9 +163,7 @@ class Gradients:
         unit.zero_missing()
         unit.written.clear()
         unit.reduce_slot = None
-        self._in_flight.append(_InFlight(unit, slot, self._start(unit, slot)))
-        while len(self._in_flight) > 1:
-            self._finish_oldest()
+        self._start(unit, slot)
 
     def finish(self, units: Sequence[Unit]) -> None:
         """Backward is over: agree on what became of each gradient, reduce what is left and hand out the sums."""
@@ -165,15 +177,13 @@ class Gradients:
                 self.reduce(unit)
             else:
                 self._close(unit)
-        while self._in_flight:
-            self._finish_oldest()
+        self._finish_all()
         for unit, of_unit in zip(units, of_units, strict=True):
             _hand_out(unit, of_unit)
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Backward raised: finish what peers may be waiting for and forget the rest."""
-        while self._in_flight:
-            self._finish_oldest()
+        self._finish_all()
         for unit in units:
             self._close(unit)
             unit.forget_gradients(unit.keys)
@@ -185,10 +195,13 @@ class Gradients:
     def _open(self, unit: Unit) -> None:
         if unit.own_reduce_slot is None and not self.sync:
             self._give_own_slot(unit)
-        slot = unit.own_reduce_slot or self._take(unit)
+        unit.reduce_slot = self._claim(unit.own_reduce_slot or self._take(self._arena, unit), unit)
+
+    @staticmethod
+    def _claim(slot: Slot[Unit], unit: Unit) -> Slot[Unit]:
         slot.holder = unit
         slot.collectives.claim(slot.buffer)
-        unit.reduce_slot = slot
+        return slot
 
     @staticmethod
     def _close(unit: Unit) -> None:
@@ -201,15 +214,16 @@ class Gradients:
         unit.own_reduce_slot = Slot(self._collectives, buffer)
         self._own[unit] = unit.own_reduce_slot
 
-    def _take(self, unit: Unit) -> Slot[Unit]:
-        assert self._arena is not None
-        choices = self._arena.choices(unit)
+    def _take(self, arena: Arena[Unit] | None, unit: Unit) -> Slot[Unit]:
+        assert arena is not None
+        choices = arena.choices(unit)
         while True:
             for slot in choices:
                 if slot.holder is None:
                     return slot
-            if self._in_flight:
-                self._finish_oldest()
+            oldest = next((flight for flight in self._in_flight if flight.slot in choices), None)
+            if oldest is not None:
+                self._finish(oldest)
             else:  # units whose gradients are still incomplete hold them all: reduce the first one's in part
                 victim = choices[0].holder
                 assert victim is not None
@@ -217,60 +231,58 @@ class Gradients:
 
     # Reductions -------------------------------------------------------------------------------------------------
 
-    def _start(self, unit: Unit, slot: Slot[Unit]) -> Sequence[Work]:
-        reductions = []
-        for group in unit.groups:
-            if group.trainable:
-                flat = slot.flat(group.reduce_start, group.layout.numel, group.dtypes.reduce)
-                reductions.append(self._reduction(group, flat))
-        if self._mesh.shard.world_size == 1 and self._mesh.replicate.world_size > 1:
-            return [self._mesh.replicate.all_reduce(reduction.flat) for reduction in reductions]
-        return [self._mesh.shard.reduce_scatter(slot.buffer, tuple(reductions))]
+    def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
+        """Sum in the shard group, and behind that over replicas. Neither is waited for."""
+        groups = [group for group in unit.groups if group.trainable]
+        shard, replicate = self._mesh.shard, self._mesh.replicate
+        scattered: Work = FINISHED
+        if shard.world_size > 1 or replicate.world_size == 1:
+            sums = None if self._slices is None else self._claim(self._take(self._slices, unit), unit)
+            reductions = tuple(self._reduction(group, slot, sums) for group in groups)
+            scattered = shard.reduce_scatter(slot.buffer, reductions)
+            self._in_flight.append(_InFlight(unit, slot, [scattered]))
+            slot = sums or slot
+        if replicate.world_size > 1:
+            slices = [group.slice_in(slot) for group in groups]
+            works = [replicate.all_reduce(own, after=scattered) for own in slices]
+            self._in_flight.append(_InFlight(unit, slot, works, slices))
 
-    def _reduction(self, group: Group, flat: Tensor) -> Reduction:
-        if self._mesh.replicate.world_size > 1:  # summed over the replicas before it is added to the shard's gradient
-            start, stop = group.layout.slice_of(self._mesh.shard.rank)
-            return Reduction(flat, flat[start:stop], accumulate=False)
-        assert group.grad_shard is not None
-        accumulate = self._prepare(group)
-        return Reduction(flat, group.grad_shard, accumulate)
+    def _reduction(self, group: Group, slot: Slot[Unit], sums: Slot[Unit] | None) -> Reduction:
+        flat = slot.flat(group.reduce_start, group.layout.numel, group.dtypes.reduce)
+        if sums is not None:
+            return Reduction(flat, group.slice_in(sums), accumulate=False)
+        return Reduction(flat, *self._prepare(group))
 
-    def _finish_oldest(self) -> None:
-        flight = self._in_flight.popleft()
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._finish(self._in_flight[0])
+
+    def _finish(self, flight: _InFlight) -> None:
+        self._in_flight.remove(flight)
         for work in flight.works:
             work.wait()
-        mesh = self._mesh
-        if mesh.replicate.world_size > 1:
-            for group in flight.unit.groups:
-                if not group.trainable:
-                    continue
-                start, stop = group.layout.slice_of(mesh.shard.rank)
-                flat = flight.slot.flat(group.reduce_start, group.layout.numel, group.dtypes.reduce)[start:stop]
-                if mesh.shard.world_size > 1:
-                    mesh.replicate.all_reduce(flat).wait()
-                assert group.grad_shard is not None
-                accumulate = self._prepare(group)
-                assert group.grad_shard is not None
-                if accumulate:
-                    self._unscaled.add(group.grad_shard, flat)
-                else:
-                    group.grad_shard.copy_(flat)
+        if flight.slices:
+            groups = [group for group in flight.unit.groups if group.trainable]
+            for group, own in zip(groups, flight.slices, strict=True):
+                total, accumulate = self._prepare(group)
+                self._unscaled.add(total, own) if accumulate else total.copy_(own)
         flight.slot.holder = None
 
-    def _prepare(self, group: Group) -> bool:
-        """Whether the coming reduction is to be added to the shard's gradient; makes that hold what p.grad says."""
-        if not group.grad_is_fresh:
-            return True
-        group.grad_is_fresh = False
-        group.leave_kept_gradients()
-        if all(sharded.grad is None for sharded in group.sharded):
-            return False
-        for sharded, own in zip(group.sharded, group.grads, strict=True):
-            if sharded.grad is None:
-                own.local.zero_()
-            elif sharded.grad is not own:
-                own.local.copy_(sharded.grad.local)  # type: ignore[attr-defined]
-        return True
+    def _prepare(self, group: Group) -> tuple[Tensor, bool]:
+        """The shard's gradient, and whether the coming reduction is to be added to it; makes that hold what p.grad
+        says."""
+        accumulate = not group.grad_is_fresh
+        if group.grad_is_fresh:
+            group.grad_is_fresh = False
+            group.leave_kept_gradients()
+            accumulate = any(sharded.grad is not None for sharded in group.sharded)
+            for sharded, own in zip(group.sharded, group.grads, strict=True) if accumulate else ():
+                if sharded.grad is None:
+                    own.local.zero_()
+                elif sharded.grad is not own:
+                    own.local.copy_(sharded.grad.local)  # type: ignore[attr-defined]
+        assert group.grad_shard is not None
+        return group.grad_shard, accumulate
 
     def _agree(self, fates: list[int]) -> Sequence[int]:
         """The greatest fate over all ranks: one byte a parameter and backward, beside the gradients themselves.

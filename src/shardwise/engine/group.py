@@ -78,9 +78,10 @@ class Group:
 
     @property
     def reduce_bytes(self) -> int:
-        """Unsharded, in the reduce dtype, rounded; 0 for a frozen group, something for one of empty parameters."""
+        """Unsharded, in the reduce dtype, rounded so that a rank's slice of it is aligned as well; 0 for a frozen
+        group, something for one of empty parameters."""
         nbytes = max(1, self.layout.numel) * self.dtypes.reduce.itemsize
-        return round_up(nbytes, SLOT_ALIGN_BYTES) if self.trainable else 0
+        return round_up(nbytes, SLOT_ALIGN_BYTES * self.layout.world_size) if self.trainable else 0
 
     @property
     def trainable(self) -> bool:
@@ -217,6 +218,10 @@ class Group:
     def reduce_views(self, slot: Slot[object]) -> list[Tensor]:
         """The gradients in a reduce slot, full shapes, reduce dtype."""
         return self._views(slot.flat(self.reduce_start, self.layout.numel, self.dtypes.reduce))
+
+    def slice_in(self, slot: Slot[Any]) -> Tensor:
+        """This rank's slice in a slot that has room for the unit's slices alone, 1-D, reduce dtype."""
+        return slot.flat(self.reduce_start // self.layout.world_size, self.layout.shard_numel, self.dtypes.reduce)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[entry.start : entry.stop].view(entry.shape) for entry in self.layout.entries]

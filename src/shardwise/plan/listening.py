@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.dry import DryCollectives
-from shardwise.comm.protocol import Buffer, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Work
 from shardwise.engine.mesh import Mesh
 from shardwise.plan.job import Job
 from shardwise.plan.recorder import Pending, Recorder
@@ -37,8 +37,8 @@ class ListeningCollectives(DryCollectives):
         nbytes = sum(reduction.flat.nbytes for reduction in reductions)
         return self._reduce("reduce_scatter", nbytes, unit, super().reduce_scatter(buffer, reductions))
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
-        return self._reduce("all_reduce", tensor.nbytes, self.unit_of(tensor), super().all_reduce(tensor, op))
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+        return self._reduce("all_reduce", tensor.nbytes, self.unit_of(tensor), super().all_reduce(tensor, op, after))
 
     def _reduce(self, op: str, nbytes: int, unit: str | None, work: Work) -> Work:
         if unit is None:  # a norm, flags

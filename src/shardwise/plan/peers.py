@@ -3,7 +3,7 @@
 All of them gather a unit ahead of the one at work, as the recording does: FSDP1 under its limiter of two
 (`limit_all_gathers`), FSDP2 one unit ahead implicitly in forward and explicitly in backward, DeepSpeed up to
 `stage3_prefetch_bucket_size`. What differs is the end of a reduction: shardwise has the compute stream wait for it
-before its slot is used again and before it is reduced over replicas; the others have side streams do all of that, and
+before its slot is used again; the others have side streams do all of that, and
 the compute stream waits once, at the end of backward. (FSDP: torch/distributed/fsdp/_runtime_utils.py,
 `_post_backward_final_callback`; _fully_shard/_fsdp_param_group.py, `finalize_backward`. DeepSpeed: `overlap_comm`.)
 """

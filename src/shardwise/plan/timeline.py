@@ -3,7 +3,7 @@
 A host hands work out in recorded order, one operation after the other, and runs ahead of the device. The device has a
 compute stream and one stream for each communicator. A kernel begins when it has been handed out and the one before it
 is over; a collective, when it has been handed out, the one before it on its stream is over, and besides: a reduction,
-when the kernels handed out before it are over (they made its gradients), or over replicas, when the unit's
+when the kernels handed out before it are over (they made its gradients) and, over replicas, when the unit's
 reduce_scatter is; a gather, when the buffer it writes has been released. A `Wait` holds the compute stream, never the
 host. A CPU rank does everything itself, in order.
 """
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardwise.plan.collectives import REPLICATE, Cluster, bytes_sent
+from shardwise.plan.collectives import Cluster, bytes_sent
 from shardwise.plan.events import Collective, Event, Kernel, Phase, UnitMark, Wait
 from shardwise.plan.roofline import Roofline
 
@@ -181,10 +181,7 @@ class _Replay:
             return self.compute_s
         if event.op == "all_gather":
             return self._room_s(event.unit)
-        scattered_s = self.scattered_s.pop(event.unit, None)
-        if event.op == "all_reduce" and event.group == REPLICATE and scattered_s is not None:
-            return scattered_s  # of this rank's slice, which nothing else touches
-        return self.compute_s
+        return max(self.compute_s, self.scattered_s.pop(event.unit, 0.0))
 
     def _room_s(self, unit: str) -> float:
         """When the buffer of the gather `slots` before this one was free again."""
