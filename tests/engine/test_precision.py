@@ -145,3 +145,89 @@ def test_torchs_scaler_refuses() -> None:
     scaler.scale(model(batch(0)).sum()).backward()
     with pytest.raises(RuntimeError, match=r"sw.GradScaler"):
         scaler.step(optimizer)
+
+
+class Asking(nn.Module):
+    """Casts what it hands to its layers to the dtype of their weights, which are units' of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ask()
+        x = torch.tanh(self.first(x.float().to(self.first.weight.dtype)))
+        self.ask()
+        return self.second(x.float().to(self.second.bias.dtype))  # type: ignore[no-any-return]
+
+    def ask(self) -> None:
+        self.seen += [self.first.weight.dtype, self.second.weight.dtype, next(self.parameters()).dtype]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(2)
+def test_parameters_say_what_they_compute_in_while_the_model_runs(strategy: str) -> None:
+    """As an unsharded model in bf16 would; before and after, what optimizers update."""
+    model = seeded(Asking)
+    sw.shard(model, strategy, units={nn.Linear}, precision=sw.Precision(param="bf16", reduce="fp32"))
+    optimizer = adamw(model.parameters())
+    for step in range(2):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        loss = model(batch(step)).float().square().mean()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert set(model.seen) == {torch.bfloat16}  # type: ignore[arg-type]
+    state = {name: v.dtype for values in optimizer.state.values() for name, v in values.items() if name != "step"}
+    assert state == {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+
+class Shifted(nn.Linear):
+    """Adds a buffer to its input."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 6)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+class Careless(nn.Module):
+    """Hands fp32 on, or has an fp32 buffer inside."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.first = Shifted() if buffer else nn.Linear(4, 6)
+        self.rest = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if isinstance(self.first, Shifted) else x.float()
+        return self.first(x) * self.rest  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "said"),
+    [
+        (False, "unit 'first' computes in bfloat16 and was given float32. precision.cast_inputs casts what the whole"),
+        (True, "unit 'first' computes in bfloat16 and holds buffer 'shift' in float32: cast the buffers with"),
+    ],
+)
+@on_ranks(1)
+def test_mixed_dtypes_are_explained(buffer: bool, said: str) -> None:
+    model = sw.shard(Careless(buffer), units={nn.Linear, Shifted}, precision=sw.Precision(param="bf16"))
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        model(batch(0))
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"shardwise: {said}")
+    assert "sw.shard(ignored=module.parameters())" in note
+
+
+@on_ranks(1)
+def test_other_errors_are_left_alone() -> None:
+    model = sw.shard(seeded(Net), precision=sw.Precision(param="bf16"))
+    with pytest.raises(RuntimeError, match="shapes") as caught:
+        model(batch(0)[:, :3])
+    assert not hasattr(caught.value, "__notes__")

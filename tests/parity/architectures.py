@@ -133,9 +133,9 @@ _DECODER = {
 _GROUPED = {**_DECODER, "num_key_value_heads": 2, "head_dim": 8}
 _TIED = {"tie_word_embeddings": True}
 _ENCODER = {**_DECODER, "type_vocab_size": 2}
-_VISION = {"image_size": IMAGE, "patch_size": 16, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 3}
-_VISION |= {"num_attention_heads": 4}
-_CLASSES = {"num_labels": 5}
+VISION = {"image_size": IMAGE, "patch_size": 16, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 3}
+VISION |= {"num_attention_heads": 4}
+CLASSES = {"num_labels": 5}
 _SEQ2SEQ = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4}
 _SEQ2SEQ |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 72, "decoder_ffn_dim": 72, "max_position_embeddings": 64}
 _SEQ2SEQ |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "init_std": 0.1}
@@ -154,9 +154,9 @@ _WAV = {
 }
 _WAV |= {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2}
 _WAV |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}
-_WAV |= {"classifier_proj_size": 24, **_CLASSES}
+_WAV |= {"classifier_proj_size": 24, **CLASSES}
 _CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
-_TO_TEXT, _IMAGES = "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"
+_TO_TEXT, IMAGES = "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"
 
 ARCHITECTURES: dict[str, Architecture] = {
     # Decoders
@@ -205,24 +205,24 @@ ARCHITECTURES: dict[str, Architecture] = {
         text,
     ),
     # Vision
-    "vit": Architecture("vit", _IMAGES, _VISION | _CLASSES, image_classes),
+    "vit": Architecture("vit", IMAGES, VISION | CLASSES, image_classes),
     "convnext": Architecture(
         "convnext",
-        _IMAGES,
-        {"hidden_sizes": [12, 16, 20, 24], "depths": [1, 2, 2, 1], "layer_scale_init_value": 0.5} | _CLASSES,
+        IMAGES,
+        {"hidden_sizes": [12, 16, 20, 24], "depths": [1, 2, 2, 1], "layer_scale_init_value": 0.5} | CLASSES,
         image_classes,
     ),
     "swin": Architecture(
         "swin",
-        _IMAGES,
+        IMAGES,
         {"image_size": IMAGE, "patch_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 3], "window_size": 4}
-        | _CLASSES,
+        | CLASSES,
         image_classes,
     ),
     "resnet": Architecture(
         "resnet",
-        _IMAGES,
-        {"embedding_size": 8, "hidden_sizes": [12, 16], "depths": [1, 2], "layer_type": "basic", **_CLASSES},
+        IMAGES,
+        {"embedding_size": 8, "hidden_sizes": [12, 16], "depths": [1, 2], "layer_type": "basic", **CLASSES},
         image_classes,
         separable=False,
     ),
@@ -230,7 +230,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "clip": Architecture(
         "clip",
         "AutoModel",
-        {"text_config": _CLIP_TEXT, "vision_config": _VISION | {"projection_dim": 24}, "projection_dim": 24},
+        {"text_config": _CLIP_TEXT, "vision_config": VISION | {"projection_dim": 24}, "projection_dim": 24},
         captions,
         separable=False,
         options={"return_loss": True},
@@ -240,7 +240,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "AutoModelForImageTextToText",
         {
             "text_config": {"model_type": "llama", **_GROUPED},
-            "vision_config": {"model_type": "clip_vision_model", **_VISION, "projection_dim": 24},
+            "vision_config": {"model_type": "clip_vision_model", **VISION, "projection_dim": 24},
             "image_token_index": 1,
             "image_token_id": 1,
         },

@@ -132,7 +132,7 @@ def train(model: nn.Module, architecture: Architecture, optimizer: torch.optim.O
     for batch in architecture.batches(STEPS):
         loss = loss_of(model, architecture, part_of(batch, dist.get_rank(), dist.get_world_size()))
         loss.backward()
-        outcome.losses.append(_mean_over_ranks(loss.item()))
+        outcome.losses.append(mean_over_ranks(loss.item()))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
@@ -140,7 +140,7 @@ def train(model: nn.Module, architecture: Architecture, optimizer: torch.optim.O
     return outcome
 
 
-def _mean_over_ranks(value: float) -> float:
+def mean_over_ranks(value: float) -> float:
     values: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return sum(values) / len(values)

@@ -8,6 +8,7 @@ SHARDED --issue--> GATHERING --landed--> GATHERED <--enter / leave--> ACTIVE
 from __future__ import annotations
 
 import enum
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +20,7 @@ from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, R
 from shardwise.engine.arena import Slot
 from shardwise.engine.group import Group
 from shardwise.errors import UsageError
+from shardwise.modules.dtypes import explain
 
 if TYPE_CHECKING:
     from shardwise.engine.addition import ScaledAddition
@@ -136,6 +138,11 @@ class Unit:
         return self.updates + sum(group.shard._version for group in self.groups)
 
     @property
+    def is_running(self) -> bool:
+        """Whether a forward of its model is under way, this unit's or another's."""
+        return self._engine is not None and self._engine.depth > 0
+
+    @property
     def is_fresh(self) -> bool:
         """Whether what was gathered is still what the shards say."""
         return self.is_pinned or self.content_version == self.version
@@ -192,7 +199,7 @@ class Unit:
         self._engine = engine
         if first:
             self.module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            self.module.register_forward_hook(self._post_forward, always_call=True)
+            self.module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
         self.hook_gradients()
 
     def hook_gradients(self) -> None:
@@ -262,8 +269,11 @@ class Unit:
         assert self._engine is not None
         return self._engine.pre_forward(self, args, kwargs)
 
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         assert self._engine is not None
+        if output is None:
+            dtypes = {group.dtypes.compute for group in self.groups}
+            explain(sys.exception(), self.fqn, module, dtypes, (args, kwargs))
         return self._engine.post_forward(self, output)
 
     # Gathering: each step is called by the engine, in graph order ----------------------------------------------------

@@ -30,6 +30,10 @@ from shardwise.sharded.placement import Placement
 class Owner(Protocol):
     """What a parameter belongs to and tells of its updates: its unit."""
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the model that it is in is under way."""
+
     def about_to_step(self) -> None:
         """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
 
@@ -79,6 +83,14 @@ class ShardedParameter(Tensor):
         self.local = local
         self.placement = placement
         return self
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of the piece; while the model runs, of what its modules compute with: code that casts a tensor to the dtype
+        of a module's weights is then right, whether or not that module's unit is the one at work."""
+        if self.inner is not None and self.unit is not None and self.unit.is_running:
+            return self.inner.dtype
+        return self.local.dtype
 
     @property
     def fqn(self) -> str:
@@ -155,10 +167,11 @@ class ShardedParameter(Tensor):
         """Copies: the piece stays where the engine laid it. Other dtypes, devices and cuts are refused."""
         if value is self:
             return
-        if value.dtype != self.dtype or value.device != self.device:
+        if value.dtype != self.local.dtype or value.device != self.device:
             raise UsageError(
-                f"cannot turn {self.fqn!r} from {self.dtype} on {self.device} into {value.dtype} on {value.device}: "
-                "its memory belongs to its unit. Convert the model before sw.shard, or pass sw.shard(precision=...)"
+                f"cannot turn {self.fqn!r} from {self.local.dtype} on {self.device} into {value.dtype} on "
+                f"{value.device}: its memory belongs to its unit. Convert the model before sw.shard, or pass "
+                "sw.shard(precision=...)"
             )
         with torch.no_grad():
             self.detach().copy_(value)
@@ -178,8 +191,8 @@ class ShardedParameter(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         piece = self.fragment
         return (
-            f"ShardedParameter({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"local=[{piece.start}:{piece.stop}], requires_grad={self.requires_grad})"
+            f"ShardedParameter({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.local.dtype}, "
+            f"device={self.device}, local=[{piece.start}:{piece.stop}], requires_grad={self.requires_grad})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -159,12 +159,12 @@ def _total(tensor: ShardedParameter, dtype: torch.dtype) -> Tensor:
 
 def _sum(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
     inexact = tensor.is_floating_point() or tensor.is_complex()
-    dtype = given.get("dtype") or (tensor.dtype if inexact else torch.int64)
+    dtype = given.get("dtype") or (tensor.local.dtype if inexact else torch.int64)
     return _total(tensor, dtype).to(dtype)
 
 
 def _mean(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    dtype = given.get("dtype") or tensor.dtype
+    dtype = given.get("dtype") or tensor.local.dtype
     if not dtype.is_floating_point:
         raise UsageError(f"mean of {tensor.fqn!r} needs a floating dtype, not {dtype}: pass dtype=")
     return (_total(tensor, dtype) / tensor.numel()).to(dtype)
@@ -183,13 +183,13 @@ def _all(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
 
 
 def _max(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    return _largest(tensor, lambda x: x).to(tensor.dtype)
+    return _largest(tensor, lambda x: x).to(tensor.local.dtype)
 
 
 def _min(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
     """By reversing the order: -x, or ~x, which no integer overflows."""
     reverse = torch.neg if tensor.is_floating_point() else torch.bitwise_not
-    return reverse(_largest(tensor, reverse)).to(tensor.dtype)
+    return reverse(_largest(tensor, reverse)).to(tensor.local.dtype)
 
 
 def _largest(tensor: ShardedParameter, order: Callable[[Tensor], Tensor]) -> Tensor:

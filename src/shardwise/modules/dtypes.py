@@ -1,0 +1,51 @@
+"""What to say when a module of low-precision weights meets a tensor of another dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+def explain(
+    error: BaseException | None, fqn: str, module: nn.Module, computes_in: Collection[torch.dtype], given: object
+) -> None:
+    """Add a note to the error that torch raises where dtypes are mixed: the unit, the two dtypes and the way out.
+
+    Args:
+        error: what the unit's forward raised; any other error is left alone.
+        fqn: the unit's.
+        module: the unit's.
+        computes_in: dtypes of its gathered parameters.
+        given: its arguments, a pytree.
+    """
+    if not isinstance(error, RuntimeError) or "type" not in str(error) or hasattr(error, "__notes__"):
+        return
+    weights = _names(dtype for dtype in computes_in if dtype.is_floating_point)
+    others = _names(_foreign([leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)], computes_in))
+    buffers = [name for name, buffer in module.named_buffers() if _foreign([buffer], computes_in)]
+    if not weights or not (others or buffers):
+        return
+    if others:
+        what = (
+            f"was given {others}. precision.cast_inputs casts what the whole model is given, not what its modules hand "
+            "to one another: cast it there, to the dtype of this module's weights"
+        )
+    else:
+        dtypes = _names(_foreign(module.buffers(), computes_in))
+        what = f"holds buffer {buffers[0]!r} in {dtypes}: cast the buffers with precision=sw.Precision(buffers=...)"
+    error.add_note(
+        f"shardwise: unit {fqn!r} computes in {weights} and {what}; or leave the module as it is with "
+        "sw.shard(ignored=module.parameters()), or choose another precision.param"
+    )
+
+
+def _foreign(tensors: Iterable[Tensor], computes_in: Collection[torch.dtype]) -> set[torch.dtype]:
+    """Floating-point dtypes that are none of the unit's."""
+    return {t.dtype for t in tensors if t.is_floating_point() and t.dtype not in computes_in}
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
