@@ -1,0 +1,163 @@
+"""Streams and events of the nccl collectives: no access to memory on a GPU is left unordered. Played on CPU ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm import nccl
+from shardwise.comm.buffers import PrivateBuffers
+from tests.engine.cases import CASES, Case
+from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
+from tests.engine.streams import Order, Stream, played
+from tests.ranks import RankPools
+
+BF16 = sw.Precision(param="bf16", reduce="fp32")
+
+
+def train(case: Case, steps: int = 3, **options: Any) -> Order:
+    """Clipping, accumulation with and without communication, evaluation and full weights among the steps."""
+    with played() as order:
+        model = case.shard(seeded(lambda: Net(6)), **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(steps):
+            with sw.no_sync(model):
+                squares(model, batch(step)).backward()
+            squares(model, batch(step + 10)).backward()
+            squares(model, batch(step + 20)).backward()
+            sw.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                squares(model, batch(step + 30))
+        sw.full_state_dict(model)
+    return order
+
+
+def races_of(case: Case, options: dict[str, Any]) -> list[str]:
+    order = train(case, **options)
+    assert len(order.operations) >= (2 if case.strategy == "no_shard" else 3), "whatever moves has a stream of its own"
+    return order.races
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_access_is_unordered(ranks: RankPools, case: Case, precision: sw.Precision | None) -> None:
+    for races in ranks(case.world_size).run(races_of, case, {"precision": precision}):
+        assert races == []
+
+
+@pytest.mark.parametrize("options", [{"slots": 2}, {"slots": 5}, {"units": {nn.Linear}, "slots": 2}], ids=str)
+@on_ranks(2)
+def test_few_and_many_slots(options: dict[str, Any]) -> None:
+    assert train(Case("full_shard", 2), **options).races == []
+
+
+@on_ranks(2)
+def test_the_numbers_are_those_of_the_plain_model() -> None:
+    with played() as order:
+        Twins().train(3)
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_slots_that_somebody_keeps_views_of() -> None:
+    with played() as order:
+        model = sw.shard(seeded(Net), "full_shard")
+        kept: list[Tensor] = []
+        model.blocks[1].up.register_forward_hook(lambda module, args, output: kept.append(module.weight.t()))
+        for step in range(3):
+            squares(model, batch(step)).backward()
+            kept[-1].clone()
+            del kept[: step % 2]
+    assert order.races == []
+
+
+def evaluate_on_two_streams() -> list[str]:
+    """On a stream of the caller's, and on the usual one without waiting for that."""
+    with played() as order:
+        model = sw.shard(seeded(lambda: Net(6)), "full_shard")
+        usual, side = order.current, Stream()
+        for step in range(3):
+            squares(model, batch(step)).backward()
+            side.wait_stream(usual)
+            with torch.no_grad():
+                with order.stream(side):
+                    squares(model, batch(step + 10))
+                squares(model, batch(step + 20))
+    return order.races
+
+
+@on_ranks(2)
+def test_slots_are_ordered_between_streams_of_the_caller() -> None:
+    assert evaluate_on_two_streams() == []
+
+
+# Planted faults -------------------------------------------------------------------------------------------------------
+
+
+def _unclaimed(self: Any, buffer: Any) -> None:
+    """Forgets the last readers."""
+
+
+@contextmanager
+def _unordered(self: Any, stream: Stream) -> Iterator[None]:
+    """Enqueues without waiting for what wrote the input."""
+    with torch.cuda.stream(stream):  # type: ignore[arg-type]
+        yield
+
+
+_all_reduce = nccl.NcclCollectives.all_reduce
+
+
+def _without_what_is_before(self: Any, tensor: Tensor, op: str = "sum", after: object = None) -> Any:
+    """Sums over replicas what is still being summed over shards."""
+    return _all_reduce(self, tensor, op)
+
+
+def _unwaited(self: Any) -> None:
+    """Reads a result that may not be there."""
+
+
+FAULTS = {
+    "claim": (nccl.NcclCollectives, "claim", _unclaimed),
+    "release": (nccl.NcclCollectives, "release", PrivateBuffers.release),
+    "on": (nccl.NcclCollectives, "_on", _unordered),
+    "wait": (nccl._OnStream, "wait", _unwaited),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@on_ranks(2)
+def test_a_planted_fault_is_seen(fault: str) -> None:
+    with mock.patch.object(*FAULTS[fault]):
+        assert [*evaluate_on_two_streams(), *train(Case("full_shard", 2)).races]
+
+
+@on_ranks(4)
+def test_a_sum_over_replicas_too_early_is_seen() -> None:
+    with mock.patch.object(nccl.NcclCollectives, "all_reduce", _without_what_is_before):
+        assert train(Case("hybrid_shard", 4)).races
+
+
+@on_ranks(2)
+def test_memory_given_back_too_early_is_seen() -> None:
+    def race() -> list[str]:
+        with played() as order:
+            side = Stream()
+            memory = torch.ones(100)
+            side.wait_stream(order.current)
+            with order.stream(side):
+                memory.add_(1)
+            del memory
+        return order.races
+
+    (found,) = race()
+    assert "is given back" in found
