@@ -188,6 +188,29 @@ def fail_in_thread(patch: pytest.MonkeyPatch, function: str, call: int) -> None:
     patch.setattr(os, function, failing)
 
 
+@on_ranks(2)
+def test_a_thread_that_cannot_be_started_is_everybodys_error(tmp_path: Path) -> None:
+    model, optimizer = build(CASE)
+    threads = threading.active_count()
+    for rank in (0, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == rank:
+                patch.setattr(threading.Thread, "start", cannot_start)
+            with pytest.raises((RuntimeError, CheckpointError), match="can't start new thread") as caught:
+                save(tmp_path / "step-000001", model, optimizer)
+        assert isinstance(caught.value, RuntimeError) == (dist.get_rank() == rank)
+        assert threading.active_count() == threads
+        dist.barrier()  # rank 0 clears up
+        assert list(tmp_path.iterdir()) == []
+    save(tmp_path / "step-000001", model, optimizer)
+    sw.checkpoint.wait(model)
+    verify(tmp_path / "step-000001")
+
+
+def cannot_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 @pytest.mark.parametrize("look", [latest, lambda run: verify(run / "step-000001")])
 def test_looking_raises_it_too(look: Callable[[Path], object], tmp_path: Path) -> None:
     model, optimizer = build(Case("full_shard", 1))

@@ -7,23 +7,37 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from shardwise.errors import CheckpointError
 
 
 class _Save:
-    """A thread and how it ended."""
+    """A thread and how it ended. It does nothing before `go`, and nothing at all after `leave`."""
 
     def __init__(self, what: str, write: Callable[[], None], discard: Callable[[], None]) -> None:
         self._what = what
         self._write = write
         self.discard = discard
         self._error: BaseException | None = None
+        self._wanted = False
+        self._decided = threading.Event()
         # Not a daemon: the interpreter waits for it before it exits.
         self._thread = threading.Thread(target=self._run, name="shardwise-checkpoint", daemon=False)
         self._thread.start()
 
+    def go(self) -> None:
+        self._wanted = True
+        self._decided.set()
+
+    def leave(self) -> None:
+        self._decided.set()
+        self._thread.join()
+
     def _run(self) -> None:
+        self._decided.wait()
+        if not self._wanted:
+            return
         try:
             self._write()
         except BaseException as error:
@@ -43,18 +57,31 @@ _under_way: _Save | None = None
 _discards: list[Callable[[], None]] = []
 
 
-def start(what: str, write: Callable[[], None], discard: Callable[[], None]) -> None:
-    """Run `write` in a thread. Local; `wait` must have been called since the last `start`.
+def start(
+    what: str, write: Callable[[], None], discard: Callable[[], None], together: AbstractContextManager[None]
+) -> None:
+    """Run `write` in a thread. `wait` must have been called since the last `start`.
 
     Args:
         what: for messages.
         discard: removes what a failed `write` leaves; called by `clean_up`.
+        together: a block that raises on every rank if it fails on one. No rank's `write` runs before all have a thread:
+            otherwise those that have would wait for one that has none.
     """
     global _under_way  # noqa: PLW0603 - one for the process, as its disk and its memory are
     assert _under_way is None, "the last save has not been waited for"
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
-    _under_way = _Save(what, write, discard)
+    save: _Save | None = None
+    try:
+        with together:
+            save = _Save(what, write, discard)
+    except BaseException:
+        if save is not None:
+            save.leave()
+        raise
+    save.go()
+    _under_way = save
 
 
 def wait() -> None:

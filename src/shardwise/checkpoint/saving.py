@@ -234,7 +234,8 @@ def _start(writing: _Writing, peers: Peers, memory: HostMemory) -> None:
         company.meet()
     copied = replace(writing, kinds=kinds)
     discard = target.discard if peers.is_first else lambda: None
-    background.start(str(target), lambda: copied.run(company), discard)
+    together = peers.together(f"{target} cannot be written")
+    background.start(str(target), lambda: copied.run(company), discard, together)
 
 
 def _configuration(model: nn.Module) -> dict[str, bytes]:
