@@ -4,6 +4,7 @@
     ├── UserError              a mistake in what was asked for; the CLI prints one line and exits 2
     │   ├── ConfigError        a configuration key or value
     │   ├── CheckpointError    a checkpoint that is missing, damaged, cannot be written or does not fit the model
+    │   │   └── UnreadableError    storage that did not answer: what it holds may be well
     │   ├── LayoutError        a model that cannot be laid out as asked (no parameters, meta tensors, ...)
     │   ├── MeshError          ranks, groups and meshes that do not fit together
     │   ├── PlanError          a plan that cannot be made: an unknown model or device, nothing fits, untraceable code
@@ -32,6 +33,10 @@ class ConfigError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, cannot be written or does not fit the model."""
+
+
+class UnreadableError(CheckpointError):
+    """Storage did not answer, or did not let this process read. That says nothing about what the checkpoint holds."""
 
 
 class LayoutError(UserError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.checkpoint import commit
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train import trainer
 from shardwise.train.checkpoints import Checkpoints
@@ -22,6 +25,7 @@ from shardwise.train.order import Position
 from shardwise.train.ranks import Ranks
 from shardwise.train.trainer import Trainer
 from tests.checkpoint.test_asynchronous import fail_in_thread, held
+from tests.checkpoint.test_unreadable import away
 from tests.ranks import RankPools
 
 TINY = """
@@ -209,6 +213,46 @@ def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again() -> None:
     assert losses("tiny") == losses("whole")
     assert kept("tiny") == ["step-000004", "step-000005", "step-000005.damaged", "step-000006"]
     assert sw.checkpoint.latest("runs/tiny") == Path("runs/tiny/checkpoints/step-000006")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_left(number: int, ranks: RankPools) -> None:
+    here = str(Path.cwd())
+    run_here(".", 3, "checkpoint.every=1")
+    ranks(2).run(refuse_where_away, here, number)
+    assert kept("tiny") == ["step-000002", "step-000003"]
+    run_here(".", None, "checkpoint.every=1")
+    assert [step for step, _ in losses("tiny")] == [1, 2, 3, 4, 5, 6]
+
+
+def refuse_where_away(folder: str, number: int) -> None:
+    """The newest checkpoint cannot be read; both ranks say so, and nothing else happens."""
+    with pytest.MonkeyPatch.context() as patch:
+        away(patch, "step-000003/model.safetensors", number)
+        said = rf"step-000003/model\.safetensors cannot be read: {os.strerror(number)}: .* or move .*step-000003 away"
+        with pytest.raises(CheckpointError, match=said):
+            run_here(folder, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [("remove", "old checkpoints cannot be removed"), ("set_aside", "a damaged checkpoint cannot be set aside")],
+)
+def test_what_the_first_rank_cannot_tidy_up_is_raised_on_all(function: str, said: str, ranks: RankPools) -> None:
+    run_here(".", 3, "checkpoint.every=1")
+    damage(Path("runs/tiny/checkpoints/step-000003/optimizer.safetensors"))
+    ranks(2).run(fail_to_tidy_up, str(Path.cwd()), function, said, timeout_s=30)
+
+
+def fail_to_tidy_up(folder: str, function: str, said: str) -> None:
+    def fails(path: Path) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, function, fails)
+        with pytest.raises(CheckpointError, match=rf"{said}: .*Permission denied") as caught:
+            run_here(folder, None, "checkpoint.every=1", "checkpoint.keep=1")
+    assert str(caught.value).startswith("rank 0 failed: ") == (dist.get_rank() == 1)
 
 
 def test_a_checkpoint_that_is_named_is_verified() -> None:

@@ -96,15 +96,18 @@ def latest(run_directory: Location) -> Path | str | None:
 
     Args:
         run_directory: a path, for which a path is returned, or a URL, for which a URL is.
+
+    Raises UnreadableError where storage does not answer: an older checkpoint is not taken for the newest.
     """
     background.wait()
     run = directory_of(run_directory)
-    found = [
-        (step, name, place.child(name).location)
-        for place in (run, run.child("checkpoints"))
-        for name in place.names()
-        if not name.endswith((PARTIAL, DAMAGED)) and (step := _step(place.child(name))) is not None
-    ]
+    with manifest.reading(run):
+        found = [
+            (step, name, place.child(name).location)
+            for place in (run, run.child("checkpoints"))
+            for name in place.names()
+            if not name.endswith((PARTIAL, DAMAGED)) and (step := _step(place.child(name))) is not None
+        ]
     return max(found)[2] if found else None
 
 
@@ -117,5 +120,5 @@ def _step(directory: Directory) -> int | None:
         return int(named[1])
     try:
         return int(json.loads(directory.read("training.json"))["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

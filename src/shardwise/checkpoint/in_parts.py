@@ -16,7 +16,7 @@ from shardwise.checkpoint.manifest import FileRecord, JoinedFile, Manifest, Part
 from shardwise.checkpoint.remote import RemoteDirectory
 from shardwise.checkpoint.target import NOTE, Kind, Written, remove_notes
 from shardwise.checkpoint.tensor_files import to_write
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnreadableError
 
 BEGUN = f"{NOTE}begun"
 """There from the beginning of a save until after its commit: with it and without a manifest, it is a partial one."""
@@ -79,7 +79,10 @@ class InParts:
             remove_notes(self.directory)
 
     def is_committed(self) -> bool:
-        return manifest.is_there(self.directory)
+        try:
+            return manifest.is_there(self.directory)
+        except UnreadableError:  # who asks asks again
+            return False
 
     def discard(self) -> None:
         """Only of a save that did not come to its commit."""

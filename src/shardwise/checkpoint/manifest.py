@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import xxhash
 
 from shardwise.checkpoint import background
 from shardwise.checkpoint.storage import Directory, Location, Source, directory_of
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnreadableError
 from shardwise.layout.ranges import gaps, overlaps
 
 NAME = "manifest.json"
@@ -141,16 +142,15 @@ def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
     """What it says, each part by itself as it can be, and the JSON."""
     path = f"{directory}/{NAME}"
     try:
-        text = directory.read(NAME).decode()
+        with reading(path):
+            text = directory.read(NAME)
     except FileNotFoundError:
         what = "does not exist or is empty"
         if directory.names():
             what = "has no manifest.json, so it is not a committed checkpoint"
         raise CheckpointError(f"{directory} {what}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
-        document = json.loads(text, object_pairs_hook=_without_repetition)
+        document = json.loads(text.decode(), object_pairs_hook=_without_repetition)
         if document["format"] != _FORMAT or document["checksum"] != _CHECKSUM:
             raise ValueError(f"format {document['format']!r} with checksum {document['checksum']!r} is not known")
         unknown = document.keys() - _KEYS
@@ -180,12 +180,27 @@ def _check_own_sum(directory: Directory, document: Mapping[str, Any]) -> None:
 
 
 def is_there(directory: Directory) -> bool:
-    """Whether a checkpoint was committed in `directory`. A manifest that is not all there yet does not count."""
+    """Whether a checkpoint was committed in `directory`. A manifest that is not all there yet does not count.
+
+    Raises UnreadableError where that cannot be told.
+    """
     try:
-        json.loads(directory.read(NAME))
-    except (OSError, ValueError):
+        with reading(f"{directory}/{NAME}"):
+            json.loads(directory.read(NAME))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
     return True
+
+
+@contextmanager
+def reading(path: object) -> Iterator[None]:
+    """What the operating system says of `path` is raised as UnreadableError, unless it is that nothing is there."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -240,7 +255,7 @@ def verify(path: Location, progress: Callable[[int, int], None] | None = None) -
 
     Raises:
         CheckpointError: a file is missing or has another size, a region of one is in no checksum or does not match its
-            own; the message names the file and the bytes.
+            own; the message names the file and the bytes. UnreadableError: a file is there and cannot be read.
     """
     for error in damage(path, progress=progress):
         raise error
@@ -256,7 +271,8 @@ def damage(
         quick: look at sizes only.
         progress: called with the bytes that have been read, and all of them.
 
-    Raises CheckpointError if there is no checkpoint, or its manifest cannot be read.
+    Raises CheckpointError if there is no checkpoint, or its manifest is damaged; UnreadableError where storage does not
+    answer: a network file system that is away for a moment has damaged nothing.
     """
     background.wait()
     directory = directory_of(path)
@@ -269,6 +285,8 @@ def damage(
             check_size(directory, name, record)
             _check_tiling(f"{directory}/{name}", record)
             good[name] = record
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             yield error
     if not quick:
@@ -289,22 +307,28 @@ def _damaged_sums(
     total = sum(record.nbytes for record in files.values())
     before = 0
     for name, record in files.items():
+        path = f"{directory}/{name}"
         try:
-            with directory.open(name) as file:
-                for region in _sums(f"{directory}/{name}", file, record):
+            with reading(path), directory.open(name) as file:
+                for region in _sums(path, file, record):
                     progress(before + region.stop, total)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             yield error
-        except (OSError, EOFError) as error:
-            yield CheckpointError(f"{directory}/{name} cannot be read: {error}")
+        except EOFError as error:
+            yield CheckpointError(f"{path} is truncated: it ends at byte {error}, not {record.nbytes}")
+        except (FileNotFoundError, NotADirectoryError):
+            yield CheckpointError(f"{path} is missing; the manifest promises {record.nbytes} bytes")
         before += record.nbytes
 
 
 def check_size(directory: Directory, name: str, record: FileRecord) -> None:
     """Raise CheckpointError if a file is missing or not as long as the manifest says."""
     try:
-        found = directory.size(name)
-    except FileNotFoundError:
+        with reading(f"{directory}/{name}"):
+            found = directory.size(name)
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{directory}/{name} is missing; the manifest promises {record.nbytes} bytes") from None
     if found != record.nbytes:
         kind = "truncated" if found < record.nbytes else "too long"
@@ -313,10 +337,11 @@ def check_size(directory: Directory, name: str, record: FileRecord) -> None:
 
 def check_file(directory: Directory, name: str, record: FileRecord) -> None:
     """Read a whole file. Raises CheckpointError if any byte of it is not what the manifest says."""
+    path = f"{directory}/{name}"
     check_size(directory, name, record)
-    _check_tiling(f"{directory}/{name}", record)
-    with directory.open(name) as file:
-        for _ in _sums(f"{directory}/{name}", file, record):
+    _check_tiling(path, record)
+    with reading(path), directory.open(name) as file:
+        for _ in _sums(path, file, record):
             pass
 
 

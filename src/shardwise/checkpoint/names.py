@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.manifest import check_file
+from shardwise.checkpoint.manifest import check_file, reading
 from shardwise.checkpoint.piece import Piece
 from shardwise.checkpoint.place import Place
 from shardwise.checkpoint.runs import Runs, tile
@@ -87,10 +87,9 @@ def read(contents: Contents) -> list[Named]:
     path = f"{contents}/{NAME}"
     try:
         check_file(contents.directory, NAME, contents.manifest.files[NAME])
-        return decode(contents.directory.read(NAME))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    except ValueError as error:
+        with reading(path):
+            return decode(contents.directory.read(NAME))
+    except (OSError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 

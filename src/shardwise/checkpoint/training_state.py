@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.manifest import check_file
+from shardwise.checkpoint.manifest import check_file, reading
 from shardwise.errors import CheckpointError, UsageError
 
 NAME = "training.json"
@@ -65,12 +65,11 @@ def read(contents: Contents) -> dict[str, Any]:
         raise CheckpointError(f"{contents} is damaged: its manifest names no {NAME}")
     try:
         check_file(contents.directory, NAME, contents.manifest.files[NAME])
-        document: dict[str, Any] = json.loads(contents.directory.read(NAME))
+        with reading(path):
+            document: dict[str, Any] = json.loads(contents.directory.read(NAME))
         if document["format"] != _FORMAT:
             raise ValueError(f"format {document['format']!r} is not known")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     return document
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.checkpoint import background, commit
+from shardwise.checkpoint import background, commit, manifest
 from shardwise.checkpoint.peers import Peers
-from shardwise.checkpoint.storage import is_url
+from shardwise.checkpoint.storage import LocalDirectory, is_url
 from shardwise.engine.shard import require_engine
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, UnreadableError
 from shardwise.train.config import CheckpointConfig
 from shardwise.train.order import Position
 from shardwise.train.ranks import Ranks
@@ -72,12 +72,14 @@ class Checkpoints:
         everything = {**extra, "data": asdict(position)}
         asynchronous = self.config.asynchronous
         sw.checkpoint.save(self.path(step), model, optimizer, step, everything, asynchronous)
-        self._drop_old()
+        with self._together("old checkpoints cannot be removed"):
+            self._drop_old()
 
     def finish(self, model: nn.Module) -> None:
         """Have the last save on disk. Every rank must call this."""
         sw.checkpoint.wait(model)
-        self._drop_old()
+        with self._together("old checkpoints cannot be removed"):
+            self._drop_old()
 
     @contextmanager
     def finished(self, model: nn.Module) -> Iterator[None]:
@@ -93,7 +95,17 @@ class Checkpoints:
             raise
         self.finish(model)
 
+    @contextmanager
+    def _together(self, doing: str) -> Iterator[None]:
+        """What goes wrong on one rank, most often the first, which has the files to itself, is raised on all."""
+        with self.ranks.together():
+            try:
+                yield
+            except OSError as error:
+                raise CheckpointError(f"{doing}: {error}") from error
+
     def _drop_old(self) -> None:
+        """Local."""
         if self.ranks.is_first:
             for old in self._committed()[self.config.keep :]:
                 commit.remove(self.path(old))
@@ -105,12 +117,14 @@ class Checkpoints:
 
         Raises:
             ConfigError: there are checkpoints of the run and none may be, or can be, used.
-            CheckpointError: the one that the configuration names is no checkpoint or is damaged.
+            CheckpointError: the one that the configuration names is no checkpoint or is damaged; or, as
+                UnreadableError, storage does not let a checkpoint be read, which is then left as it is.
         """
-        if self.ranks.is_first:
-            commit.remove_partials(self.directory)
         set_aside: list[Path] = []
         path: Path | str | None
+        with self._together(f"{self.directory} cannot be read"):
+            if self.ranks.is_first:
+                commit.remove_partials(self.directory)
         if self.config.resume in {"auto", "never"}:
             path = self._newest(set_aside)
         else:
@@ -128,12 +142,17 @@ class Checkpoints:
 
     def _newest(self, set_aside: list[Path]) -> Path | None:
         """The run's newest checkpoint that verifies. Those before it, which do not, are renamed."""
-        # Rank 0 looks for all: files may change, and ranks must take the same way.
-        steps = self._committed() if self.ranks.is_first else []
-        good = next((step for step in steps if self._verifies(step)), None) if self.config.resume == "auto" else None
+        steps: list[int] = []
+        good: int | None = None
+        with self._together(f"{self.directory} cannot be read"):
+            if self.ranks.is_first:  # it looks for all: files may change, and ranks must take the same way
+                steps = self._committed()
+                if self.config.resume == "auto":
+                    good = next((step for step in steps if self._verifies(step)), None)
         found, chosen = self.ranks.count(len(steps)), self.ranks.count(0 if good is None else good + 1) - 1
         if chosen >= 0:
-            set_aside += [commit.set_aside(self.path(step)) for step in steps if step > chosen]
+            with self._together("a damaged checkpoint cannot be set aside"):
+                set_aside += [commit.set_aside(self.path(step)) for step in steps if step > chosen]
             return self.path(chosen)
         if found and self.config.resume == "never":
             raise ConfigError(
@@ -149,7 +168,11 @@ class Checkpoints:
 
     def _refuse_newer_than(self, step: int) -> None:
         """A run that goes on would come to save where they are."""
-        newest = self.ranks.count(max(self._committed(), default=0) if self.ranks.is_first else 0)
+        own: list[int] = []
+        with self._together(f"{self.directory} cannot be read"):
+            if self.ranks.is_first:
+                own = self._committed()
+        newest = self.ranks.count(max(own, default=0))
         if newest > step:
             raise ConfigError(
                 f"checkpoint.resume={self.config.resume!r} is at step {step} and the run has {self.path(newest)}: "
@@ -158,13 +181,19 @@ class Checkpoints:
 
     def _committed(self) -> list[int]:
         """Steps, the newest first."""
-        manifests = self.directory.glob("step-*/manifest.json")
-        names = [path.parent.name.removeprefix("step-") for path in manifests]
-        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+        there = LocalDirectory(self.directory)
+        names = [name for name in there.names() if name.startswith("step-") and there.child(name).has(manifest.NAME)]
+        numbers = [name.removeprefix("step-") for name in names]
+        return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
     def _verifies(self, step: int) -> bool:
+        """Raises UnreadableError where that cannot be told: what is only away for a moment must not be set aside."""
         try:
             sw.checkpoint.verify(self.path(step))
-        except (CheckpointError, OSError):
+        except UnreadableError as error:
+            raise UnreadableError(
+                f"{error}: start the run again when it can be, or move {self.path(step)} away to go on without it"
+            ) from error
+        except CheckpointError:
             return False
         return True

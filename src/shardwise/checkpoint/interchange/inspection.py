@@ -15,7 +15,7 @@ from shardwise.checkpoint.interchange.convert import read
 from shardwise.checkpoint.interchange.kinds import Kind, kind_of
 from shardwise.checkpoint.safetensors_layout import StoredTensor
 from shardwise.checkpoint.storage import Location, directory_of, is_url
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnreadableError
 
 Progress = Callable[[int, int], None]
 
@@ -108,8 +108,8 @@ def inspect(location: Location, quick: bool = False, progress: Progress | None =
         quick: compare sizes and read headers, but sum no bytes.
         progress: called with the bytes that have been summed, and all of them.
 
-    Raises CheckpointError, saying what it is instead, if there is nothing of the kind. Damage is no error: it is in
-    the result.
+    Raises CheckpointError, saying what it is instead, if there is nothing of the kind; UnreadableError where storage
+    does not answer. Damage is no error: it is in the result.
     """
     background.wait()
     path = Path(location)
@@ -123,8 +123,11 @@ def inspect(location: Location, quick: bool = False, progress: Progress | None =
     found = {}
     damage: list[str] = []
     try:
-        found = _found(location, kind)
-    except CheckpointError as error:
+        with manifest.reading(location):
+            found = _found(location, kind)
+    except UnreadableError:
+        raise
+    except (CheckpointError, FileNotFoundError, NotADirectoryError) as error:
         damage.append(str(error))
     own = kind in {Kind.SHARDWISE, Kind.PARTS}
     if own:
@@ -206,5 +209,7 @@ def _run_checkpoint(path: Path) -> RunCheckpoint:
         damage = [str(error) for error in manifest.damage(path, quick=True)]
         training = training_state.read(Contents.of(path))
         return RunCheckpoint(path.name, training["step"], nbytes, training["world_size"], tuple(damage), "committed")
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         return RunCheckpoint(path.name, None, nbytes, 0, (str(error),), "damaged")

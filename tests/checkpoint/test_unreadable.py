@@ -1,0 +1,114 @@
+"""Storage that does not answer has damaged nothing: that is said, and not taken for damage or for absence."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.checkpoint import inspect, latest, verify
+from shardwise.checkpoint.interchange.inspection import Inspection
+from shardwise.cli.app import run
+from shardwise.errors import CheckpointError, UnreadableError
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "step-000001"
+    model = sw.shard(torch.nn.Linear(3, 3))
+    sw.checkpoint.save(path, model, torch.optim.AdamW(model.parameters()), step=1)
+    return path
+
+
+def away(monkeypatch: pytest.MonkeyPatch, file: str, number: int = errno.EIO, function: str = "open") -> None:
+    """From now on a file cannot be opened, or once it is open not be read."""
+    original, fds = os.open, set()
+
+    def open_(path: Any, *arguments: Any, **options: Any) -> int:
+        found = str(path).endswith(file)
+        if found and function == "open":
+            raise OSError(number, os.strerror(number))
+        fd = original(path, *arguments, **options)
+        fds.add(fd) if found else fds.discard(fd)
+        return fd
+
+    preadv = os.preadv
+
+    def preadv_(fd: int, *arguments: Any) -> int:
+        if fd in fds and function == "preadv":
+            raise OSError(number, os.strerror(number))
+        return preadv(fd, *arguments)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "preadv", preadv_)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
+@pytest.mark.parametrize("function", ["open", "preadv"])
+def test_what_cannot_be_read_is_named_with_the_reason(
+    function: str, number: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away(monkeypatch, "optimizer.safetensors", number, function)
+    with pytest.raises(UnreadableError) as caught:
+        verify(checkpoint)
+    assert str(caught.value) == f"{checkpoint}/optimizer.safetensors cannot be read: {os.strerror(number)}"
+    with pytest.raises(UnreadableError):
+        inspect(checkpoint)
+    monkeypatch.undo()
+    verify(checkpoint)
+
+
+def test_a_file_that_is_gone_or_short_is_damage(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away(monkeypatch, "model.safetensors", errno.ENOENT)  # it went after its size was looked at
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing") as caught:
+        verify(checkpoint)
+    assert not isinstance(caught.value, UnreadableError)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)  # it became shorter
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated: it ends at byte 0") as caught:
+        verify(checkpoint)
+    assert not isinstance(caught.value, UnreadableError)
+
+
+def test_a_manifest_that_cannot_be_read_is_not_no_checkpoint(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = Path.read_bytes
+
+    def read_bytes(self: Path) -> bytes:
+        if self.name == "manifest.json":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return original(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    for look in (lambda: latest(checkpoint.parent), lambda: verify(checkpoint)):
+        with pytest.raises(UnreadableError, match=r"manifest\.json cannot be read: Stale file handle"):
+            look()
+    for what in (checkpoint, checkpoint.parent):
+        assert run(["inspect", str(what)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def iterdir(self: Path) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with pytest.raises(UnreadableError, match="cannot be read: Input/output error"):
+        latest(checkpoint.parent)
+
+
+def test_inspect_still_tells_damage(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    found = inspect(checkpoint)
+    assert isinstance(found, Inspection)
+    assert [text.split("/")[-1] for text in found.damage] == [
+        "model.safetensors is missing; the manifest promises 208 bytes"
+    ]
