@@ -74,13 +74,13 @@ class Correspondence:
 
     def introduce(self) -> None:
         """Say which process this rank is."""
-        leave(self._messages, _process(self.rank), {"machine": _machine(), "process": _process_now()})
+        leave(self._messages, _process(self.rank), {"machine": machine(), "process": _process_now()})
 
     def meet(self) -> None:
         """Learn which processes of this machine to look after; after every rank's `introduce`."""
         for rank in range(self.world_size):
             left = note(self._messages, _process(rank))
-            if left is not None and left["machine"] == _machine():
+            if left is not None and left["machine"] == machine():
                 self._processes[rank] = tuple(left["process"])
 
     @contextmanager
@@ -126,7 +126,7 @@ def _process_now() -> tuple[int, int]:
     return os.getpid(), birth(os.getpid())
 
 
-def _machine() -> str:
+def machine() -> str:
     """The same where process ids mean the same processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -34,6 +34,7 @@ from shardwise.train.models import TextShape, build_model
 from shardwise.train.optimizer import build_optimizer, set_lr
 from shardwise.train.out_of_memory import explained
 from shardwise.train.ranks import Ranks, started
+from shardwise.train.run_claim import claimed
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sample import sample_text
 from shardwise.train.schedule import Schedule
@@ -43,7 +44,7 @@ from shardwise.train.sharding import needs_loss_scaling, shard_model
 def run(config: Config) -> None:
     """Train as a configuration says and write `runs/<name>/`. Every rank calls this, under torchrun or alone.
 
-    A run that is finished says so and nothing else happens.
+    A run that is finished says so and nothing else happens. One that another launch is writing is refused.
 
     Raises:
         UserError: something in the configuration cannot be done, or the loss stopped being finite. The same on every
@@ -59,7 +60,8 @@ def run(config: Config) -> None:
                     f"{directory.path} is finished: the model is in {directory.final}; set log.name to train anew"
                 )
                 return
-            Trainer(config, ranks, console).run(directory)
+            with claimed(directory.path, ranks, console.say):
+                Trainer(config, ranks, console).run(directory)
 
 
 class Trainer:
