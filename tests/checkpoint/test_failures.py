@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import latest, saving, verify
@@ -160,6 +161,31 @@ def test_mistakes_of_one_rank_are_everybodys(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="cannot be a checkpoint's name"):
             sw.checkpoint.save(tmp_path / name, model, optimizer)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_the_order_of_arguments_is_told() -> None:
+    model: Any = sw.shard(nn.Linear(3, 3))
+    for call in (sw.checkpoint.save, sw.checkpoint.load, sw.checkpoint.load_pretrained):
+        said = rf"sw\.checkpoint\.{call.__name__}\(path, model.*\): the path comes first, .* this is a Linear$"
+        with pytest.raises(TypeError, match=said):
+            call(model, "c")
+
+
+@on_ranks(2)
+def test_files_go_along(tmp_path: Path) -> None:
+    model, optimizer = build(CASE)
+    own = {"tokenizer.json": b"{}", "empty.txt": b""}
+    first = dist.get_rank() == 0
+    sw.checkpoint.save(tmp_path / "c", model, optimizer, files=own if first else None)
+    assert {name: (tmp_path / "c" / name).read_bytes() for name in own} == own
+    verify(tmp_path / "c")
+    for name in ("../x", "", ".x", "a/b", "manifest.json", "training.json", "names.json", "model.safetensors"):
+        with pytest.raises(UsageError, match=r"files: .* cannot be the name of a file"):
+            sw.checkpoint.save(tmp_path / "d", model, optimizer, files={name: b""})
+    wrong: Any = {"x": "text"}
+    with pytest.raises(UsageError, match="'x' is a str, not bytes"):
+        sw.checkpoint.save(tmp_path / "d", model, optimizer, files=wrong)
+    assert not (tmp_path / "d").exists()
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
 """What the command line prints and returns, in this process."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +23,10 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("shardwise 0.")
+    module = subprocess.run([sys.executable, "-m", "shardwise", "--version"], capture_output=True, text=True)
+    shown = capsys.readouterr().out
+    assert shown.startswith("shardwise 0.")
+    assert (module.stdout, module.stderr) == (shown, "")
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,22 @@ def test_the_last_good_checkpoint_stays_while_a_newer_one_is_written(tmp_path: P
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-000003"]
 
 
+def test_any_steps_directory_is_a_model_and_a_tokenizer_for_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    run_here(".", None, "checkpoint.every=3", "log.name=a")
+    for path in (Path("runs/a/checkpoints/step-000003"), Path("runs/a/checkpoints/step-000006")):
+        sw.checkpoint.verify(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        assert tokenizer.decode(tokenizer.encode("naïve foxes")) == "naïve foxes"
+        assert max(tokenizer.encode("naïve foxes")) < model.config.vocab_size
+        final = {file.name: file.read_bytes() for file in Path("runs/a/final").iterdir() if "token" in file.name}
+        assert {"tokenizer.json", "tokenizer_config.json"} <= final.keys()
+        assert final == {name: (path / name).read_bytes() for name in final}
+    weights = transformers.AutoModelForCausalLM.from_pretrained("runs/a/final").state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
 def test_what_fails_in_the_background_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_in_thread(monkeypatch, "fsync", 12)
     with pytest.raises(CheckpointError, match=r"asynchronous save of .*step-00000\d failed: .*No space left"):

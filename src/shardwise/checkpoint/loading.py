@@ -17,7 +17,7 @@ from shardwise.checkpoint.peers import Peers, settle
 from shardwise.checkpoint.piece import DTYPES, piece_of
 from shardwise.checkpoint.place import Place
 from shardwise.checkpoint.safetensors_layout import StoredTensor
-from shardwise.checkpoint.storage import Location
+from shardwise.checkpoint.storage import Location, check_location
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
 
@@ -59,6 +59,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     Sizes, headers and `training.json` are checked, checksums of tensors are not: `verify` reads everything. Each rank
     reads only its own bytes.
     """
+    check_location(path, "sw.checkpoint.load(path, model, ...)")
     engine = require_engine(model)
     peers = Peers(engine.mesh)
     settle(peers)

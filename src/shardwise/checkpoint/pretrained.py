@@ -20,7 +20,7 @@ from shardwise.checkpoint.matching import Matched, match, shown
 from shardwise.checkpoint.naming import find, is_transformers
 from shardwise.checkpoint.peers import Peers, settle
 from shardwise.checkpoint.piece import DTYPES
-from shardwise.checkpoint.storage import Directory, Location, directory_of
+from shardwise.checkpoint.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.tensor_files import TensorFiles
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
@@ -70,6 +70,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
 
     Each rank reads the bytes of its own elements and no others, in place where dtypes agree, else 32 MiB at a time.
     """
+    check_location(path, "sw.checkpoint.load_pretrained(path, model)")
     engine = require_engine(model)
     peers = Peers(engine.mesh)
     settle(peers)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import background, by_rank, commit, names, tensor_files, training_state
+from shardwise.checkpoint import background, by_rank, commit, manifest, names, tensor_files, training_state
 from shardwise.checkpoint.correspondence import Company, Correspondence, leave, note
 from shardwise.checkpoint.host_copy import HostMemory
 from shardwise.checkpoint.in_parts import InParts
@@ -26,7 +26,7 @@ from shardwise.checkpoint.optimizer_state import optimizer_state
 from shardwise.checkpoint.peers import Peers, settle
 from shardwise.checkpoint.piece import Piece, pieces_to_write
 from shardwise.checkpoint.remote import RemoteDirectory
-from shardwise.checkpoint.storage import Location, is_url
+from shardwise.checkpoint.storage import Location, check_location, is_url
 from shardwise.checkpoint.target import Kind, Target, Written
 from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine
@@ -47,6 +47,8 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
     max_file_bytes: int = 5_000_000_000,
+    *,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a checkpoint that any number of ranks under any strategy can load. Every rank must call this.
 
@@ -63,6 +65,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
             writes them. Whatever is saved is as it was at the call. The next call of this package waits for it and
             raises what went wrong; so does the end of the program, which then has status 1.
         max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
+        files: small ones to go along, by name: a tokenizer's, for example. Rank 0's are saved.
 
     Raises:
         CheckpointError: `path` exists, it cannot be written, or not all ranks see it; or the asynchronous save before
@@ -71,6 +74,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
 
     No weights travel between ranks: each writes the byte ranges of its own fragments, replicas sharing the work.
     """
+    check_location(path, "sw.checkpoint.save(path, model, ...)")
     engine = require_engine(model)
     peers = Peers(engine.mesh)
     settle(peers)
@@ -78,6 +82,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
         _check(step, extra, max_file_bytes)
         target = _target(path)
         writing = _plan(target, model, optimizer, peers, max_file_bytes)
+        _take_along(files or {}, writing)
         writing.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
     peers.agree(f"{target.name}|{step}|{writing.describe()}")
     rows = by_rank.differing(writing.whole, peers)
@@ -164,6 +169,17 @@ def _check(step: int, extra: object, max_file_bytes: int) -> None:
     if extra is not None and not isinstance(extra, Mapping):
         raise UsageError(f"extra is a dict, not a {type(extra).__name__}")
     training_state.check_json(None if extra is None else dict(extra), "extra")
+
+
+def _take_along(files: Mapping[str, bytes], writing: _Writing) -> None:
+    """Raises UsageError for a name that a checkpoint has another use for."""
+    taken = {manifest.NAME, training_state.NAME, names.NAME, *writing.documents}
+    for name, data in files.items():
+        if name != os.path.basename(name) or name in taken or ".safetensors" in name or name[:1] in {"", "."}:  # noqa: PTH119
+            raise UsageError(f"files: {name!r} cannot be the name of a file that goes along with a checkpoint")
+        if not isinstance(data, bytes):
+            raise UsageError(f"files: {name!r} is a {type(data).__name__}, not bytes")
+    writing.documents.update(files)
 
 
 def _target(path: Location) -> Target:

@@ -65,6 +65,14 @@ def directory_of(location: Location) -> Directory:
     return RemoteDirectory.of(text)
 
 
+def check_location(location: object, call: str) -> None:
+    """Raise TypeError for what is no path: most often the model, given first."""
+    if not isinstance(location, str | os.PathLike):
+        raise TypeError(
+            f"{call}: the path comes first, as a string or a pathlib.Path, and this is a {type(location).__name__}"
+        )
+
+
 def is_url(location: Location) -> bool:
     """Whether fsspec is asked, and not the operating system."""
     return "://" in os.fspath(location)

@@ -15,14 +15,19 @@ KINDS = {
 _SHOWN = 6
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 file", "2 files"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def report(target: Path, converted: Converted) -> str:
     """A few lines: kinds, sizes, and what there was no place for."""
     optimizer = "no optimizer"
     if converted.optimizer_parameters is not None:
-        optimizer = f"optimizer state of {converted.optimizer_parameters} parameters"
+        optimizer = f"optimizer state of {counted(converted.optimizer_parameters, 'parameter')}"
     lines = [
         f"{target}: {KINDS[converted.target.value]}, from {KINDS[converted.source.value]}",
-        f"{converted.tensors} tensors, {optimizer}, {format_bytes(converted.nbytes)}, step {converted.step}",
+        f"{counted(converted.tensors, 'tensor')}, {optimizer}, {format_bytes(converted.nbytes)}, step {converted.step}",
     ]
     shown = converted.left_out[:_SHOWN]
     if shown:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.checkpoint import Inspection
 from shardwise.checkpoint.interchange.inspection import Group, Partial, Run
-from shardwise.cli.convert import KINDS
+from shardwise.cli.convert import KINDS, counted
 from shardwise.train.console import format_bytes
 
 _WIDTH = 80
@@ -53,13 +53,13 @@ def _head(found: Inspection) -> list[str]:
     if found.step is not None:
         facts.append(f"step {found.step:,}")
     if found.saved_by:
-        facts.append(f"saved by {found.saved_by} rank{'s' * (found.saved_by > 1)}")
+        facts.append(f"saved by {counted(found.saved_by, 'rank')}")
     elif found.version:
         facts.append("converted")
     if found.version:
         facts.append(f"shardwise {found.version}")
     size = format_bytes(sum(found.files.values()))
-    facts.append(f"{size} in {len(found.files)} file{'s' * (len(found.files) > 1)}")
+    facts.append(f"{size} in {counted(len(found.files), 'file')}")
     return [f"{found.location}: {KINDS[found.kind.value]}", ", ".join(facts)]
 
 
@@ -116,10 +116,11 @@ def _optimizer(found: Inspection) -> list[str]:
     kinds = sorted({name for values in state.values() for name in values})
     kept = sum(bool(values) for values in state.values())
     name = found.optimizer["class"] if found.optimizer["class"] != "unknown" else "optimizer"
-    lines = [f"{name}: {', '.join(kinds) or 'nothing'} of {kept} parameters, {format_bytes(found.optimizer_bytes)}"]
+    of = f"{counted(kept, 'parameter')}, {format_bytes(found.optimizer_bytes)}"
+    lines = [f"{name}: {', '.join(kinds) or 'nothing'} of {of}"]
     for number, group in enumerate(found.optimizer["groups"]):
         options = ", ".join(f"{key} {json.dumps(value)}" for key, value in group.items() if _told(key, value))
-        lines += _wrapped(f"  group {number}: {len(group['fqns'])} parameters, {options}", 4)
+        lines += _wrapped(f"  group {number}: {counted(len(group['fqns']), 'parameter')}, {options}", 4)
     return lines
 
 
@@ -142,6 +143,8 @@ def _extra(found: Inspection) -> list[str]:
 
 
 def _files(files: dict[str, int]) -> list[str]:
+    if not files:
+        return ["no files"]
     rows = [(f"  {name}", format_bytes(size)) for name, size in list(files.items())[:_FILES_SHOWN]]
     lines = ["files", *_columns(rows, right=(1,))]
     if len(files) > _FILES_SHOWN:
@@ -157,7 +160,7 @@ def _health(found: Inspection) -> list[str]:
 
 def _partial(found: Partial) -> list[str]:
     what = f"{found.location}: a crash left this, or a save is under way; it is not a checkpoint"
-    size = f"{format_bytes(sum(found.files.values()))} in {len(found.files)} files"
+    size = f"{format_bytes(sum(found.files.values()))} in {counted(len(found.files), 'file')}"
     return [*_wrapped(what, 2), f"{size}; the next save to the same name replaces it", "", *_files(found.files)]
 
 
@@ -171,7 +174,7 @@ def _run(found: Run) -> list[str]:
             note = "newest"
         step = "" if one.step is None else f"{one.step:,}"
         rows.append((f"  {one.name}", step, str(one.saved_by or ""), format_bytes(one.nbytes), note))
-    lines = [f"{found.location}: a run with {len(good)} checkpoint{'s' * (len(good) != 1)}"]
+    lines = [f"{found.location}: a run with {counted(len(good), 'checkpoint')}"]
     lines += _columns(rows, right=(1, 2, 3))
     lines += [line for one in found.checkpoints for text in one.damage for line in _wrapped(f"  {text}", 4)]
     lines.append("finished: final/ is there" if found.has_final else "not finished: no final/")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Checkpoints:
     directory: Path
     config: CheckpointConfig
     ranks: Ranks
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """That go along with each: the tokenizer's. Rank 0's."""
 
     def is_due(self, step: int) -> bool:
         """Whether to save after so many steps."""
@@ -71,7 +73,7 @@ class Checkpoints:
         """
         everything = {**extra, "data": asdict(position)}
         asynchronous = self.config.asynchronous
-        sw.checkpoint.save(self.path(step), model, optimizer, step, everything, asynchronous)
+        sw.checkpoint.save(self.path(step), model, optimizer, step, everything, asynchronous, files=self.files)
         with self._together("old checkpoints cannot be removed"):
             self._drop_old()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,6 +106,13 @@ def load_tokenizer(name: str) -> Tokenizer:
         cause = " ".join(str(error).split())
         raise ConfigError(f"data.tokenizer={name!r}: transformers finds no tokenizer there ({cause[:160]})") from None
     return HuggingFaceTokenizer(tokenizer, name)
+
+
+def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What `save` writes, by name; some MiB where the vocabulary is large. Directories among it are left out."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as directory:
+        tokenizer.save(Path(directory))
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
 
 
 def _byte_level_tokenizer() -> PreTrainedTokenizerBase:

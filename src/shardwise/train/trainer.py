@@ -39,6 +39,7 @@ from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sample import sample_text
 from shardwise.train.schedule import Schedule
 from shardwise.train.sharding import needs_loss_scaling, shard_model
+from shardwise.train.tokenizer import files_of
 
 
 def run(config: Config) -> None:
@@ -132,7 +133,7 @@ class Trainer:
             KeyboardInterrupt: when interrupted.
         """
         train = self.config.train
-        checkpoints = Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks)
+        checkpoints = self._checkpoints(directory)
         self._go_on(checkpoints.resume(self.model, self.optimizer))
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             writer = stack.enter_context(self._open_writer(directory)) if self.ranks.is_first else None
@@ -154,6 +155,14 @@ class Trainer:
                     self._leave(checkpoints, metrics.step)
         export(self.model, self.data.tokenizer, directory, self.ranks)
         self._sum_up(directory)
+
+    def _checkpoints(self, directory: RunDirectory) -> Checkpoints:
+        """Each has the tokenizer beside the model, as `final/` has. Every rank must call this."""
+        files: dict[str, bytes] = {}
+        with self.ranks.together():
+            if self.ranks.is_first and self.config.checkpoint.every:
+                files = files_of(self.data.tokenizer)
+        return Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks, files)
 
     def _go_on(self, resumed: Resumed | None) -> None:
         """Take up the data, and the loss scale, where a checkpoint left them."""

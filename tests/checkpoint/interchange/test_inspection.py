@@ -175,8 +175,24 @@ def test_the_command(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a crash left this" in " ".join(told(capsys, 0, room / "x.partial").split())
 
 
+def test_one_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "weights")  # known by its beginning
+    assert " in 1 file\n" in told(capsys, 0, tmp_path / "weights")
+    assert run(["convert", str(tmp_path / "weights"), str(tmp_path / "own")]) == 0
+    assert "\n1 tensor, no optimizer, " in capsys.readouterr().out
+    (tmp_path / "c.partial").mkdir()
+    assert "in 0 files; the next" in told(capsys, 0, tmp_path / "c.partial")
+    (tmp_path / "c.partial" / "a").touch()
+    assert "in 1 file; the next" in told(capsys, 0, tmp_path / "c.partial")
+
+
 def test_mistakes(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not exist" in told(capsys, 2, room / "nothing")
     (room / "empty").mkdir()
     assert "is no checkpoint" in told(capsys, 2, room / "empty")
+    text = room / "notes.txt"
+    text.write_text("PKZIP is a program\n")
+    assert "notes.txt is no checkpoint: no directory, and no file of torch.save" in told(capsys, 2, text)
+    (room / "empty.bin").touch()
+    assert "DAMAGED" in told(capsys, 1, room / "empty.bin")
     assert "overrides are for configurations" in told(capsys, 2, room / "checkpoints" / "step-000001", "train.steps=1")

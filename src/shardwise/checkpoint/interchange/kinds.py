@@ -12,6 +12,8 @@ from shardwise.errors import CheckpointError
 
 PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _PICKLE = b"\x80"
+_ZIP = b"PK\x03\x04"
+"""What torch.save writes; before 1.6 it was a pickle."""
 
 
 class Kind(enum.Enum):
@@ -37,14 +39,16 @@ def kind_of(location: Location) -> Kind:
     if path.is_file():
         if path.suffix == ".safetensors":
             raise CheckpointError(f"{path} is one file of a checkpoint: give its directory, {path.parent}")
-        return Kind.PT
+        if path.suffix in PT_SUFFIXES or _begins(path, _PICKLE) or _begins(path, _ZIP):
+            return Kind.PT
+        raise CheckpointError(f"{path} is no checkpoint: no directory, and no file of torch.save")
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
     if path.suffix == commit.PARTIAL:
         raise CheckpointError(f"{path} was left by a save that did not end: it is not a checkpoint")
     if (path / manifest.NAME).is_file():
         return _own(path)
-    if (path / dcp_metadata.NAME).is_file() and _begins(path / dcp_metadata.NAME) == _PICKLE:
+    if (path / dcp_metadata.NAME).is_file() and _begins(path / dcp_metadata.NAME, _PICKLE):
         return Kind.DCP
     if _has(path, "*.safetensors") and not _has(path, "shard-*"):
         return Kind.HUGGING_FACE
@@ -74,9 +78,9 @@ def _has(directory: Path, pattern: str) -> bool:
     return next(directory.glob(pattern), None) is not None
 
 
-def _begins(path: Path) -> bytes:
+def _begins(path: Path, magic: bytes) -> bool:
     with path.open("rb") as file:
-        return file.read(1)
+        return file.read(len(magic)) == magic
 
 
 def target_kind(source: Kind, target: Path, asked: str | None) -> Kind:
