@@ -91,6 +91,28 @@ ARCHITECTURES = {
         },
         inputs=None,
     ),
+    "inkling, rows of experts interleaved": Architecture(
+        "Inkling2ForCausalLM",
+        "Inkling2TextConfig",
+        {
+            "vocab_size": 40,
+            "unpadded_vocab_size": 33,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 1,
+            "swa_head_dim": 8,
+            "d_rel": 4,
+            "moe_intermediate_size": 12,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "eos_token_id": 2,
+        },
+        inputs=None,  # its last bits depend on where weights lie in memory, without shardwise too
+    ),
     "gradium, rows permuted": Architecture(
         "GradiumPhononTTSModel",
         "GradiumPhononTTSConfig",

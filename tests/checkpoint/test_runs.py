@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.runs import MOST_RUNS, Runs, Strided, tile
+from shardwise.checkpoint.runs import LONG_RUN, MOST_RUNS, Runs, Strided, tile
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -105,7 +105,25 @@ def test_what_is_cut_too_fine_or_overlaps_is_refused() -> None:
     rows = MOST_RUNS // 2 + 1
     with pytest.raises(ValueError, match=f"cut into {2 * rows:,} pieces"):
         Runs.paired((rows, 2), Strided(0, (2, 1)), Strided(0, (1, rows)))
+    with pytest.raises(ValueError, match=f"cut into {2 * rows:,} pieces of {LONG_RUN - 1} elements"):
+        interleaved(rows, LONG_RUN - 1)
     with pytest.raises(ValueError, match="on one another"):
         Runs.paired((3, 2), Strided(0, (2, 1)), Strided(0, (0, 1)))
     with pytest.raises(ValueError, match="on one another"):
         Runs.joined([Runs.one(3), Runs.one(3, here=2, there=9)])
+
+
+def interleaved(rows: int, length: int) -> Runs:
+    """Of a matrix of 2 `rows` rows: its two halves to every other row."""
+    return Runs.paired((2, rows, length), Strided(0, (rows * length, length, 1)), Strided(0, (length, 2 * length, 1)))
+
+
+def test_of_long_rows_there_may_be_any_number() -> None:
+    """As of the experts of Inkling: a stack of 256 with 6144 rows each."""
+    rows = MOST_RUNS // 2 + 1
+    runs = interleaved(rows, LONG_RUN)
+    assert (len(runs), runs.numel) == (2 * rows, 2 * rows * LONG_RUN)
+    assert runs.within(LONG_RUN, 3 * LONG_RUN).tuples() == [
+        (LONG_RUN, 2 * LONG_RUN, LONG_RUN),
+        (2 * LONG_RUN, 4 * LONG_RUN, LONG_RUN),
+    ]

@@ -17,7 +17,9 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 MOST_RUNS = 2**20
-"""In one map: what is cut finer (a large matrix that is transposed) has no ranges worth the name. 24 bytes each."""
+"""In one map, 24 bytes each, of runs so short that a large matrix which is transposed has no ranges worth the name."""
+LONG_RUN = 512
+"""Elements. Of such runs (rows of a stack of many experts that are interleaved) there may be any number."""
 
 
 class Strided(NamedTuple):
@@ -48,15 +50,16 @@ class Runs:
     def paired(cls, sizes: Sequence[int], here: Strided, there: Strided) -> Self:
         """The map between two tensors of the same sizes that lie in their storages with these strides.
 
-        Raises ValueError if it would need more than MOST_RUNS runs, or elements lie on one another.
+        Raises ValueError if it would need more than MOST_RUNS runs and these are short, or elements lie on one another.
         """
         dims = [dim for dim in zip(sizes, here.strides, there.strides, strict=True) if dim[0] != 1]
         if not math.prod(sizes):
             return cls.one(0)
         dims = _fewest(sorted(dims, key=lambda dim: -dim[1]))
         length = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
-        if math.prod(size for size, _, _ in dims) > MOST_RUNS:
-            raise ValueError(f"it would be cut into {math.prod(size for size, _, _ in dims):,} pieces")
+        count = math.prod(size for size, _, _ in dims)
+        if count > MOST_RUNS and length < LONG_RUN:
+            raise ValueError(f"it would be cut into {count:,} pieces of {length} elements")
         starts = np.array([[here.start], [there.start]], dtype=np.int64)
         for size, *strides in dims:
             steps = np.arange(size, dtype=np.int64) * np.array(strides, dtype=np.int64)[:, None]

@@ -201,7 +201,7 @@ def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: 
     if state is not None:
         pieces["optimizer"] = state.pieces
     kinds = [Kind(tensor_files.plan(stem, found, max_file_bytes), _own(found, peers)) for stem, found in pieces.items()]
-    documents = {**_configuration(model), **_names(pieces["model"])} if peers.is_first else {}
+    documents = {**_configuration(model), **_names(model, pieces["model"])} if peers.is_first else {}
     for kind in kinds:
         documents.update(kind.files.index)
     document = None if state is None else copy.deepcopy(state.document)
@@ -210,10 +210,16 @@ def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: 
     return _Writing(target, kinds, {"optimizer": document}, training_state.random_state(device), whole, documents)
 
 
-def _names(pieces: list[Piece]) -> dict[str, bytes]:
+def _names(model: nn.Module, pieces: list[Piece]) -> dict[str, bytes]:
     """What FSDP2, or anybody with the model in memory, will ask for: `shardwise convert` needs it."""
-    named = names.of_pieces(pieces)
-    return {names.NAME: names.encode(named)} if named else {}
+    asked = [(piece.names, piece.shape, piece.places) for piece in pieces]  # places are the same objects each time
+    if model not in _encoded_names or _encoded_names[model][0] != asked:
+        named = names.of_pieces(pieces)
+        _encoded_names[model] = asked, {names.NAME: names.encode(named)} if named else {}
+    return _encoded_names[model][1]
+
+
+_encoded_names: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, bytes]]] = weakref.WeakKeyDictionary()
 
 
 def _own(pieces: list[Piece], peers: Peers) -> list[Piece]:

@@ -96,7 +96,15 @@ def save(name: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["dcp", "pt"])
-@pytest.mark.parametrize("name", [*TRAINED, "gradium, rows permuted", "ernie vl, transposed and joined experts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *TRAINED,
+        "inkling, rows of experts interleaved",
+        "gradium, rows permuted",
+        "ernie vl, transposed and joined experts",
+    ],
+)
 def test_there_and_back_gives_the_very_same_files(
     name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
