@@ -89,6 +89,9 @@ def test_a_manifest_that_cannot_be_read_is_not_no_checkpoint(
     for look in (lambda: latest(checkpoint.parent), lambda: verify(checkpoint)):
         with pytest.raises(UnreadableError, match=r"manifest\.json cannot be read: Stale file handle"):
             look()
+    checkpoint.rename(checkpoint.with_name("lost+found"))
+    assert latest(checkpoint.parent) is None
+    checkpoint.with_name("lost+found").rename(checkpoint)
     for what in (checkpoint, checkpoint.parent):
         assert run(["inspect", str(what)]) == 2
         assert capsys.readouterr().err.count("\n") == 1

@@ -271,6 +271,22 @@ def fail_to_tidy_up(folder: str, function: str, said: str) -> None:
     assert str(caught.value).startswith("rank 0 failed: ") == (dist.get_rank() == 1)
 
 
+def test_a_run_that_cannot_be_exported_fails_on_all_ranks(ranks: RankPools) -> None:
+    ranks(2).run(fail_to_export, str(Path.cwd()), timeout_s=30)
+    assert not Path("runs/tiny/final").exists()
+
+
+def fail_to_export(folder: str) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardwise.train.export.write_model", fails)
+        with pytest.raises((CheckpointError, OSError), match="No space left") as caught:
+            run_here(folder, None, "train.steps=1")
+    assert isinstance(caught.value, OSError) == (dist.get_rank() == 0)
+
+
 def test_a_checkpoint_that_is_named_is_verified() -> None:
     run_here(".", 3, "checkpoint.every=1")
     named = Path("runs/tiny/checkpoints/step-000003").rename("mine")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.checkpoint import background, manifest
 from shardwise.checkpoint.storage import Directory, Location, directory_of
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnreadableError
 
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
@@ -113,9 +113,14 @@ def latest(run_directory: Location) -> Path | str | None:
 
 def _step(directory: Directory) -> int | None:
     """Of a checkpoint, by its name or else by what it says; None if it is none."""
-    if not manifest.is_there(directory):
-        return None
     named = _STEP.fullmatch(Path(directory.location).name)
+    try:
+        if not manifest.is_there(directory):
+            return None
+    except UnreadableError:
+        if named:
+            raise
+        return None  # somebody else's directory, lost+found perhaps
     if named:
         return int(named[1])
     try:

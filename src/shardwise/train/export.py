@@ -22,11 +22,11 @@ def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, rank
     `AutoTokenizer.from_pretrained` load; any other module a `model.safetensors` of its state_dict.
     """
     state = sw.full_state_dict(model, cpu=True, rank0_only=True)
-    if ranks.is_first:
-        with directory.writing_final() as partial:
-            write_model(model, state, partial)
-            tokenizer.save(partial)
-    ranks.count(0)  # nobody leaves before the files are there
+    with ranks.together():  # nobody leaves before the files are there, or waits for files that cannot be
+        if ranks.is_first:
+            with directory.writing_final() as partial:
+                write_model(model, state, partial)
+                tokenizer.save(partial)
 
 
 def write_model(model: nn.Module, state: dict[str, Tensor], directory: Path) -> None:

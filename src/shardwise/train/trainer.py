@@ -136,7 +136,8 @@ class Trainer:
         checkpoints = self._checkpoints(directory)
         self._go_on(checkpoints.resume(self.model, self.optimizer))
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
-            writer = stack.enter_context(self._open_writer(directory)) if self.ranks.is_first else None
+            with self.ranks.together():
+                writer = stack.enter_context(self._open_writer(directory)) if self.ranks.is_first else None
             if train.eval_every and not self.first_step:
                 self._evaluate(0, writer)
             for step in range(self.first_step, train.steps):
