@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,11 +47,35 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [*model.parameters(), *(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))]
 
 
+class _Overheard(logging.Handler):
+    """What a save says of how it wrote becomes a setting."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(logging.INFO)
+        self._settings = settings
+
+    def listen(self) -> None:
+        logger = logging.getLogger("shardwise.checkpoint")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = record.getMessage().rpartition(": ")[2]
+        self._settings["last save"] = said.replace(",", ";")
+
+
 def shardwise(shape: GPTShape) -> Store:
     """`sw.shard` and `sw.checkpoint`."""
     sw = importlib.import_module("shardwise")
     model = sw.shard(GPT(shape, 0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    settings = {
+        "format": "safetensors in place",
+        "fsync": "every file, the directory and its parent",
+        "checksums": "xxh3_64",
+    }
+    _Overheard(settings).listen()
 
     def save_asynchronously(path: Path) -> Callable[[], None]:
         sw.checkpoint.save(path, model, optimizer, step=1, asynchronous=True)
@@ -62,7 +87,7 @@ def shardwise(shape: GPTShape) -> Store:
         lambda path: sw.checkpoint.load(path, model, optimizer),
         save_asynchronously,
         lambda: [tensor.local for tensor in _states(model, optimizer)],
-        {"format": "safetensors in place", "fsync": "every file, the directory and its parent", "checksums": "xxh3_64"},
+        settings,
     )
 
 

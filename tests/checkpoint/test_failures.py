@@ -81,7 +81,7 @@ def _patched(run: Path, moment: tuple[int, str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("function", "call", "committed"),
-    [("pwrite", 0, False), ("pwrite", 6, False), ("fsync", 2, False), ("rename", 0, False), ("fsync", -1, True)],
+    [("pwrite", 0, False), ("pwrite", 1, False), ("fsync", 2, False), ("rename", 0, False), ("fsync", -1, True)],
 )
 def test_a_kill_leaves_the_checkpoint_before(
     function: str, call: int, committed: bool, ranks: RankPools, tmp_path: Path

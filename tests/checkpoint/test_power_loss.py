@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import verify
+from shardwise.checkpoint import verify, writing
+from shardwise.checkpoint.pages import PAGE_BYTES
 from shardwise.errors import CheckpointError
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.config import CheckpointConfig
@@ -29,15 +31,16 @@ Log = list[tuple[int, Change]]
 """Changes by rank, in order; a save that has returned is one too."""
 
 
-def _record(directory: Path, no_fsync_of: str = "") -> list[Change]:
-    """Three steps, each saved; the last two saves drop an old checkpoint."""
+def _record(directory: Path, no_fsync_of: str = "", wide: bool = False) -> list[Change]:
+    """Three steps, each saved; the last two saves drop an old checkpoint. A wide model has whole pages on each rank."""
     changes: list[Change] = []
     rank = dist.get_rank()
-    model = sw.shard(Net(depth=1))
+    model = sw.shard(nn.Linear(4, 3000) if wide else Net(depth=1))
     optimizer = adamw(model.parameters())
     checkpoints = Checkpoints(directory, CheckpointConfig(every=1, keep=1), Ranks(rank, 2, torch.device("cpu")))
     directory.mkdir(exist_ok=True)
     with watching(directory, changes.append, lambda: None), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "_LEAST_BYTES", PAGE_BYTES)
         if no_fsync_of:
             _forget_to_sync(patch, no_fsync_of)
         for taken in (1, 2, 3):
@@ -58,8 +61,8 @@ def _forget_to_sync(patch: pytest.MonkeyPatch, what: str) -> None:
     patch.setattr(os, "fsync", fsync)
 
 
-def _logged(ranks: RankPools, directory: Path, no_fsync_of: str = "") -> Log:
-    by_rank = ranks(2).run(_record, directory, no_fsync_of)
+def _logged(ranks: RankPools, directory: Path, no_fsync_of: str = "", wide: bool = False) -> Log:
+    by_rank = ranks(2).run(_record, directory, no_fsync_of, wide)
     return sorted(
         ((rank, change) for rank, changes in enumerate(by_rank) for change in changes), key=lambda item: item[1].time_ns
     )
@@ -100,6 +103,15 @@ def test_no_power_loss_takes_a_committed_checkpoint(ranks: RankPools, tmp_path: 
     assert {"mkdir", "create", "posix_fallocate", "pwrite", "write", "fsync", "rename", "unlink", SAVED} <= calls
     assert {rank for rank, change in log if change.call == "fsync"} == {0, 1}
     assert _lost(log, tmp_path / "disk") == []
+
+
+def test_nor_one_whose_pages_went_past_the_page_cache(ranks: RankPools, tmp_path: Path) -> None:
+    """A disk has a cache of its own: such pages need the fsync as well."""
+    log = _logged(ranks, tmp_path / "run", wide=True)
+    whole = {rank for rank, change in log if change.call == "pwrite" and change.nbytes >= PAGE_BYTES}
+    assert whole == {0, 1}
+    assert _lost(log, tmp_path / "disk") == []
+    assert _lost(_logged(ranks, tmp_path / "again", "model.safetensors", wide=True), tmp_path / "disk") != []
 
 
 @pytest.mark.parametrize(

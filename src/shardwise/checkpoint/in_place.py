@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from shardwise.checkpoint import commit, manifest, tensor_files
 from shardwise.checkpoint.manifest import FileRecord, Manifest
 from shardwise.checkpoint.storage import LocalDirectory
 from shardwise.checkpoint.target import Kind, Written, remove_notes
-from shardwise.checkpoint.tensor_files import OpenFiles
+from shardwise.checkpoint.writing import RangeWriter
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,13 @@ class InPlace:
 
     def write(self, kinds: Sequence[Kind], rank: int) -> Written:
         written, headers = Written(), rank == 0
-        with OpenFiles() as opened:
+        with RangeWriter() as writer:
             for kind in kinds:
-                regions = tensor_files.write(self._partial, kind.files, kind.pieces, headers, opened)
+                regions = tensor_files.write(self._partial, kind.files, kind.pieces, headers, writer)
                 written.regions.update(regions)
-            opened.sync()
+            writer.sync()
+        mib, direct_mib = writer.written_bytes / 2**20, writer.direct_bytes / 2**20
+        _log.info("%s: rank %d wrote %.1f MiB, %.1f of them past the page cache", self, rank, mib, direct_mib)
         return written
 
     def commit(self, kinds: Sequence[Kind], written: Written, documents: Mapping[str, bytes]) -> None:

@@ -8,14 +8,13 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import writeback
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.manifest import Region, RegionSums
+from shardwise.checkpoint.manifest import Region
 from shardwise.checkpoint.piece import DTYPES, Piece
 from shardwise.checkpoint.place import Place
 from shardwise.checkpoint.runs import Runs
@@ -29,6 +28,7 @@ from shardwise.checkpoint.safetensors_layout import (
     split,
 )
 from shardwise.checkpoint.storage import Directory, Source
+from shardwise.checkpoint.writing import Ranges, RangeWriter
 from shardwise.errors import CheckpointError, UsageError
 
 METADATA = {"format": "pt"}
@@ -115,51 +115,14 @@ def _allocate(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
 
-class OpenFiles:
-    """Files that are written to, and on disk after `sync`: then, so that the disk has begun when it is waited for.
-
-    A context manager. They stay open: what went wrong with a write of before is said to who had the file open then.
-    """
-
-    def __init__(self) -> None:
-        self._fds: list[int] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
-
-    def open(self, path: Path) -> int:
-        self._fds.append(os.open(path, os.O_WRONLY))
-        return self._fds[-1]
-
-    def sync(self) -> None:
-        for fd in self._fds:
-            os.fsync(fd)
-
-
 def write(
-    directory: Path, files: TensorFiles, pieces: Iterable[Piece], headers: bool, opened: OpenFiles
+    directory: Path, files: TensorFiles, pieces: Iterable[Piece], headers: bool, writer: RangeWriter
 ) -> dict[str, list[Region]]:
-    """Write all of `pieces`, and the `headers`, in their final place. Local. On disk after `opened.sync()`.
+    """Write all of `pieces`, and the `headers`, in their final place. Local. On disk after `writer.sync()`.
 
     Returns, by file, the checksums of what was written.
     """
-    written: dict[str, list[Region]] = {}
-    for name, ranges in to_write(files, pieces, headers):
-        sums = RegionSums()
-        fd = opened.open(directory / name)
-        for start, data in ranges:
-            _write_at(fd, start, data, sums)
-            writeback.begin(fd, start, len(data))
-        written[name] = sums.regions()
-    return written
-
-
-Ranges = Iterator[tuple[int, bytes | memoryview]]
-"""Bytes, and where in a file they belong."""
+    return {name: writer.write(directory / name, ranges) for name, ranges in to_write(files, pieces, headers)}
 
 
 def to_write(files: TensorFiles, pieces: Iterable[Piece], headers: bool) -> Iterator[tuple[str, Ranges]]:
@@ -205,14 +168,6 @@ def _step(flat: Tensor, runs: Runs) -> int:
 
 def _bytes(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def _write_at(fd: int, start: int, data: bytes | memoryview, sums: RegionSums) -> None:
-    sums.add(start, data)
-    view = memoryview(data)
-    while view.nbytes:
-        count = os.pwrite(fd, view, start)
-        view, start = view[count:], start + count
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

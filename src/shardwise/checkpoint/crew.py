@@ -1,0 +1,50 @@
+"""Threads that do what they are given while their owner does something else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Self
+
+_Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class Crew:
+    """A context manager: leaving it waits for what was given. Jobs begin in the order of giving.
+
+    Not a concurrent.futures executor: these take nothing any more once the interpreter waits for its threads to end,
+    and an asynchronous save may be one of them.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        # Daemons: their owner waits for them, and one that is gone must not keep the process.
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _thread in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def give(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Have `function(*arguments)` called; the future has what it returned or raised."""
+        future: Future[Any] = Future()
+        self._jobs.put((future, function, arguments))
+        return future
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function, arguments = job
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+            del job, future, function, arguments  # what it holds is not to wait for the next job

@@ -1,0 +1,43 @@
+"""Threads that do what they are given."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from shardwise.checkpoint.crew import Crew
+
+
+def test_results_and_errors_are_in_the_futures() -> None:
+    with Crew(2) as crew:
+        futures = [crew.give(divmod, 7, divisor) for divisor in (2, 0, 3)]
+        assert futures[0].result() == (3, 1)
+        assert futures[2].result() == (2, 1)
+        with pytest.raises(ZeroDivisionError):
+            futures[1].result()
+
+
+def test_leaving_waits_for_what_was_given() -> None:
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def wait(number: int) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        done.append(number)
+
+    before = threading.active_count()
+    with Crew(2) as crew:
+        for number in range(5):
+            crew.give(wait, number)
+        assert begun.wait(20)
+        threading.Timer(0.1, go_on.set).start()
+    assert sorted(done) == list(range(5))
+    assert threading.active_count() <= before + 1  # the timer may still be ending
+
+
+def test_as_many_as_there_are_threads_at_a_time() -> None:
+    meeting = threading.Barrier(3, timeout=20)
+    with Crew(3) as crew:
+        futures = [crew.give(meeting.wait) for _ in range(3)]
+    assert sorted(future.result() for future in futures) == [0, 1, 2]
