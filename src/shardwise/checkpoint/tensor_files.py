@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.crew import Crew
 from shardwise.checkpoint.manifest import Region
 from shardwise.checkpoint.piece import DTYPES, Piece
 from shardwise.checkpoint.place import Place
@@ -34,6 +37,10 @@ from shardwise.errors import CheckpointError, UsageError
 METADATA = {"format": "pt"}
 _CHUNK_BYTES = 32 * 2**20
 """Staged at once where a piece cannot be written, or read into, as it lies in memory."""
+_PART_BYTES = 4 * 2**20
+"""Read at once where it can."""
+_IN_FLIGHT = 3
+"""Reads that the disk is given at a time."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +219,14 @@ class Read(NamedTuple):
     """Most memory held at one time for what could not be read into a piece as it lies."""
 
 
-def read(contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tuple[Piece, Place]]) -> Read:
+def read(
+    contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tuple[Piece, Place]], replicas: int
+) -> Read:
     """Fill pieces with the elements stored at the places given, cast to the pieces' dtypes. Local.
+
+    Args:
+        replicas: ranks that read the same of sharded pieces. Where there are several, and of what every rank holds
+            whole, bytes are read through the page cache: once from the disk for all ranks of a machine.
 
     Each rank reads the bytes of its own elements and no others.
     """
@@ -226,33 +239,65 @@ def read(contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tu
     for file, pieces in by_file.items():
         layout = files.files[file]
         try:
-            with contents.open(file) as source:
+            with contents.open(file) as source, _Reading(source) as reading:
                 for piece, place in sorted(pieces, key=lambda item: layout.starts[item[1].name]):
-                    done = _fill(source, layout, piece, place)
+                    done = _fill(reading, layout, piece, place, replicas > 1 or piece.is_whole)
                     read_bytes += done.read_bytes
                     peak_staged_bytes = max(peak_staged_bytes, done.peak_staged_bytes)
+                reading.finish()
         except EOFError as error:
             raise CheckpointError(f"{contents}/{file} ends at byte {error}, before tensor data that it holds") from None
     return Read(read_bytes, peak_staged_bytes)
 
 
-def _fill(source: Source, layout: TensorFile, piece: Piece, place: Place) -> Read:
+def _fill(reading: _Reading, layout: TensorFile, piece: Piece, place: Place, shared: bool) -> Read:
+    """Fill a piece with its elements of one place; what needs no staging is there after `reading.finish()`."""
     dtype, target = DTYPES[layout.tensors[place.name].dtype], piece.tensor
     flat = target.view(-1) if target.is_contiguous() else target.flatten()  # one, or a copy
     runs = piece.held_at(place)
-    in_place = len(runs) == 1 and flat.dtype == dtype and flat.device.type == "cpu"
-    step = runs.numel if in_place else _step(torch.empty(0, dtype=dtype), runs)
+    in_place = target.is_contiguous() and len(runs) == 1 and flat.dtype == dtype and flat.device.type == "cpu"
+    step = _PART_BYTES // dtype.itemsize if in_place else _step(torch.empty(0, dtype=dtype), runs)
     staged_bytes = 0
     for part in runs.stretches(step):
         chunk = _at(flat, part) if in_place else torch.empty(part.numel, dtype=dtype)
         start = int(part.here[0])
-        source.read_at(layout.byte_range(place.name, start, start).start, _bytes(chunk))
-        if not in_place:
+        at = layout.byte_range(place.name, start, start).start
+        if in_place:
+            reading.ask(at, _bytes(chunk), shared)
+        else:
+            reading.source.read_at(at, _bytes(chunk))
             staged_bytes = max(staged_bytes, _put(chunk, flat, part))
     if not target.is_contiguous():
         target.copy_(flat.view(target.shape))
         staged_bytes += flat.nbytes
     return Read(runs.numel * dtype.itemsize, staged_bytes)
+
+
+class _Reading:
+    """Reads several ranges of a file at a time. A context manager; what was asked for is there after `finish`."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._crew = Crew(_IN_FLIGHT)
+        self._asked: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Self:
+        self._crew.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._crew.__exit__(*error)
+
+    def ask(self, start: int, into: memoryview, shared: bool) -> None:
+        """Fill `into` from byte `start` on. shared: other ranks, perhaps of this machine, read the same."""
+        if len(self._asked) > _IN_FLIGHT:
+            self._asked.popleft().result()
+        read = self.source.read_at if shared else self.source.read_once
+        self._asked.append(self._crew.give(read, start, into))
+
+    def finish(self) -> None:
+        while self._asked:
+            self._asked.popleft().result()
 
 
 def _put(chunk: Tensor, flat: Tensor, part: Runs) -> int:
