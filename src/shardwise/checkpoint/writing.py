@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -161,6 +162,7 @@ class _File:
         if not self._refused:
             with suppress(OSError):  # whatever it says, the other way is open
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        self._cached = threading.Lock()
         self._kept: list[tuple[int, bytes]] = []
         self._kept_bytes = 0
 
@@ -175,8 +177,12 @@ class _File:
         return self._direct is not None and not self._refused
 
     def write(self, start: int, data: memoryview | bytes) -> int:
-        """Through the page cache. Returns the bytes that went past it: none."""
-        _write_at(self.fd, start, data)
+        """Through the page cache, one thread at a time: the kernel takes no more, and those that wait for it spin.
+
+        Returns the bytes that went past it: none.
+        """
+        with self._cached:
+            _write_at(self.fd, start, data)
         writeback.begin(self.fd, start, len(data))
         return 0
 
