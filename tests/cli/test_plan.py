@@ -46,10 +46,13 @@ def test_everything_that_can_be_written(capsys: Printed) -> None:
 def test_json_is_the_forecast(capsys: Printed) -> None:
     import shardwise as sw
 
-    assert run(["plan", "config.json", "--gpus", "2", "--precision", "fp32", "--json", *FIXED]) == 0
+    asked = ["plan", "config.json", "--gpus", "2", "--precision", "fp32", "--price", "2.5", "--json"]
+    assert run([*asked, *FIXED]) == 0
     printed = json.loads(capsys.readouterr().out)
     precision = sw.Precision("fp32", "fp32", "fp32")
-    forecast = sw.plan.forecast("config.json", gpus_per_node=2, seq_len=64, micro_batch=2, precision=precision)
+    arguments = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": 2, "price_per_hour": 2.5}
+    forecast = sw.plan.forecast("config.json", precision=precision, **arguments)
+    assert printed["cost"]["per_day"] == 2.5 * 2 * 24
     assert printed == json.loads(json.dumps(forecast.to_dict()))
 
 
@@ -96,6 +99,7 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         (["config.json", "--objective", "speed"], "objective='speed': one of tokens_per_s, memory, micro_batch"),
         (["config.json", "--html", "no/where.html"], "cannot write no/where.html: there is no directory no"),
         (["config.json", "--nodes", "0"], "nodes=0: a whole number from 1 on"),
+        (["config.json", "--price", "-2"], "price_per_hour=-2.0: an amount of money above 0, for one device"),
         (["--calibrate", "--output", "no/where.toml"], "cannot write no/where.toml: there is no directory no"),
     ],
 )

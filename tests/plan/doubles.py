@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.plan.cost import Cost, cost_of
 from shardwise.plan.job import Job
 from shardwise.plan.report import Report
 from shardwise.plan.search import Objective, explore_family, ranked
@@ -30,6 +31,13 @@ class Formula:
     @property
     def reserved_memory_bytes(self) -> int:
         return int(self.peak_memory_bytes * self.slack)
+
+    @property
+    def cost(self) -> Cost | None:
+        job = self.job
+        if job.price_per_hour is None:
+            return None
+        return cost_of(job.price_per_hour, job.world_size, self.step_time_s, job.tokens_per_rank * job.world_size)
 
     @property
     def fits(self) -> bool:

@@ -103,7 +103,17 @@ def test_fragments_do_not_add_up() -> None:
 def test_streams_do_not_share() -> None:
     events = [take(1, 10 * MIB, "gathered_slots"), Free(1), take(2, 10 * MIB, "temporaries")]
     assert reserved(events) == 10 * MIB
-    assert reserved(events, stream_of=lambda kind: int(kind == "gathered_slots")) == 20 * MIB
+    assert reserved(events, streams={1: 1}) == 20 * MIB
+
+
+def test_what_another_stream_still_reads_is_there_for_the_request_after_the_next() -> None:
+    blocks = range(1, 5)
+    events = [event for n in blocks for event in (take(n, 10 * MIB, "gathered_slots"), Free(n))]
+    assert reserved(events) == 10 * MIB
+    assert reserved(events, late=blocks) == 20 * MIB
+    assert reserved([take(9, 10 * MIB), *events, Free(9)], late=blocks) == 30 * MIB
+    between = [event for n in blocks for event in (take(n, 10 * MIB, "gathered_slots"), Free(n), take(10 + n, MIB))]
+    assert reserved(between, late=blocks) == reserved(between) + 10 * MIB, "another kind's request waits for nothing"
 
 
 def test_free_segments_are_given_back_before_the_device_is_full() -> None:

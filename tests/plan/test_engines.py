@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.plan.dryrun import record
-from shardwise.plan.engines import memory_events
+from shardwise.plan.engines import Replay, replay
 from shardwise.plan.events import Allocate, Free, Gradient, Kernel, Phase
 from shardwise.plan.forecast import forecast_of
 from shardwise.plan.job import ENGINES, Job
@@ -46,7 +47,7 @@ def held(recording: Recording, layer: int, phase: Phase) -> dict[str, float]:
     root = recording.facts.unit_bytes[""]
     live: dict[int, Allocate] = {}
     found: Counter[str] = Counter()
-    for event in memory_events(recording):
+    for event in replay(recording).events:
         if isinstance(event, Allocate):
             live[event.block] = event
         elif isinstance(event, Free):
@@ -62,7 +63,7 @@ def held(recording: Recording, layer: int, phase: Phase) -> dict[str, float]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_ends_as_it_began(engine: str) -> None:
-    events = memory_events(recorded(engine))
+    events = replay(recorded(engine)).events
     alive: set[int] = set()
     begun = None
     for event in events:
@@ -96,6 +97,28 @@ def test_fsdp2() -> None:
     assert backward["grad_shards"] == pytest.approx(3 * 2 / RANKS, abs=0.01)
 
 
+def test_what_is_asked_for_on_other_streams() -> None:
+    """FSDP1's gathers, casts and reduced gradients; FSDP2's buffers of gathers and reduced gradients."""
+    expected = {"fsdp1": {"gathered_slots": 1, "grad_shards": 2}, "fsdp2": {"grad_shards": 2}, "deepspeed": {}}
+    for engine, streams in expected.items():
+        replayed = replay(recorded(engine))
+        found: dict[str, set[int]] = {}
+        for event in replayed.events:
+            if isinstance(event, Allocate):
+                found.setdefault(event.kind, set()).add(replayed.streams.get(event.block, 0))
+        for kind, stream in streams.items():
+            assert found[kind] == {stream}, (engine, kind)
+        assert found["activations"] == {0}
+    assert kinds_on("fsdp2", lambda replayed, block: replayed.streams.get(block) == 1) == {"gathered_slots"}
+    assert kinds_on("fsdp1", lambda replayed, block: block in replayed.late) == {"gathered_slots", "reduce_slots"}
+    assert not replay(recorded("fsdp2")).late
+
+
+def kinds_on(engine: str, chosen: Callable[[Replay, int], bool]) -> set[str]:
+    replayed = replay(recorded(engine))
+    return {e.kind for e in replayed.events if isinstance(e, Allocate) and chosen(replayed, e.block)}
+
+
 def test_fsdp1() -> None:
     """One buffer a block, and the next one's in backward; no reduction waits."""
     assert held(recorded("fsdp1"), 2, Phase.FORWARD)["gathered_slots"] == pytest.approx(1, abs=0.01)
@@ -113,6 +136,32 @@ def test_deepspeed() -> None:
     assert forward["param_shards"] * unit == pytest.approx(3 * everything / RANKS, rel=0.01)
     assert forward["grad_shards"] * unit == pytest.approx(everything / RANKS, rel=0.01)
     assert forward["gathered_slots"] == pytest.approx(3, abs=0.01)
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("param", ["bf16", "fp32"])
+def test_no_shard_is_ddp(engine: str, param: str) -> None:
+    """Whole parameters, their moments, gradients twice; casts of all of them where they compute in bf16."""
+    precision = sw.Precision(param=param, reduce="fp32")
+    recording = record(
+        resolve(LLAMA).builder(), Job(engine=engine, strategy="no_shard", precision=precision, seq_len=64)
+    )
+    whole = 4 * recording.facts.params
+    kinds = forecast_of(recording).memory
+    assert kinds["param_shards"] == pytest.approx(whole, rel=0.02)
+    assert kinds["optimizer"] == pytest.approx(2 * whole, rel=0.02)
+    assert kinds["reduce_slots"] == pytest.approx(whole, rel=0.02)
+    live: dict[int, Allocate] = {}
+    most: Counter[str] = Counter()
+    for event in replay(recording).events:
+        if isinstance(event, Allocate):
+            live[event.block] = event
+            of_kind = sum(block.nbytes for block in live.values() if block.kind == event.kind)
+            most[event.kind] = max(most[event.kind], of_kind)
+        elif isinstance(event, Free):
+            del live[event.block]
+    assert most["grad_shards"] == pytest.approx(whole, rel=0.02)
+    assert most["gathered_slots"] == pytest.approx(whole / 2 if param == "bf16" else 0, rel=0.02)
 
 
 def test_forecasts_differ() -> None:
@@ -150,7 +199,7 @@ class Stack(nn.Module):
 def activations(recording: Recording) -> int:
     """Bytes that live when backward begins."""
     live: dict[int, int] = {}
-    for event in memory_events(recording):
+    for event in replay(recording).events:
         if isinstance(event, Kernel) and event.phase is Phase.BACKWARD:
             break
         if isinstance(event, Allocate) and event.kind == "activations":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.forecast import Forecast, forecast
+from shardwise.plan.hardware import Figure, find_device, write_device
 from shardwise.policy.kinds import KINDS
 
 MIXED = sw.Precision(param="bf16", reduce="fp32")
@@ -40,6 +42,26 @@ def test_it_adds_up_and_is_plain_data() -> None:
     assert plain["job"]["precision"]["param"] == "bfloat16"
     assert plain["peak_memory_bytes"] == f.peak_memory_bytes
     assert plain["fits"] is True
+
+
+def test_a_cost_where_there_is_a_price(tmp_path: Path) -> None:
+    assert small().cost is None
+    assert small().to_dict()["cost"] is None
+    f = small(nodes=2, price_per_hour=2.5)
+    assert f.cost is not None
+    assert f.cost.per_step == pytest.approx(16 * 2.5 * f.step_time_s / 3600)
+    assert f.cost.per_day == pytest.approx(16 * 2.5 * 24)
+    steps = 1e6 / (16 * 64)
+    assert f.cost.per_million_tokens == pytest.approx(steps * f.cost.per_step)
+    assert json.loads(json.dumps(f.to_dict()))["cost"]["per_device_hour"] == 2.5
+    rented = tmp_path / "rented.toml"
+    write_device(replace(find_device("h100-sxm-80gb"), price_per_hour=Figure(3.0, "a bill")), rented)
+    listed = small(gpu=str(rented)).cost
+    assert listed is not None
+    assert listed.per_device_hour == 3.0
+    own = small(gpu=str(rented), price_per_hour=1).cost
+    assert own is not None
+    assert own.per_device_hour == 1, "what is asked for goes before what the file says"
 
 
 def test_the_device_decides_what_fits() -> None:

@@ -10,6 +10,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import planner
 from shardwise.plan.planner import Question, explore
+from shardwise.plan.report import amount
 from shardwise.plan.table import WIDTH, text
 
 from .test_scaling import LLAMA
@@ -78,20 +79,30 @@ def test_a_budget_and_the_two_questions() -> None:
         planner.plan(Question(LLAMA, arguments, budget_bytes=2**29)).check_fits()
 
 
+def unwrapped(shown: str) -> str:
+    return " ".join(shown.split())
+
+
 def test_what_an_answer_shows() -> None:
     arguments = {**ARGUMENTS, "nodes": 2, "micro_batch": 2, "strategy": ["full_shard", "no_shard"]}
-    answer = planner.plan(Question(LLAMA, {**arguments, "activation_checkpointing": "none"}, price_per_hour=2.0))
+    arguments |= {"activation_checkpointing": "none", "price_per_hour": 2.0}
+    answer = planner.plan(Question(LLAMA, arguments))
     shown = text(answer.report)
     assert max(map(len, shown.splitlines())) <= WIDTH
     assert "a llama configuration: " in shown
-    assert "At 2 for an hour of a GPU, a million tokens cost" in shown
     plain = json.loads(json.dumps(answer.to_dict()))
+    cost = plain["cost"]
+    assert f"At 2 for an hour of a GPU, a step costs {amount(cost['per_step'])}, a million tokens" in unwrapped(shown)
+    assert f"a day of all 4 GPUs {amount(2 * 4 * 24)}." in unwrapped(shown)
     assert plain["peak_memory_bytes"] == sum(plain["memory"].values())
     assert len(plain["search"]["candidates"]) == len(answer.report.exploration.candidates)
     best = plain["search"]["candidates"][0]
     assert (best["verdict"], best["step_time_s"]) == ("fits", plain["step_time_s"])
     names = [name for name, _ in answer.report.assumptions]
     assert {"usable memory", "context", "NCCL", "MFU"} <= set(names)
+    assumed = dict(answer.report.assumptions)
+    assert "(assumed: " in assumed["context"]
+    assert "https://" in assumed["NCCL"]
     assert any(name.startswith("between nodes") for name in names)
     assert answer.report.timeline.startswith("<svg")
 

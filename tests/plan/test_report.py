@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.errors import PlanError
 from shardwise.plan.page import COLOURS, html, write_page
+from shardwise.plan.report import amount
 from shardwise.plan.table import WIDTH, text
 from shardwise.policy.kinds import KINDS
 
@@ -80,6 +81,22 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
     assert "&lt;measured&gt;" in page
     for section in ("answer", "memory", "table", "timeline", "fallen", "config", "assumptions"):
         assert f'<section id="{section}">' in page
+
+
+def test_a_page_with_a_price_shows_what_it_comes_to() -> None:
+    assert "cost of" not in html(report(gpus_per_node=8))
+    shown = report(gpus_per_node=8, price_per_hour=2.0)
+    assert shown.best is not None
+    assert shown.best.cost is not None
+    page = html(shown)
+    assert "<dt>cost of a day</dt><dd>384.00</dd>" in page
+    assert f"<dt>cost of a million tokens</dt><dd>{amount(shown.best.cost.per_million_tokens)}</dd>" in page
+
+
+def test_amounts_of_money() -> None:
+    assert [amount(n) for n in (0.000321, 0.25, 1.0, 12.345, 98765.4)] == [
+        "0.000321", "0.25", "1.00", "12.35", "98,765.40"
+    ]  # fmt: skip
 
 
 def test_a_page_where_nothing_fits() -> None:

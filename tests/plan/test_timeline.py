@@ -138,8 +138,15 @@ def test_peers_wait_for_reductions_once_at_the_end_of_backward() -> None:
     assert theirs.exposed_comm_s == 0.0
     late = [*backward, Wait(0), compute(5, phase=Phase.OPTIMIZER)]  # the optimizer needs it
     assert milliseconds(run(*ordered_as("fsdp1", late)).exposed_comm_s) == pytest.approx(20, abs=HAIR)
-    gathers = [gather(0, 5), Wait(0), compute(1)]
-    assert list(ordered_as("deepspeed", gathers)) == gathers
+
+
+@pytest.mark.parametrize(("engine", "copied"), [("shardwise", 0), ("fsdp1", 0), ("fsdp2", 20), ("deepspeed", 20)])
+def test_what_peers_gather_is_copied_to_where_it_is_read(engine: str, copied: int) -> None:
+    """10 GB come in 5 ms; to read and to write them takes 20."""
+    step = run(*ordered_as(engine, [gather(0, 5, "u"), Wait(0), compute(1), Wait(0)]))
+    assert milliseconds(step.step_time_s) == pytest.approx(5 + copied + 1, abs=HAIR)
+    alone = replace(gather(0, 5, "u"), ranks=1)
+    assert list(ordered_as(engine, [alone, Wait(0)])) == [alone, Wait(0)]
 
 
 def example() -> Timeline:

@@ -55,7 +55,7 @@ _HELP = {
     "engine": "shardwise, fsdp1, fsdp2 or deepspeed. [shardwise]",
     "budget": "Memory of a device that may be used, such as 70GiB. [all]",
     "objective": "tokens_per_s, memory or micro_batch. [tokens_per_s]",
-    "price": "Of a device for an hour, in any currency.",
+    "price": "Of a device for an hour, in any currency: what a step, a day, a million tokens cost.",
     "smallest_cluster": "Say how few devices would do.",
     "largest_batch": "Say how large a micro-batch would fit.",
     "json": "Print the best forecast as JSON.",
@@ -147,6 +147,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
         "loss": _words(loss),
         "compile": compiled,
         "engine": _words(engine),
+        "price_per_hour": price,
     }
     from shardwise.plan import planner
     from shardwise.plan.source import quiet_transformers
@@ -158,7 +159,6 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
         budget_bytes=_bytes(budget),
         objective=Objective.parse(objective),
         workers=workers or min(_WORKERS, os.cpu_count() or 1),
-        price_per_hour=price,
         smallest_cluster=smallest_cluster,
         largest_batch=largest_batch,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.plan.events import Allocate, Event, Free
@@ -78,7 +78,8 @@ def reserved_bytes(
     events: Iterable[Event],
     segments: Segments = Segments.FIXED,
     capacity_bytes: int | None = None,
-    stream_of: Callable[[str], int] = lambda kind: 0,
+    streams: Mapping[int, int] | None = None,
+    late: Collection[int] = (),
 ) -> int:
     """The most that CUDA's caching allocator holds for a step's events.
 
@@ -87,22 +88,36 @@ def reserved_bytes(
         segments: how it takes memory.
         capacity_bytes: what the device has for it: before it asks for more than that, it gives back segments that are
             wholly free. None: no limit.
-        stream_of: by kind of memory, the stream whose blocks are reused among themselves.
+        streams: by block, the stream that it was asked for on, where that is not the one that computes. Streams
+            reuse their own blocks alone.
+        late: blocks that another stream still reads when they are freed. The host runs ahead, so they are not there
+            yet for the next request of their kind, only for the one after.
 
     Returns:
         Bytes; more than `capacity_bytes` where even that does not fit.
     """
     allocator = CachingAllocator(segments, capacity_bytes)
     repeated = list(events)
+    on = streams or {}
+    kinds = {event.block: event.kind for event in repeated if isinstance(event, Allocate) and event.block in late}
+    awaited: dict[str, _Block] = {}  # by kind: freed, and still read
     for time in range(2):
         held: dict[int, _Block] = {}
         for event in repeated:
             if isinstance(event, Allocate):
                 if time and event.block in allocator.kept:
                     continue
-                held[event.block] = allocator.allocate(event.nbytes, stream_of(event.kind))
+                held[event.block] = allocator.allocate(event.nbytes, on.get(event.block, 0))
+                if event.kind in awaited:
+                    allocator.free(awaited.pop(event.kind))
             elif isinstance(event, Free):
-                allocator.free(held.pop(event.block))
+                block = held.pop(event.block)
+                if event.block not in kinds:
+                    allocator.free(block)
+                    continue
+                if kinds[event.block] in awaited:
+                    allocator.free(awaited[kinds[event.block]])
+                awaited[kinds[event.block]] = block
         allocator.kept |= held.keys()
     return allocator.peak_reserved_bytes
 

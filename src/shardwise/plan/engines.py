@@ -8,6 +8,11 @@ What each engine allocates, and when, is read off its published source once; not
 | fsdp2 | the gather's buffer and a copy as parameters; the next unit's buffer is prefetched in backward | kept until the unit is through | a flat copy in the reduced dtype, until the next unit's | torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py |
 | deepspeed | parameters; those that are soon used again stay | into buckets, then this rank's part, kept in the compute dtype; fp32 part by part at the step | two buckets | deepspeed/runtime/zero/stage3.py, partitioned_param_coordinator.py |
 
+`no_shard` under fsdp1 and fsdp2 is DistributedDataParallel (torch/nn/parallel/distributed.py,
+torch/csrc/distributed/c10d/reducer.cpp): every parameter's gradient is there twice, in a bucket for good and as `.grad`
+until the step, both in the parameters' own dtype; where that is not the compute dtype, casts are kept for backward as
+autocast does.
+
 In all three the root's parameters, once gathered, stay until its backward is over, and (fsdp2, as torchtitan sets it) so
 do those of the last unit.
 """  # noqa: E501 - a table
@@ -15,12 +20,16 @@ do those of the last unit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from shardwise.plan.events import Allocate, Event, Free, Gradient, Phase, UnitMark
 from shardwise.plan.recording import Recording
+from shardwise.policy.strategy import Strategy
 
+_COMPUTE, _GATHER, _REDUCE = 0, 1, 2
+"""Streams."""
 _SLOTS = frozenset({"gathered_slots", "reduce_slots"})
 _LIVE_NUMEL = 1_000_000_000
 """DeepSpeed: parameters that stay gathered at most (`max_live_parameters`, `max_reuse_distance`)."""
@@ -30,14 +39,28 @@ _SUBGROUP_NUMEL = 1_000_000_000
 """DeepSpeed: elements that the optimizer steps at once (`sub_group_size`)."""
 
 
-def memory_events(recording: Recording) -> tuple[Event, ...]:
-    """The recorded step with the allocations of the job's engine; its collectives stay as they were recorded."""
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A recorded step with the allocations of the job's engine; its collectives stay as they were recorded."""
+
+    events: tuple[Event, ...]
+    streams: Mapping[int, int] = field(default_factory=dict)
+    """By block, the stream that it is asked for on, where that is not the one that computes."""
+    late: Collection[int] = ()
+    """Blocks that another stream still reads when they are freed (`record_stream`)."""
+
+
+def replay(recording: Recording) -> Replay:
+    """The recorded step as the job's engine would allocate in it."""
     engines: dict[str, Callable[[Recording], _Engine]] = {"fsdp1": _Fsdp1, "fsdp2": _Fsdp2, "deepspeed": _DeepSpeed}
     if recording.facts.kept_bytes:
         recording = replace(recording, events=tuple(_Compiled(recording).events()))
     if recording.job.engine == "shardwise":
-        return recording.events
-    return engines[recording.job.engine](recording).replayed()
+        return Replay(recording.events)
+    job = recording.job
+    if job.strategy is Strategy.NO_SHARD and job.world_size > 1 and job.engine in {"fsdp1", "fsdp2"}:
+        return _Ddp(recording).replayed()
+    return engines[job.engine](recording).replayed()
 
 
 class _Compiled:
@@ -83,6 +106,11 @@ class _Compiled:
 class _Engine:
     """Replays a step. Subclasses say what happens at each moment of a unit's life."""
 
+    gathers_on: ClassVar[int] = _COMPUTE
+    """The stream on which parameters are allocated."""
+    reduces_on: ClassVar[int] = _COMPUTE
+    """The stream on which reduced gradients are allocated."""
+
     recording: Recording
     out: list[Event] = field(default_factory=list)
     gradients: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -92,6 +120,8 @@ class _Engine:
     grad_shards: list[int] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     """Units as forward wants them."""
+    streams: dict[int, int] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
     _next: int = -1000
     _kept: set[int] = field(default_factory=set)
     """Gradients that shardwise would have freed."""
@@ -103,7 +133,7 @@ class _Engine:
         wanted = [e.unit for e in events if isinstance(e, UnitMark) and e.what == "gather" and e.phase is Phase.FORWARD]
         self.order = [unit for unit in dict.fromkeys(wanted) if unit]
 
-    def replayed(self) -> tuple[Event, ...]:
+    def replayed(self) -> Replay:
         dropped: set[int] = set()
         self.begin()
         for event in self.recording.events:
@@ -125,7 +155,7 @@ class _Engine:
             self.out.append(event)
         self.end_backward()
         self.end()
-        return tuple(self.out)
+        return Replay(tuple(self.out), self.streams, self.late)
 
     def _meet(self, phase: Phase, module: str) -> None:
         if phase is Phase.OPTIMIZER and self.phase is not phase:
@@ -155,7 +185,7 @@ class _Engine:
     def gather(self, unit: str) -> None:
         """A unit's parameters are wanted."""
         if unit not in self.parameters:
-            self.parameters[unit] = self.take(self.param_bytes(unit), "gathered_slots")
+            self.parameters[unit] = self.take(self.param_bytes(unit), "gathered_slots", self.gathers_on)
 
     def stays(self, unit: str) -> bool:
         """Whether a unit stays gathered after its forward."""
@@ -187,9 +217,11 @@ class _Engine:
 
     # Blocks -------------------------------------------------------------------------------------------------------
 
-    def take(self, nbytes: int, kind: str) -> int:
+    def take(self, nbytes: int, kind: str, stream: int = _COMPUTE) -> int:
         self._next -= 1
         self.out.append(Allocate(self._next, max(1, nbytes), kind, self.module, self.phase))
+        if stream != _COMPUTE:
+            self.streams[self._next] = stream
         return self._next
 
     def give(self, block: int) -> None:
@@ -206,7 +238,8 @@ class _Engine:
     def keep_shard(self, unit: str) -> None:
         """This rank's part of a unit's gradients, from its first reduction on until the step."""
         if len(self.grad_shards) < len(self.recording.facts.unit_bytes):
-            self.grad_shards.append(self.take(self.recording.facts.unit_shard_bytes[unit], "grad_shards"))
+            nbytes = self.recording.facts.unit_shard_bytes[unit]
+            self.grad_shards.append(self.take(nbytes, "grad_shards", self.reduces_on))
 
     def param_bytes(self, unit: str) -> int:
         return self.recording.facts.unit_bytes[unit]
@@ -225,6 +258,15 @@ class _Engine:
 class _Fsdp1(_Engine):
     """FullyShardedDataParallel with its defaults: BACKWARD_PRE prefetching, limit_all_gathers."""
 
+    gathers_on = _GATHER
+    reduces_on = _REDUCE
+
+    def drop_parameters(self, unit: str) -> None:
+        """The compute stream may still read them: `limit_all_gathers` lets two be in memory."""
+        if unit in self.parameters:
+            self.late.add(self.parameters[unit])
+        super().drop_parameters(unit)
+
     def gather(self, unit: str) -> None:
         super().gather(unit)
         ahead = self.before(unit) if self.phase is Phase.BACKWARD else None
@@ -232,12 +274,13 @@ class _Fsdp1(_Engine):
             super().gather(ahead)
 
     def reduce(self, unit: str) -> None:
-        flat = self.take(self.param_bytes(unit), "reduce_slots")  # the views' gradients, joined
+        flat = self.take(self.param_bytes(unit), "reduce_slots")  # the views' gradients, joined by autograd
+        self.late.add(flat)
         self.drop_gradients(unit)
         self.drop_parameters(unit)
         cast = None
         if self.reduce_bytes(unit) != self.param_bytes(unit):
-            cast = self.take(self.reduce_bytes(unit), "reduce_slots")
+            cast = self.take(self.reduce_bytes(unit), "reduce_slots", _REDUCE)
             self.give(flat)
         self.keep_shard(unit)
         self.give(flat if cast is None else cast)
@@ -245,6 +288,8 @@ class _Fsdp1(_Engine):
 
 class _Fsdp2(_Engine):
     """`fully_shard`: implicit prefetching forward, explicit prefetching of one unit backward."""
+
+    reduces_on = _REDUCE
 
     def begin(self) -> None:
         self.landing: dict[str, int] = {}
@@ -272,7 +317,7 @@ class _Fsdp2(_Engine):
 
     def _land(self, unit: str) -> None:
         if unit not in self.landing:
-            self.landing[unit] = self.take(self.param_bytes(unit), "gathered_slots")
+            self.landing[unit] = self.take(self.param_bytes(unit), "gathered_slots", _GATHER)
 
     def stays(self, unit: str) -> bool:
         return super().stays(unit) or unit in self.order[-1:]
@@ -293,6 +338,25 @@ class _Fsdp2(_Engine):
         if self.reducing is not None:
             self.give(self.reducing)
             self.reducing = None
+
+
+class _Ddp(_Engine):
+    """DistributedDataParallel with its defaults; buckets of whatever size hold every gradient."""
+
+    def begin(self) -> None:
+        self.take(sum(self.recording.facts.unit_shard_bytes.values()), "reduce_slots")
+
+    def gather(self, unit: str) -> None:
+        """A cast, where one is needed: otherwise modules compute with the parameters themselves."""
+        if self.param_bytes(unit) != self.recording.facts.unit_shard_bytes[unit]:
+            super().gather(unit)
+
+    def stays(self, unit: str) -> bool:
+        return True
+
+    def reduce(self, unit: str) -> None:
+        self.drop_gradients(unit)
+        self.keep_shard(unit)
 
 
 class _DeepSpeed(_Engine):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 from shardwise.errors import PlanError
 from shardwise.plan.allocator import ROUND_BYTES, Segments, peak_of, reserved_bytes
 from shardwise.plan.collectives import Cluster
+from shardwise.plan.cost import Cost, cost_of
 from shardwise.plan.dryrun import record
-from shardwise.plan.engines import memory_events
+from shardwise.plan.engines import replay
 from shardwise.plan.events import Allocate, Event, Phase
 from shardwise.plan.hardware import Hardware, find_device, find_interconnect
 from shardwise.plan.job import Job
@@ -27,8 +28,12 @@ from shardwise.policy.kinds import KINDS
 MIB = 2**20
 CONTEXT_BYTES = 512 * MIB
 """Of a CUDA context with the kernels of torch, cuBLAS and NCCL loaded; outside the allocator."""
-NCCL_BYTES = 512 * MIB
+CONTEXT_SOURCE = (
+    "assumed: some 300 MiB since CUDA 11.7, over 1 GiB before; https://github.com/pytorch/pytorch/issues/107667"
+)
+NCCL_BYTES = 688 * MIB
 """Of the buffers of one communicator; outside the allocator."""
+NCCL_SOURCE = "688 MiB a communicator, as measured on A100s: https://github.com/NVIDIA/nccl/issues/964"
 _WORKSPACES = {"h100": 32 * MIB, "h200": 32 * MIB, "b200": 32 * MIB}
 """cuBLAS's own, of one stream and thread, by the beginning of the device's name: 32 MiB from Hopper on, otherwise
 8.1 (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp). Inside the allocator."""
@@ -68,6 +73,8 @@ class Forecast:
     """In a step."""
     flops_per_rank: int
     """Executed in a step, recomputation included."""
+    price_per_hour: float | None
+    """Of one device: the job's, else the hardware data's, else unknown."""
     recording: Recording
     """The step that all of this was read off."""
 
@@ -75,6 +82,15 @@ class Forecast:
     def fits(self) -> bool:
         """Whether everything together is less than the device has."""
         return self.reserved_memory_bytes + self.context_bytes + self.nccl_bytes <= self.usable_bytes
+
+    @property
+    def cost(self) -> Cost | None:
+        """Of the run, where a device's price is known."""
+        if self.price_per_hour is None:
+            return None
+        devices = self.job.world_size
+        tokens = self.tokens_per_s_per_gpu * devices * self.step_time_s
+        return cost_of(self.price_per_hour, devices, self.step_time_s, tokens)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -90,10 +106,12 @@ class Forecast:
         return write_trace(self.timeline, path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: every field but the recording, the job's choices, and whether it fits."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in {"job", "recording"}}
+        """Plain data, for JSON: every field but the recording, the job's choices, whether it fits, and its cost."""
+        own = {"job", "recording", "price_per_hour"}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         plain["peak_at"] = {"phase": self.peak_at[0], "module": self.peak_at[1]}
-        return {"job": self.job.to_dict(), **plain, "fits": self.fits}
+        cost = None if self.cost is None else asdict(self.cost)
+        return {"job": self.job.to_dict(), **plain, "fits": self.fits, "cost": cost}
 
 
 def forecast(model: ModelLike, **arguments: Any) -> Forecast:
@@ -123,7 +141,8 @@ def forecast_of(recording: Recording) -> Forecast:
     """
     job, facts = recording.job, recording.facts
     hardware = find_device(job.gpu)  # type: ignore[arg-type]
-    events = (*_workspaces(job, hardware), *memory_events(recording))
+    replayed = replay(recording)
+    events = (*_workspaces(job, hardware), *replayed.events)
     rounding = 1 if job.on_cpu else ROUND_BYTES
     peak = peak_of(events, rounding)
     groups = sum(ranks > 1 for ranks in (job.shard_ranks, job.replicas))
@@ -140,7 +159,7 @@ def forecast_of(recording: Recording) -> Forecast:
         peak_memory_bytes=peak.nbytes,
         reserved_memory_bytes=peak.nbytes
         if job.on_cpu
-        else reserved_bytes(events, Segments(job.segments), usable - context - nccl),
+        else reserved_bytes(events, Segments(job.segments), usable - context - nccl, replayed.streams, replayed.late),
         context_bytes=context,
         nccl_bytes=nccl,
         usable_bytes=usable,
@@ -152,11 +171,16 @@ def forecast_of(recording: Recording) -> Forecast:
         exposed_comm_s=timeline.exposed_comm_s,
         bytes_sent_per_rank=round(timeline.bytes_sent),
         flops_per_rank=timeline.flops,
+        price_per_hour=job.price_per_hour if job.price_per_hour is not None else _listed_price(hardware),
         recording=recording,
     )
 
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def _listed_price(hardware: Hardware) -> float | None:
+    return None if hardware.price_per_hour is None else hardware.price_per_hour.value
 
 
 def _timeline(recording: Recording) -> Timeline:

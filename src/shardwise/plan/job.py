@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -76,6 +77,8 @@ class Job:
     """Of the device's context, outside the allocator. None: a usual one."""
     nccl_bytes: int | None = None
     """Of communicators' buffers, outside the allocator. None: usual ones."""
+    price_per_hour: float | None = None
+    """Of one device, in any currency. None: what the hardware data say, if they do."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
@@ -98,6 +101,9 @@ class Job:
             ("segments", SEGMENTS),
         ):
             _check_choice(name, getattr(self, name), choices)
+        price: object = self.price_per_hour
+        if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
+            raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")
         if not isinstance(self.compile, bool):
             raise ConfigError(f"compile={self.compile!r}: True or False")
         _ = self.recomputation

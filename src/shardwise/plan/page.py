@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from shardwise.errors import PlanError
-from shardwise.plan.report import Report
+from shardwise.plan.report import Report, amount
 from shardwise.plan.search import gib
 from shardwise.plan.table import seconds
 
@@ -38,7 +38,7 @@ def html(report: Report) -> str:
     except ImportError:
         raise PlanError("the page needs jinja2, which is not installed: pip install 'shardwise[train]'") from None
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters.update(gib=gib, seconds=seconds)
+    environment.filters.update(gib=gib, seconds=seconds, amount=amount)
     template = (files("shardwise.plan") / "templates" / "page.html.jinja").read_text(encoding="utf-8")
     bars = report.bars
     return environment.from_string(template).render(

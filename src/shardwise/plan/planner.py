@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardwise.plan.cost import Cost
 from shardwise.plan.evaluate import STEADY, Evaluator
-from shardwise.plan.forecast import Forecast
+from shardwise.plan.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Forecast
 from shardwise.plan.hardware import find_device, find_interconnect
 from shardwise.plan.job import Job
-from shardwise.plan.report import Report, full_name, strategy_name
+from shardwise.plan.report import Report, amount, full_name, strategy_name
 from shardwise.plan.search import (
     Candidate,
     Exploration,
@@ -48,8 +49,6 @@ class Question:
     objective: Objective = Objective.TOKENS_PER_S
     workers: int = 1
     """Processes that forecast."""
-    price_per_hour: float | None = None
-    """Of one GPU, in any currency; None: what the hardware data say, if they do."""
     smallest_cluster: bool = False
     """Also ask how few GPUs would do."""
     largest_batch: bool = False
@@ -121,18 +120,17 @@ def _answers(
         extra["smallest_cluster"] = None if found is None else found.job.world_size
         size = "none that is sensible" if found is None else _gpus_and_nodes(found.job)
         sentences.append(f"The smallest cluster that fits with {full_name(job)}: {size}.")
-    price = question.price_per_hour
-    if best is not None and price is None:
-        figure = find_device(best.job.gpu).price_per_hour  # type: ignore[arg-type]
-        price = None if figure is None else figure.value
-    if best is not None and price is not None:
-        per_million = price / 3600 / best.tokens_per_s_per_gpu * 1e6
-        extra["cost_per_million_tokens"] = per_million
-        sentences.append(
-            f"At {price:g} for an hour of a GPU, a million tokens cost {per_million:.3g}, a day of all GPUs "
-            f"{price * 24 * best.job.world_size:,.0f}."
-        )
+    if best is not None and best.cost is not None:
+        sentences.append(_cost_sentence(best.cost, best.job.world_size))
     return sentences, extra
+
+
+def _cost_sentence(cost: Cost, devices: int) -> str:
+    whole = f"a day of all {devices} GPUs" if devices > 1 else "a day"
+    return (
+        f"At {cost.per_device_hour:g} for an hour of a GPU, a step costs {amount(cost.per_step)}, a million tokens "
+        f"{amount(cost.per_million_tokens)}, {whole} {amount(cost.per_day)}."
+    )
 
 
 def _leanest(question: Question, nearest: Job) -> Job:
@@ -196,8 +194,13 @@ def assumptions(forecast: Forecast) -> Iterator[tuple[str, str]]:
         yield name, f"{words} ({figure.source}{note})"
     if hardware.measured is not None:
         yield "rates", f"measured on this machine with {hardware.measured.ranks} ranks"
-    yield "context", f"{gib(forecast.context_bytes)} GiB beside the allocator"
-    yield "NCCL", f"{gib(forecast.nccl_bytes)} GiB of buffers beside the allocator"
+    given = "as asked for"
+    context = CONTEXT_SOURCE if job.context_bytes is None else given
+    nccl = NCCL_SOURCE if job.nccl_bytes is None else given
+    yield "context", f"{gib(forecast.context_bytes)} GiB beside the allocator ({context})"
+    yield "NCCL", f"{gib(forecast.nccl_bytes)} GiB of buffers beside the allocator ({nccl})"
+    if job.price_per_hour is None and hardware.price_per_hour is not None:
+        yield "price", f"{hardware.price_per_hour.value:g} for an hour of a device ({hardware.price_per_hour.source})"
     yield "optimizer", f"{job.optimizer}, states in the master dtype"
     yield "loss", {"model": "the model's own, its logits in memory"}.get(job.loss, job.loss)
     yield "MFU", "6 N + 12 L d s operations a token over the peak rate; recomputation does not count"

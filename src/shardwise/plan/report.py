@@ -154,6 +154,11 @@ def by_strategy(exploration: Exploration) -> list[Candidate]:
     return list(found.values())
 
 
+def amount(money: float) -> str:
+    """An amount of money, to the cent or to three digits, whichever is more exact."""
+    return f"{money:,.2f}" if money >= 1 else f"{money:.3g}"
+
+
 def strategy_name(job: Job) -> str:
     """With its shard group, where it has one."""
     return job.strategy.value + (f"/{job.shard_group}" if job.shard_group is not None else "")
