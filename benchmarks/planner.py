@@ -17,7 +17,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,7 +28,7 @@ if not __package__:  # started as a file
 from benchmarks import facts
 from benchmarks.published.choose import Case, Choice
 from benchmarks.published.recordings import Steps, steps_of
-from benchmarks.published.rows import DATA, Row, read
+from benchmarks.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_can_be
 from benchmarks.published.score import Scored, by_source, headline, merge, percentile, quantiles
 from benchmarks.published.timing import Timed, time_row
 from benchmarks.target import Target
@@ -83,12 +82,12 @@ def parser() -> argparse.ArgumentParser:
 def forecast_rows(rows: list[Row], cache: Path, workers: int) -> tuple[list[Forecasted], list[str]]:
     """Forecasts, and a line for each row that cannot be forecast."""
     done, failed = [], []
-    with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=16) as pool:
-        recorded = [pool.submit(steps_of, row, cache) for row in rows]
+    with get_context("spawn").Pool(workers, maxtasksperchild=16) as pool:  # futures' pools stand still when ones end
+        recorded = [pool.apply_async(steps_of, (row, cache)) for row in rows]
         for number, (row, future) in enumerate(zip(rows, recorded, strict=True), start=1):
             print(f"{number} of {len(rows)}: {row.name}", file=sys.stderr, flush=True)
             try:
-                steps = future.result()
+                steps = future.get()
                 done.append(Forecasted(row, steps, time_row(row, steps)))
             except ShardwiseError as error:
                 failed.append(f"{row.name}: {error}")
@@ -145,6 +144,27 @@ def feasibility_lines(forecasts: list[Forecasted]) -> tuple[list[str], list[Targ
     if over:
         lines.append("forecast not to fit: " + ", ".join(over))
     return lines, [Target("runs that ran but are forecast not to fit", 1 - fit / len(ran), 1 - FEASIBLE_SHARE)]
+
+
+def out_of_memory_lines(forecasts: list[Forecasted]) -> tuple[list[str], list[Target]]:
+    """Runs that did not fit. Some tell the device's memory; of the others it is the hardware data's."""
+    if not forecasts:
+        return ["out of memory: no rows"], []
+    lines = [
+        f"out of memory: {len(forecasts)} published runs that did not fit",
+        "| row | model | devices | GiB there are | GiB forecast |",
+        "|---|---|---|---|---|",
+    ]
+    fitting = 0
+    for f in forecasts:
+        memory, published = f.steps.memory, f.row.published
+        usable = published.get("usable_gib", memory.usable / GIB)
+        needs = (memory.reserved + memory.outside) / GIB
+        fitting += needs <= usable
+        devices = f"{published['n_gpus']} x {f.row.job.gpu}, {published['strategy']}"
+        lines.append(f"| {f.row.name} | {published['model']} | {devices} | {usable:.2f} | {needs:.2f} |")
+    target = Target("runs that did not fit but are forecast to", fitting, 0, f"n = {len(forecasts)}")
+    return lines, [target]
 
 
 def unscored_lines(forecasts: list[Forecasted]) -> list[str]:
@@ -210,16 +230,20 @@ def _told(efficiency: Efficiency) -> str:
 def main() -> int:
     args = parser().parse_args()
     sources = args.sources.split(",") if args.sources else None
-    rows = [row for row in read(args.data) if sources is None or row.source in sources]
+    known, unknown = read_what_can_be(args.data)
+    rows = [row for row in known if sources is None or row.source in sources]
     if not rows:
         raise SystemExit(f"no rows of {args.sources!r} in {args.data}")
     forecasts, failed = forecast_rows(rows, args.cache, args.workers)
+    failed += unknown
+    too_large = forecast_rows(read(OUT_OF_MEMORY), args.cache, args.workers)[0] if sources is None else []
     sections: list[list[str]] = []
     targets: list[Target] = []
     judged: list[Callable[[], tuple[list[str], list[Target]]]] = [
         lambda: metric_lines(forecasts, "throughput"),
         lambda: metric_lines(forecasts, "memory"),
         lambda: feasibility_lines(forecasts),
+        lambda: out_of_memory_lines(too_large),
     ]
     for section in judged:
         lines, found = section()

@@ -26,7 +26,8 @@ class BundleRoofline(Roofline):
     known: dict[Kernel, float] = field(default_factory=dict)
 
     def seconds(self, kernel: Kernel) -> float:
-        assert isinstance(kernel, Bundle)
+        if not isinstance(kernel, Bundle):
+            return self._one(kernel)
         return sum(count * self._one(part) for part, count in kernel.kernels)
 
     def _one(self, kernel: Kernel) -> float:

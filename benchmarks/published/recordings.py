@@ -2,9 +2,10 @@
 
 import hashlib
 import inspect
+import os
 import pickle
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,21 @@ import shardwise
 from benchmarks.published import encoder, llama, mpt
 from benchmarks.published.rows import Row
 from shardwise.plan.dryrun import record
-from shardwise.plan.events import Collective, Event, Kernel, UnitMark, Wait
+from shardwise.plan.events import Allocate, Event, Free, Gradient, Phase, Wait
 from shardwise.plan.forecast import forecast_of
-from shardwise.plan.recording import Facts
+from shardwise.plan.job import Job
+from shardwise.plan.recording import Facts, Recording
 
-_PACKAGES = ("comm", "engine", "layout", "modules", "optim", "policy", "sharded", "plan")
-_LATER = (
-    *("roofline", "timeline", "collectives", "hardware", "trace", "mfu", "peers", "calibrate"),
-    *("evaluate", "page", "planner", "report", "scaling", "search", "space", "table", "workers", "source"),
+_PACKAGES = ("comm", "engine", "layout", "modules", "optim", "policy", "sharded")
+_RECORDING = (
+    *("compilation", "dryrun", "events", "feed", "gpu_kernels", "listening", "losses", "operations"),
+    *("recorder", "recording", "substitutes"),
 )
-"""Modules of plan/ that use recordings and do not make them."""
+"""Modules of plan/ that make recordings; the others use them."""
+_UNTIMED = (Allocate, Free, Gradient)
+"""Events that time does not depend on."""
+_NOT_RECORDED = ("gpu", "interconnect", "engine", "segments", "context_bytes", "nccl_bytes")
+"""Of a job: what a recording does not depend on."""
 
 
 @dataclass(frozen=True)
@@ -56,34 +62,53 @@ class Steps:
 
 
 def steps_of(row: Row, folder: Path) -> Steps:
-    """From the cache, or recorded now and put there."""
-    path = folder / f"{row.name}-{_key(row)}.steps"
-    if path.exists():
-        found: Steps = pickle.loads(zlib.decompress(path.read_bytes()))
-        return found
-    one = record(row.build, replace(row.job, accumulation=1))
-    two = record(row.build, replace(row.job, accumulation=2)) if row.job.accumulation > 1 else None
-    forecast = forecast_of(two or one)
+    """From a recording in the cache, or made now and put there."""
+    recording = _recorded(row, min(2, row.job.accumulation), folder)
+    forecast = forecast_of(recording)
     outside = forecast.context_bytes + forecast.nccl_bytes
     memory = Memory(forecast.peak_memory_bytes, forecast.reserved_memory_bytes, outside, forecast.usable_bytes)
-    steps = Steps(one.facts, memory, _timed(one.events), None if two is None else _timed(two.events))
+    events = _timed(recording.events)
+    if row.job.accumulation == 1:
+        return Steps(recording.facts, memory, events, None)
+    return Steps(recording.facts, memory, without_second(events), events)
+
+
+def without_second(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """A step of two micro-batches with the second one left out: from its forward to the optimizer."""
+    phases = [None if isinstance(event, Wait | Free | Gradient) else event.phase for event in events]
+    backward = phases.index(Phase.BACKWARD)
+    start = phases.index(Phase.FORWARD, backward)
+    end = phases.index(Phase.OPTIMIZER, start)
+    return events[:start] + events[end:]
+
+
+def _recorded(row: Row, accumulation: int, folder: Path) -> Recording:
+    """The row's step with so many micro-batches. What is kept of it does not depend on how memory and time are told."""
+    job = replace(row.job, accumulation=accumulation)
+    path = folder / f"{_key(row.build, job)}.recording"
+    if path.exists():
+        facts, events = pickle.loads(zlib.decompress(path.read_bytes()))
+        return Recording(job, facts, events)
+    recording = record(row.build, job)
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(zlib.compress(pickle.dumps(steps), 1))
-    return steps
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(zlib.compress(pickle.dumps((recording.facts, recording.events)), 1))
+    part.rename(path)
+    return recording
 
 
 def _timed(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    return tuple(event for event in events if isinstance(event, Kernel | Collective | Wait | UnitMark))
+    return tuple(event for event in events if not isinstance(event, _UNTIMED))
 
 
-def _key(row: Row) -> str:
+def _key(build: Any, job: Job) -> str:
     digest = hashlib.sha256(_code())
-    job = row.job
-    digest.update(repr(row.build).encode() if not hasattr(row.build, "func") else _partial(row.build).encode())
-    plain: dict[str, Any] = {name: getattr(job, name) for name in job.__dataclass_fields__}
+    digest.update(repr(build).encode() if not hasattr(build, "func") else _partial(build).encode())
+    # What is left at its default says nothing, so a field that is new does not make old recordings useless.
+    plain: dict[str, Any] = {f.name: getattr(job, f.name) for f in fields(job) if getattr(job, f.name) != f.default}
+    plain = {name: value for name, value in plain.items() if name not in _NOT_RECORDED}
     plain["units"] = sorted(cls.__qualname__ for cls in plain["units"])
-    plain.pop("interconnect")
-    plain["gpu"] = str(job.gpu)
+    plain["on_cpu"] = job.on_cpu
     digest.update(repr(sorted(plain.items(), key=lambda item: item[0])).encode())
     return digest.hexdigest()[:16]
 
@@ -96,6 +121,6 @@ def _partial(build: Any) -> str:
 def _code() -> bytes:
     root = Path(shardwise.__file__).parent
     files = [path for package in _PACKAGES for path in sorted((root / package).rglob("*.py"))]
-    files = [path for path in files if not (path.parent.name == "plan" and path.stem in _LATER)]
+    files += [root / "plan" / f"{name}.py" for name in _RECORDING]
     texts = [path.read_bytes() for path in files] + [inspect.getsource(m).encode() for m in (encoder, llama, mpt)]
     return hashlib.sha256(b"".join(texts)).digest()

@@ -16,10 +16,13 @@ from benchmarks.published.llama import Block as LlamaBlock
 from benchmarks.published.llama import Llama, LlamaLoss, LlamaShape, NeoX, NeoXBlock, NeoXLoss
 from benchmarks.published.mpt import MPT, MPTShape
 from benchmarks.published.mpt import Block as MPTBlock
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan.job import Job
 from shardwise.policy.precision import Precision
 
 DATA = Path(__file__).parent.parent / "data" / "published.jsonl"
+OUT_OF_MEMORY = DATA.parent / "out_of_memory.jsonl"
+"""Runs that are published because they did not fit, in the same form."""
 
 _DEVICES = {
     "A100-SXM-80GB": "a100-sxm-80gb",
@@ -29,6 +32,8 @@ _DEVICES = {
     "H100-95GB": "h100-sxm-96gb-500w",
     "H200-SXM-141GB": "h200-sxm",
     "MI300X-192GB": "mi300x",
+    "L40S": "l40s",
+    "RTX-4090": "rtx-4090",
 }
 _PREFIXES = (("A100", "a100-sxm-80gb"), ("H100", "h100-sxm-80gb"), ("H200", "h200-sxm"), ("B200", "b200-sxm"))
 """For names that leave the variant open."""
@@ -51,6 +56,14 @@ _STRATEGIES = (
     (r"FSDP", "full_shard"),
 )
 _MIXED = ("amp_bf16/DEFAULT", "DEFAULT", "bf16", "bf16 mixed", "bf16 (fp32 params, fp32 reduce-scatter)")
+_PRECISIONS = (
+    ("PURE", ("bf16", "bf16", None)),
+    (r"bf16-true|master\+grads\+states", ("bf16", "bf16", "bf16")),
+    (r"fp32 master\+states", ("bf16", "bf16", "fp32")),
+    ("^fp16", ("fp16", "fp32", None)),
+    ("^fp32", ("fp32", "fp32", "fp32")),
+)
+"""Of words in a row: (param, reduce, master)."""
 _LOSS_IS_COMPILED = ("2c8b594", "6fc499f", "775a486")
 """torchtitan's commits from August 2025 on that rows name."""
 _STABLECODE = {"n_heads": 32, "n_kv_heads": 32, "d_ff": 4 * 2560}
@@ -102,13 +115,32 @@ class Row:
 
 
 def read(path: Path = DATA) -> list[Row]:
-    """Every row of a file of published measurements."""
+    """Every row of a file of published measurements. Raises PlanError for a row that says too little."""
     with path.open(encoding="utf-8") as lines:
         return [row_of(json.loads(line)) for line in lines if line.strip()]
 
 
+def read_what_can_be(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a file, and a line for each that says too little, or names what nobody knows."""
+    rows, failed = [], []
+    with path.open(encoding="utf-8") as lines:
+        for published in (json.loads(line) for line in lines if line.strip()):
+            try:
+                rows.append(row_of(published))
+            except ShardwiseError as error:
+                failed.append(f"{published.get('id')}: {error}")
+    return rows, failed
+
+
 def row_of(published: dict[str, Any]) -> Row:
-    """One row of the file."""
+    """One row of the file. Raises PlanError where it says too little."""
+    try:
+        return _row_of(published)
+    except KeyError as error:
+        raise PlanError(f"the row does not say {error}") from error
+
+
+def _row_of(published: dict[str, Any]) -> Row:
     build, block = _builder(published)
     job = Job.of(
         **_cluster(published),
@@ -133,7 +165,7 @@ def row_of(published: dict[str, Any]) -> Row:
 def _builder(published: dict[str, Any]) -> tuple[Callable[[], nn.Module], type[nn.Module]]:
     take = _STABLECODE | {key: value for key, value in published.items() if value is not None}
     layers, width, vocab, seq_len = (take[key] for key in ("n_layers", "d_model", "vocab", "seq_len"))
-    if published["source_key"] == "foundry" or "MPT" in published["model"]:
+    if published["source_key"] == "foundry" or re.search("MPT|GPT-2", published["model"]):
         shape = MPTShape(layers, width, take["n_heads"], vocab, seq_len)
         return partial(MPT, shape), MPTBlock
     if "SimpleTransformer" in published["model"]:
@@ -178,7 +210,10 @@ def device_of(published: dict[str, Any]) -> str:
         return _DEVICES[gpu]
     if gpu.startswith("H100") and published["source_key"] in _ON_500_W:
         return "h100-sxm-96gb-500w"
-    return next(name for prefix, name in _PREFIXES if gpu.startswith(prefix))
+    known = next((name for prefix, name in _PREFIXES if gpu.startswith(prefix)), None)
+    if known is None:
+        raise PlanError(f"gpu {gpu!r} is not among the hardware data")
+    return known
 
 
 def _strategy(published: dict[str, Any]) -> str:
@@ -192,22 +227,20 @@ def _shard_group(published: dict[str, Any]) -> int | None:
 
 
 def _precision(published: dict[str, Any]) -> Precision:
+    """Where nothing else is said, as of float8 compute: masters and reductions as in bf16."""
     text = published["precision"]
     if text in _MIXED:
         return Precision(param="bf16", reduce="fp32")
-    if "PURE" in text:
-        return Precision(param="bf16", reduce="bf16")
-    if "bf16-true" in text or "master+grads+states" in text:
-        return Precision(param="bf16", reduce="bf16", master="bf16")
-    if "fp32 master+states" in text:
-        return Precision(param="bf16", reduce="bf16", master="fp32")
-    if text.startswith("fp16"):
-        return Precision(param="fp16", reduce="fp32")
-    return Precision(param="bf16", reduce="fp32")  # float8 and fp8 compute: masters and reductions as in bf16
+    param, reduce, master = next(
+        (dtypes for words, dtypes in _PRECISIONS if re.search(words, text)), ("bf16", "fp32", None)
+    )
+    return Precision(param=param, reduce=reduce, master=master)
 
 
 def _recomputation(published: dict[str, Any]) -> str:
-    mode = published["act_ckpt"]
+    mode = published.get("act_ckpt") or "unknown"
+    if mode == "unknown":
+        return "none"
     if mode != "selective":
         return str(mode)
     notes = published.get("notes", "")
@@ -257,6 +290,8 @@ def _reasons(published: dict[str, Any]) -> list[str]:
         reasons.append("unknown ZeRO stage")
     if "power limited" in (published.get("gpu") or ""):
         reasons.append("power limited")
-    if published["act_ckpt"] == "selective" and "p not stated" in published.get("notes", ""):
+    if (published.get("act_ckpt") or "unknown") == "unknown":
+        reasons.append("what recomputes is not stated")
+    if published.get("act_ckpt") == "selective" and "p not stated" in published.get("notes", ""):
         reasons.append("which blocks recompute is not stated")
     return reasons

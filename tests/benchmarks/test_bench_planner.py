@@ -6,11 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import GIB, Forecasted, feasibility_lines, metric_lines, unscored_lines
+from benchmarks.planner import (
+    GIB,
+    Forecasted,
+    feasibility_lines,
+    metric_lines,
+    out_of_memory_lines,
+    unscored_lines,
+)
 from benchmarks.published.bundles import BundleRoofline, bundled
 from benchmarks.published.choose import Case, Choice
-from benchmarks.published.recordings import Memory, Steps
-from benchmarks.published.rows import DATA, Row, read, row_of
+from benchmarks.published.recordings import Memory, Steps, steps_of, without_second
+from benchmarks.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_can_be, row_of
 from benchmarks.published.score import Scored, headline, merge, percentile, quantiles
 from benchmarks.published.timing import Timed, time_row
 from shardwise.plan.collectives import Cluster
@@ -57,6 +64,45 @@ def test_precisions_by_the_rules() -> None:
     assert ROWS["foundry-037"].job.precision.reduce == "float32"
     assert ROWS["foundry-146"].job.precision.reduce == "bfloat16"
     assert ROWS["thunder-003"].job.precision.master == "bfloat16"
+
+
+def test_rows_that_say_too_little_are_told_and_the_others_forecast(tmp_path: Path) -> None:
+    good = json.loads(DATA.read_text().splitlines()[0])
+    silent = {key: value for key, value in good.items() if key != "seq_len"}
+    rows = [good, {**silent, "id": "silent"}, {**good, "id": "odd", "gpu": "V100"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**good, "id": "open", "act_ckpt": None}]))
+    found, failed = read_what_can_be(path)
+    assert [row.name for row in found] == [good["id"], "open"]
+    assert found[1].reasons == ("what recomputes is not stated",)
+    assert failed == [
+        "silent: the row does not say 'seq_len'",
+        "odd: gpu 'V100' is not among the hardware data",
+    ]
+
+
+def test_runs_that_did_not_fit_are_mapped() -> None:
+    rows = {row.name: row for row in read(OUT_OF_MEMORY)}
+    assert len(rows) >= 10
+    assert all(row.published["url"].startswith("https://") for row in rows.values())
+    whole, half = rows["hf-fsdp-2"].job, rows["hf-fsdp-3"].job
+    assert (whole.strategy.value, whole.world_size, whole.precision.param) == ("no_shard", 2, "float32")
+    assert (half.precision.param, half.precision.reduce) == ("float16", "float32")
+
+
+def test_a_run_that_did_not_fit_is_forecast_not_to(tmp_path: Path) -> None:
+    """GPT-2 XL with DDP on 24 GB: 16 bytes of states for each of 1.56e9 parameters, and DDP's buckets."""
+    row = next(row for row in read(OUT_OF_MEMORY) if row.name == "hf-fsdp-2")
+    steps = steps_of(row, tmp_path)
+    lines, (target,) = out_of_memory_lines([Forecasted(row, steps, Timed(1.0, 0.0))])
+    assert target.passed
+    assert lines[-1].startswith("| hf-fsdp-2 | GPT-2 XL | 2 x rtx-4090, DDP | 23.65 |")
+    assert steps.memory.peak > 20 * row.published["params"]
+    roomy = Row({**row.published, "usable_gib": 40.0}, row.build, row.job)
+    (missed,) = out_of_memory_lines([Forecasted(roomy, steps, Timed(1.0, 0.0))])[1]
+    assert not missed.passed
+    assert steps_of(row, tmp_path) == steps, "the second time it comes from the recording that is kept"
+    assert len(list(tmp_path.glob("*.recording"))) == 1
 
 
 def test_what_is_scored_and_what_is_not() -> None:
@@ -185,6 +231,16 @@ def test_what_the_benchmark_prints_of_forecasts() -> None:
         for line in unscored_lines(forecasts)
     )
     assert metric_lines(forecasts, "memory") == (["memory: no scored rows"], [])
+
+
+def test_a_step_of_two_micro_batches_tells_a_step_of_one() -> None:
+    def kernel(name: str, phase: Phase) -> Kernel:
+        return Kernel(name, Work.MEMORY, 0, 1, "bf16", None, "", phase)
+
+    first = (kernel("a", Phase.FORWARD), Wait(1), kernel("b", Phase.BACKWARD), kernel("c", Phase.RECOMPUTE), Wait(2))
+    second = (kernel("d", Phase.FORWARD), kernel("e", Phase.BACKWARD), Wait(3))
+    last = (kernel("f", Phase.OPTIMIZER), Wait(4))
+    assert without_second((*first, *second, *last)) == (*first, *last)
 
 
 def test_accumulation_repeats_the_second_micro_batch() -> None:
