@@ -107,7 +107,8 @@ def _key(build: Any, job: Job) -> str:
     # What is left at its default says nothing, so a field that is new does not make old recordings useless.
     plain: dict[str, Any] = {f.name: getattr(job, f.name) for f in fields(job) if getattr(job, f.name) != f.default}
     plain = {name: value for name, value in plain.items() if name not in _NOT_RECORDED}
-    plain["units"] = sorted(cls.__qualname__ for cls in plain["units"])
+    units = plain["units"]
+    plain["units"] = units.__qualname__ if callable(units) else sorted(cls.__qualname__ for cls in units)
     plain["on_cpu"] = job.on_cpu
     digest.update(repr(sorted(plain.items(), key=lambda item: item[0])).encode())
     return digest.hexdigest()[:16]

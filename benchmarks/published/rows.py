@@ -64,8 +64,11 @@ _PRECISIONS = (
     ("^fp32", ("fp32", "fp32", "fp32")),
 )
 """Of words in a row: (param, reduce, master)."""
-_LOSS_IS_COMPILED = ("2c8b594", "6fc499f", "775a486")
-"""torchtitan's commits from August 2025 on that rows name."""
+_SUMMER_2025 = ("2c8b594", "6fc499f", "775a486")
+"""torchtitan's commits from August 2025 on that rows name. By then its loss is compiled with the model, and embeddings
+and head are units of their own (pytorch/torchtitan#1094), which the root held before."""
+_WINTER_2024 = ("torchtitan 0.0.2", *_SUMMER_2025)
+"""torchtitan's releases since `run_train.sh` asks for expandable segments (pytorch/torchtitan#643) that rows name."""
 _STABLECODE = {"n_heads": 32, "n_kv_heads": 32, "d_ff": 4 * 2560}
 
 
@@ -146,7 +149,7 @@ def _row_of(published: dict[str, Any]) -> Row:
         **_cluster(published),
         strategy=_strategy(published),
         shard_group=_shard_group(published),
-        units={block},
+        units=_ends_apart if _is_of(published, _SUMMER_2025) else {block},
         precision=_precision(published),
         seq_len=published["seq_len"],
         micro_batch=published["micro_batch_per_gpu"],
@@ -250,19 +253,25 @@ def _recomputation(published: dict[str, Any]) -> str:
 
 
 def _segments(published: dict[str, Any]) -> str:
-    """torchtitan's `run_train.sh` asks for expandable segments in the releases that rows name by a late commit; AMD's
-    allocator has none."""
-    late = any(commit in published.get("notes", "") for commit in _LOSS_IS_COMPILED)
-    return "expandable" if late and not (published.get("gpu") or "").startswith("MI") else "fixed"
+    """AMD's allocator has no expandable ones."""
+    asks = _is_of(published, _WINTER_2024) and not (published.get("gpu") or "").startswith("MI")
+    return "expandable" if asks else "fixed"
+
+
+def _is_of(published: dict[str, Any], releases: tuple[str, ...]) -> bool:
+    return any(release in published.get("notes", "") for release in releases)
+
+
+def _ends_apart(fqn: str, module: nn.Module) -> bool:
+    """Blocks, embeddings and head."""
+    return isinstance(module, LlamaBlock) or fqn in {"tok_embeddings", "output"}
 
 
 def _loss(published: dict[str, Any]) -> str:
-    """foundry's cross entropy is a fused kernel. torchtitan has compiled its loss with the model since spring 2025, so
-    fp32 logits are never in memory; of each row's release its notes tell the commit."""
+    """foundry's cross entropy is a fused kernel; where torchtitan compiles its own, fp32 logits are never in memory."""
     if published["source_key"] == "foundry":
         return "fused"
-    compiled = published.get("compile") and any(commit in published.get("notes", "") for commit in _LOSS_IS_COMPILED)
-    return "fused" if compiled else "model"
+    return "fused" if published.get("compile") and _is_of(published, _SUMMER_2025) else "model"
 
 
 def _engine(published: dict[str, Any]) -> str:

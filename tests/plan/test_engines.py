@@ -221,3 +221,22 @@ def test_a_compiled_block_keeps_what_is_not_cheap_to_compute_again() -> None:
     one_by_one = record(Stack, replace(job, compile=False))
     assert activations(one_by_one) - activations(recording) == 4 * hidden
     assert record(Stack, replace(job, activation_checkpointing="full")).facts.kept_bytes == {}
+
+
+def test_a_compiled_block_keeps_of_kept_operations_what_backward_reads() -> None:
+    """Of every second product, gate (first) and down (third), down's output only goes into a sum: operations one by
+    one keep it, a compiler does not. The sum is the block's output."""
+    job = Job(gpus_per_node=1, seq_len=128, micro_batch=2, units=frozenset({Block}), compile=True)
+    selective = replace(job, activation_checkpointing="selective-ops")
+    recording, one_by_one = record(Stack, selective), record(Stack, replace(selective, compile=False))
+    tokens = 2 * 128
+    hidden, width = tokens * 256 * 4, tokens * 64 * 4
+    assert set(recording.facts.kept_bytes.values()) == {hidden + width}
+    assert activations(one_by_one) - activations(recording) == 4 * width
+    alive: set[int] = set()
+    for event in replay(recording).events:
+        if isinstance(event, Allocate):
+            assert event.block not in alive
+            alive.add(event.block)
+        elif isinstance(event, Free):
+            alive.remove(event.block)

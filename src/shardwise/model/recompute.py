@@ -62,23 +62,24 @@ def _recomputed(forward: Callable[..., Any], selective: bool) -> Callable[..., A
             return forward(*args, **kwargs)
         if not selective:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        context_fn = partial(create_selective_checkpoint_contexts, _AlternatingPolicy())
+        context_fn = partial(create_selective_checkpoint_contexts, AlternatingPolicy())
         return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     return run
 
 
-class _AlternatingPolicy:
+class AlternatingPolicy:
     """Keeps attention outputs and every second matmul, counted apart for the forward and the recomputation."""
 
     def __init__(self) -> None:
         self._matmuls = {False: 0, True: 0}
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _ATTENTION:
-            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_SAVE if self.keeps(op, context.is_recompute) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def keeps(self, op: Any, is_recompute: bool = False) -> bool:
+        """Whether the output of the next operation is kept."""
         if op in _MATMUL:
-            self._matmuls[context.is_recompute] += 1
-            if self._matmuls[context.is_recompute] % 2:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+            self._matmuls[is_recompute] += 1
+            return self._matmuls[is_recompute] % 2 == 1
+        return op in _ATTENTION

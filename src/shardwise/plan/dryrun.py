@@ -157,12 +157,13 @@ class _Run:
         )
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-        """Of compiled blocks. Where they recompute, the checkpoints decide what is kept."""
-        if not self.job.compile or self.job.recomputation.every or not self.blocks or not (args or kwargs):
+        """Of compiled blocks. Where whole blocks recompute, checkpoints keep their inputs, compiled or not."""
+        whole = self.job.recomputation.every and not self.job.recomputation.selective
+        if not self.job.compile or whole or not self.blocks or not (args or kwargs):
             return {}
         fqns = {id(unit.module): unit.fqn for unit in self.engine.units}
         dtype = next(group.dtypes.compute for unit in self.engine.units for group in unit.groups)
-        nbytes = kept_bytes(self.blocks[0], args, kwargs, dtype)
+        nbytes = kept_bytes(self.blocks[0], args, kwargs, dtype, self.job.recomputation.selective)
         return {fqns[id(block)]: nbytes for block in self.blocks}
 
 
