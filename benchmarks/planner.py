@@ -79,10 +79,12 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def forecast_rows(rows: list[Row], cache: Path, workers: int) -> tuple[list[Forecasted], list[str]]:
-    """Forecasts, and a line for each row that cannot be forecast."""
+def forecast_rows(
+    rows: list[Row], cache: Path, workers: int, rows_per_process: int = 16
+) -> tuple[list[Forecasted], list[str]]:
+    """Forecasts, and a line for each row that cannot be forecast. Processes are replaced, for what tracing leaves."""
     done, failed = [], []
-    with get_context("spawn").Pool(workers, maxtasksperchild=16) as pool:  # futures' pools stand still when ones end
+    with get_context("spawn").Pool(workers, maxtasksperchild=rows_per_process) as pool:
         recorded = [pool.apply_async(steps_of, (row, cache)) for row in rows]
         for number, (row, future) in enumerate(zip(rows, recorded, strict=True), start=1):
             print(f"{number} of {len(rows)}: {row.name}", file=sys.stderr, flush=True)

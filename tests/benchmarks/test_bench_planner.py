@@ -10,6 +10,7 @@ from benchmarks.planner import (
     GIB,
     Forecasted,
     feasibility_lines,
+    forecast_rows,
     metric_lines,
     out_of_memory_lines,
     unscored_lines,
@@ -21,6 +22,7 @@ from benchmarks.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_
 from benchmarks.published.score import Scored, headline, merge, percentile, quantiles
 from benchmarks.published.timing import Timed, time_row
 from shardwise.plan.collectives import Cluster
+from shardwise.plan.dryrun import record
 from shardwise.plan.events import Collective, Kernel, Phase, UnitMark, Wait, Work
 from shardwise.plan.hardware import device_names, find_device, find_interconnect
 from shardwise.plan.recording import Facts
@@ -50,7 +52,10 @@ def test_every_published_row_can_be_asked_for() -> None:
         ("thunder-002", {"engine": "fsdp1", "compile": True}),
         ("torchtitan-046", {"engine": "fsdp1", "activation_checkpointing": "selective-ops"}),
         ("torchtitan-037", {"engine": "fsdp2", "activation_checkpointing": "every-2"}),
-        ("torchao-001", {"gpu": "h100-sxm-96gb-500w"}),
+        ("torchao-001", {"gpu": "h100-sxm-96gb-500w", "segments": "expandable", "loss": "model"}),
+        ("torchao-004", {"gpu": "mi300x", "segments": "fixed", "loss": "fused"}),
+        ("torchao-013", {"segments": "expandable", "loss": "fused"}),
+        ("torchtitan-001", {"segments": "fixed", "loss": "model"}),
         ("ds-bf16mw-002", {"engine": "deepspeed", "gpus_per_node": 1, "nodes": 1}),
     ],
 )
@@ -58,6 +63,14 @@ def test_rows_become_jobs_by_the_rules(name: str, expected: dict[str, object]) -
     job = ROWS[name].job
     found = {key: getattr(job, key) for key in expected}
     assert {key: getattr(value, "value", value) for key, value in found.items()} == expected
+
+
+@pytest.mark.slow
+def test_embeddings_and_head_are_units_of_their_own_in_torchtitan_since_the_summer_of_2025() -> None:
+    late, early = (record(ROWS[name].build, ROWS[name].job).facts.unit_bytes for name in ("torchao-013", "torchao-001"))
+    assert {"tok_embeddings", "output"} == late.keys() - early.keys()
+    assert late["tok_embeddings"] == late["output"] == 2 * 128256 * 4096
+    assert early[""] > 2 * late["output"] > 100 * late[""]
 
 
 def test_precisions_by_the_rules() -> None:
@@ -103,6 +116,15 @@ def test_a_run_that_did_not_fit_is_forecast_not_to(tmp_path: Path) -> None:
     assert not missed.passed
     assert steps_of(row, tmp_path) == steps, "the second time it comes from the recording that is kept"
     assert len(list(tmp_path.glob("*.recording"))) == 1
+
+
+@pytest.mark.slow
+def test_rows_are_forecast_whatever_processes_end_meanwhile(tmp_path: Path) -> None:
+    """`concurrent.futures` stands still here (Python 3.11): its pool forgets to replace processes that are done."""
+    row = ROWS["foundry-216"]
+    forecasts, failed = forecast_rows([row] * 3, tmp_path, workers=1, rows_per_process=1)
+    assert [f.row.name for f in forecasts] == ["foundry-216"] * 3
+    assert not failed
 
 
 def test_what_is_scored_and_what_is_not() -> None:
