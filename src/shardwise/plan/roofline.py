@@ -18,7 +18,7 @@ from shardwise.plan.hardware import Hardware, Measured, Points
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What programs reach of published rates; `docs/design/planning.md` says how the five were chosen."""
+    """What programs reach of published rates; `docs/design/planning-time.md` says how the five were chosen."""
 
     matmul: float = 0.83
     """Of the rate of a large product, at shapes that fill the device."""
