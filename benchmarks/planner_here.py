@@ -2,11 +2,13 @@
 
     python benchmarks/planner_here.py                      # 2 ranks, 3 sizes, every strategy, about ten minutes
     python benchmarks/planner_here.py --rounds 1 --steps 2 --sizes small
+    python benchmarks/planner_here.py --ranks 1 --cpu-time # what can be told on a machine that does other work too
     python benchmarks/planner_here.py --out planner-here   # and write results/DATE-planner-here.{json,md}
 
 Calibration and training take turns in the same processes, round after round, and a round's steps are forecast from
 that round's calibration, so load from outside that lasts longer than a round falls on both. What counts is, for each
-size and strategy, the median over rounds of forecast / measured.
+size and strategy, the median over rounds of forecast / measured. The load of the machine is told with the result: what
+others take of it in seconds rather than minutes falls on a step or on its calibration, and then there is no forecast.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -68,6 +71,7 @@ class Plan:
     rounds: int
     steps: int
     thorough: bool
+    cpu_time: bool
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=3, help="times that calibration and training take turns (%(default)s)")
     p.add_argument("--steps", type=int, default=3, help="timed steps of each run, after one untimed (%(default)s)")
     p.add_argument("--thorough", action="store_true", help="calibrate as `shardwise plan --calibrate` does")
+    p.add_argument("--cpu-time", action="store_true", help="of one rank, processor time instead of the wall's")
     p.add_argument("--strict", action="store_true", help="exit with status 1 unless every target is met")
     p.add_argument("--out", metavar="NAME", help="write NAME, dated, as JSON and markdown")
     return p
@@ -88,13 +93,14 @@ def measure(plan: Plan, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     times: list[dict[str, float]] = []
+    clock = time.process_time if plan.cpu_time else time.perf_counter
     for turn in range(plan.rounds):
-        hardware = calibrate(torch.device("cpu"), THOROUGH if plan.thorough else QUICK)
+        hardware = calibrate(torch.device("cpu"), THOROUGH if plan.thorough else QUICK, clock)
         if dist.get_rank() == 0:
             write_device(hardware, folder / f"round-{turn}.toml")
         times.append(
             {
-                f"{size} {strategy}": step_time_s(SIZES[size], strategy, plan.steps)
+                f"{size} {strategy}": step_time_s(SIZES[size], strategy, plan.steps, clock)
                 for size in plan.sizes
                 for strategy in plan.strategies
             }
@@ -105,7 +111,7 @@ def measure(plan: Plan, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def step_time_s(shape: GPTShape, strategy: str, steps: int) -> float:
+def step_time_s(shape: GPTShape, strategy: str, steps: int, clock: Callable[[], float]) -> float:
     """The median of this rank's steps. Every rank must call this."""
     model = sw.shard(GPT(shape), strategy)
     parameters = list(model.parameters())
@@ -114,12 +120,12 @@ def step_time_s(shape: GPTShape, strategy: str, steps: int) -> float:
     taken = []
     for step in range(steps + 1):
         tokens, targets = batch(shape, BATCH, dist.get_rank(), step)
-        started_s = time.perf_counter()
+        started_s = clock()
         model(tokens, targets).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        taken.append(time.perf_counter() - started_s)
+        taken.append(clock() - started_s)
     return median(taken[1:])
 
 
@@ -188,12 +194,28 @@ def main() -> int:
     for asked, known in ((sizes, tuple(SIZES)), (strategies, STRATEGIES)):
         if unknown := [name for name in asked if name not in known]:
             raise SystemExit(f"unknown {unknown[0]!r}; known are {', '.join(known)}")
-    found, targets = compare(Plan(sizes, strategies, args.rounds, args.steps, args.thorough), args.ranks)
-    text = "\n".join([table(found), "", *map(str, targets)])
+    if args.cpu_time and args.ranks > 1:
+        raise SystemExit(
+            "--cpu-time is for --ranks 1: several wait for each other, and waiting takes processor time too"
+        )
+    plan = Plan(sizes, strategies, args.rounds, args.steps, args.thorough, args.cpu_time)
+    loads = [os.getloadavg()[0]]
+    found, targets = compare(plan, args.ranks)
+    loads.append(os.getloadavg()[0])
+    clock = "processor time" if args.cpu_time else "time"
+    told = f"{args.ranks} ranks, {clock}; load of the machine before and after: {loads[0]:.1f}, {loads[1]:.1f}."
+    text = "\n".join([told, "", table(found), "", *map(str, targets)])
     print(text)
     if args.out:
         machine = facts.machine()
-        result = {"machine": machine, "runs": found, "targets": [asdict(target) for target in targets]}
+        result = {
+            "machine": machine,
+            "ranks": args.ranks,
+            "loads": loads,
+            "cpu_time": args.cpu_time,
+            "runs": found,
+            "targets": [asdict(target) for target in targets],
+        }
         report.write(
             args.out, result, f"# Forecasts on the machine at hand\n\n{report.facts_line(machine)}\n\n{text}\n"
         )

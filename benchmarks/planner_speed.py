@@ -26,8 +26,8 @@ from benchmarks.target import Target
 
 GIB = 2**30
 PLAN = ["-m", "shardwise.cli.main", "plan"]
-FORECAST = ["llama-3-405b", "--gpus", "8", "--nodes", "128", "--strategy", "full_shard", "--seq-len", "8192"]
-FORECAST += ["--micro-batch", "1", "--activation-checkpointing", "full", "--json"]
+FORECAST = ["llama-3-405b", "--gpu", "h200-sxm", "--gpus", "8", "--nodes", "128", "--strategy", "full_shard"]
+FORECAST += ["--seq-len", "8192", "--micro-batch", "1", "--activation-checkpointing", "full", "--json"]
 SEARCH = ["llama-3-8b", "--gpus", "8", "--seq-len", "8192", "--json"]
 FORECAST_S, FORECAST_BYTES = 90.0, 8 * GIB
 SEARCH_S, CONFIGURATIONS = 300.0, 100

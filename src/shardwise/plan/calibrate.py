@@ -46,13 +46,16 @@ QUICK = Effort(call_s=0.03, repeats=3)
 """Some ten seconds: enough for a forecast of the step of the run that it precedes."""
 
 
-def calibrate(device: torch.device, effort: Effort = THOROUGH) -> Hardware:
+def calibrate(
+    device: torch.device, effort: Effort = THOROUGH, clock: Callable[[], float] = time.perf_counter
+) -> Hardware:
     """Measure matrix products, attention, memory and collectives on this machine. Every rank must call this.
 
     All ranks measure together, so that what they share (a processor's memory, its clock, a network) is shared here too.
 
     Args:
         device: this rank's. The default process group, where there is one, moves the bytes.
+        clock: seconds; `time.process_time` for one CPU rank on a machine that does other work too.
 
     Returns:
         The packaged device of that name, or a processor, with what was measured; the same on every rank.
@@ -60,7 +63,7 @@ def calibrate(device: torch.device, effort: Effort = THOROUGH) -> Hardware:
     group = dist.group.WORLD if dist.is_initialized() else None
     collectives = collectives_for(group, device)
     try:
-        watch = _Stopwatch(collectives, device, effort)
+        watch = _Stopwatch(collectives, device, effort, clock)
         measured = Measured(
             matmul=_matmul(watch),
             attention=_attention(watch),
@@ -78,7 +81,10 @@ def calibrate(device: torch.device, effort: Effort = THOROUGH) -> Hardware:
 class _Stopwatch:
     """Times calls on all ranks at once: the mean over ranks of each one's median."""
 
-    def __init__(self, collectives: Collectives, device: torch.device, effort: Effort) -> None:
+    def __init__(
+        self, collectives: Collectives, device: torch.device, effort: Effort, clock: Callable[[], float]
+    ) -> None:
+        self.clock = clock
         self.collectives = collectives
         self.device = device
         self.effort = effort
@@ -93,10 +99,10 @@ class _Stopwatch:
             self._cold.add_(1.0)  # a step's tensors do not lie in a cache when their turn comes
             self._synchronize()
             self.collectives.barrier()
-            start_s = time.perf_counter()
+            start_s = self.clock()
             call()
             self._synchronize()
-            times_s.append(time.perf_counter() - start_s)
+            times_s.append(self.clock() - start_s)
         shared = torch.tensor([statistics.median(times_s)], dtype=torch.float64, device=self.device)
         self.collectives.all_reduce(shared).wait()
         return max(float(shared) / self.collectives.world_size, 1e-9)
