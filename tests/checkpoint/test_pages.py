@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.pages import around, cut
+from shardwise.checkpoint.pages import cut
 
 PAGE = 8
 
@@ -27,10 +27,3 @@ def test_neighbours_share_no_whole_page(bounds: list[int]) -> None:
     edges = {byte // PAGE for pages in ranks for part in (pages.head, pages.tail) for byte in range(*part)}
     assert not edges & set(whole)
     assert len(whole) == PAGE * len(set(whole))
-
-
-@given(st.integers(0, 100), st.integers(1, 100))
-def test_around_is_the_fewest_pages_that_hold_a_range(start: int, length: int) -> None:
-    pages = around(start, start + length, PAGE)
-    held = {byte // PAGE for byte in range(start, start + length)}
-    assert set(range(*pages)) == {byte for n in held for byte in range(n * PAGE, (n + 1) * PAGE)}

@@ -14,8 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import verify
-from shardwise.checkpoint.local_file import LocalFile
-from tests.checkpoint.states import build, everything, same, step
+from tests.checkpoint.states import everything, same, step
 from tests.engine.cases import Case
 from tests.engine.rig import Net, adamw, on_ranks
 from tests.ranks import RankPools
@@ -122,31 +121,3 @@ def test_pieces_that_are_not_written_as_they_lie(tmp_path: Path) -> None:
             assert mine.dtype == torch.float64
             full = [t.full_tensor() if isinstance(t, sw.ShardedParameter) else t for t in (value, mine)]
             assert torch.equal(full[0].double(), full[1]), name
-
-
-@pytest.mark.parametrize("case", [Case("full_shard", 2), Case("no_shard", 2), Case("hybrid_shard", 4)], ids=str)
-def test_what_several_ranks_read_is_read_through_the_page_cache(case: Case, ranks: RankPools, tmp_path: Path) -> None:
-    """What is sharded between all is not; buffers and replicas are."""
-    ranks(case.world_size).run(_read_ways, case, tmp_path)
-
-
-def _read_ways(case: Case, tmp_path: Path) -> None:
-    model, optimizer = build(case)
-    step(model, optimizer, 0)
-    sw.checkpoint.save(tmp_path / "c", model, optimizer)
-    before = everything(model, optimizer)
-    once: list[int] = []
-    original = LocalFile.read_once
-
-    def noting(self: LocalFile, start: int, into: memoryview) -> None:
-        once.append(into.nbytes)
-        original(self, start, into)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalFile, "read_once", noting)
-        sw.checkpoint.load(tmp_path / "c", model, optimizer)
-    same(everything(model, optimizer), before)
-    held = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
-    own_bytes = sum(tensor.local.nbytes for tensor in held if isinstance(tensor, sw.ShardedParameter))
-    assert own_bytes
-    assert sum(once) == (own_bytes if case.strategy == "full_shard" else 0)

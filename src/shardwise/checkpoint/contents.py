@@ -60,19 +60,11 @@ class _JoinedSource:
     sources: Mapping[str, Source]
 
     def read_at(self, start: int, into: memoryview) -> None:
-        for source, offset, part in self._parts(start, into):
-            source.read_at(offset, part)
-
-    def read_once(self, start: int, into: memoryview) -> None:
-        for source, offset, part in self._parts(start, into):
-            source.read_once(offset, part)
-
-    def _parts(self, start: int, into: memoryview) -> Iterator[tuple[Source, int, memoryview]]:
         at = bisect_right(self.parts, start, key=lambda part: part.start) - 1
         while into.nbytes:
             if at >= len(self.parts):
                 raise EOFError(start)
             part = self.parts[at]
             length = min(into.nbytes, part.stop - start)
-            yield self.sources[part.file], part.offset + start - part.start, into[:length]
+            self.sources[part.file].read_at(part.offset + start - part.start, into[:length])
             into, start, at = into[length:], start + length, at + 1

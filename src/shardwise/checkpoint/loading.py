@@ -75,9 +75,9 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
         rows = by_rank.own_rows(wanted, reading.by_rank_files.tensors, peers)
     with peers.together(doing):
         engine.release_all()
-        tensor_files.read(reading.contents, reading.model_files, reading.model_pieces, peers.replicas)
-        tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces, peers.replicas)
-        tensor_files.read(reading.contents, reading.by_rank_files, rows, peers.replicas)
+        tensor_files.read(reading.contents, reading.model_files, reading.model_pieces)
+        tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces)
+        tensor_files.read(reading.contents, reading.by_rank_files, rows)
         if optimizer is not None:
             reading.restore(optimizer)
             states = reading.training["rng"]

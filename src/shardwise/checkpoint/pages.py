@@ -1,4 +1,4 @@
-"""Whole pages of a file: what can be written or read past the page cache (O_DIRECT). Pure arithmetic."""
+"""Whole pages of a file: what can be written past the page cache (O_DIRECT). Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -29,8 +29,3 @@ def cut(start: int, stop: int, page_bytes: int = PAGE_BYTES) -> Pages:
     if first >= last:
         return Pages(Range(start, stop), Range(stop, stop), Range(stop, stop))
     return Pages(Range(start, first), Range(first, last), Range(last, stop))
-
-
-def around(start: int, stop: int, page_bytes: int = PAGE_BYTES) -> Range:
-    """The fewest whole pages that hold bytes [start, stop)."""
-    return Range(start // page_bytes * page_bytes, -(-stop // page_bytes) * page_bytes)

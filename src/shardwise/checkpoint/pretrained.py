@@ -82,12 +82,12 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
         if strict:
             matched.raise_differences(where, "strict=False loads what fits and reports the rest")
         _check_dtypes(weights, matched)
-        compared_bytes = _check_ties(weights, matched, peers.replicas)
+        compared_bytes = _check_ties(weights, matched)
     if heads and peers.is_first:
         warnings.warn(f"{where} was written by another class than {type(model).__name__}: {heads}", stacklevel=3)
     with peers.together(f"{where} cannot be loaded"):
         engine.release_all()
-        read = tensor_files.read(weights.opened, weights.files, matched.wanted, peers.replicas)
+        read = tensor_files.read(weights.opened, weights.files, matched.wanted)
     return Pretrained(
         tuple(matched.missing),
         tuple(matched.unexpected),
@@ -264,7 +264,7 @@ def _check_dtypes(weights: _Weights, matched: Matched) -> None:
             )
 
 
-def _check_ties(weights: _Weights, matched: Matched, replicas: int) -> int:
+def _check_ties(weights: _Weights, matched: Matched) -> int:
     """A tensor that is tied here, and stored under several names, has to be the same under all of them.
 
     Returns the bytes that were staged at most to compare them.
@@ -275,7 +275,7 @@ def _check_ties(weights: _Weights, matched: Matched, replicas: int) -> int:
         values = []
         for places in (own, others):
             twin = replace(piece, tensor=torch.empty_like(piece.tensor, device="cpu"))
-            read = tensor_files.read(weights.opened, weights.files, [(twin, place) for place in places], replicas)
+            read = tensor_files.read(weights.opened, weights.files, [(twin, place) for place in places])
             values.append(twin.tensor)
             staged_bytes = max(staged_bytes, read.peak_staged_bytes + 2 * twin.tensor.nbytes)
         if not torch.equal(*values):

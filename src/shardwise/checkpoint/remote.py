@@ -114,9 +114,6 @@ class _RemoteSource:
     fs: Any
     path: str
 
-    def read_once(self, start: int, into: memoryview) -> None:
-        self.read_at(start, into)
-
     def read_at(self, start: int, into: memoryview) -> None:
         while into.nbytes:
             want = min(into.nbytes, _READ_BYTES)

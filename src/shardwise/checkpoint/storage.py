@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.checkpoint.local_file import LocalFile
-
 Location = str | os.PathLike[str]
 """A path, or a URL such as "s3://bucket/run/step-000100"."""
 
 
 class Source(Protocol):
-    """A file that is open for reading."""
+    """A file that is open for reading, by several threads at a time."""
 
     def read_at(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on. Raises EOFError, with the position, where the file ends first."""
-
-    def read_once(self, start: int, into: memoryview) -> None:
-        """The same, of bytes that no other process of this machine is going to read: past the page cache if it can."""
 
 
 class Directory(Protocol):
@@ -116,11 +111,11 @@ class LocalDirectory:
 
     @contextmanager
     def open(self, name: str) -> Iterator[Source]:
-        source = LocalFile(self.path / name)
+        fd = os.open(self.path / name, os.O_RDONLY)
         try:
-            yield source
+            yield _LocalSource(fd)
         finally:
-            source.close()
+            os.close(fd)
 
     def write(self, name: str, data: bytes, durable: bool = True) -> None:
         with (self.path / name).open("wb") as file:
@@ -131,3 +126,15 @@ class LocalDirectory:
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalSource:
+    fd: int
+
+    def read_at(self, start: int, into: memoryview) -> None:
+        while into.nbytes:
+            count = os.preadv(self.fd, [into], start)
+            if not count:
+                raise EOFError(start)
+            into, start = into[count:], start + count

@@ -219,14 +219,8 @@ class Read(NamedTuple):
     """Most memory held at one time for what could not be read into a piece as it lies."""
 
 
-def read(
-    contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tuple[Piece, Place]], replicas: int
-) -> Read:
+def read(contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tuple[Piece, Place]]) -> Read:
     """Fill pieces with the elements stored at the places given, cast to the pieces' dtypes. Local.
-
-    Args:
-        replicas: ranks that read the same of sharded pieces. Where there are several, and of what every rank holds
-            whole, bytes are read through the page cache: once from the disk for all ranks of a machine.
 
     Each rank reads the bytes of its own elements and no others.
     """
@@ -241,7 +235,7 @@ def read(
         try:
             with contents.open(file) as source, _Reading(source) as reading:
                 for piece, place in sorted(pieces, key=lambda item: layout.starts[item[1].name]):
-                    done = _fill(reading, layout, piece, place, replicas > 1 or piece.is_whole)
+                    done = _fill(reading, layout, piece, place)
                     read_bytes += done.read_bytes
                     peak_staged_bytes = max(peak_staged_bytes, done.peak_staged_bytes)
                 reading.finish()
@@ -250,7 +244,7 @@ def read(
     return Read(read_bytes, peak_staged_bytes)
 
 
-def _fill(reading: _Reading, layout: TensorFile, piece: Piece, place: Place, shared: bool) -> Read:
+def _fill(reading: _Reading, layout: TensorFile, piece: Piece, place: Place) -> Read:
     """Fill a piece with its elements of one place; what needs no staging is there after `reading.finish()`."""
     dtype, target = DTYPES[layout.tensors[place.name].dtype], piece.tensor
     flat = target.view(-1) if target.is_contiguous() else target.flatten()  # one, or a copy
@@ -263,7 +257,7 @@ def _fill(reading: _Reading, layout: TensorFile, piece: Piece, place: Place, sha
         start = int(part.here[0])
         at = layout.byte_range(place.name, start, start).start
         if in_place:
-            reading.ask(at, _bytes(chunk), shared)
+            reading.ask(at, _bytes(chunk))
         else:
             reading.source.read_at(at, _bytes(chunk))
             staged_bytes = max(staged_bytes, _put(chunk, flat, part))
@@ -288,12 +282,11 @@ class _Reading:
     def __exit__(self, *error: object) -> None:
         self._crew.__exit__(*error)
 
-    def ask(self, start: int, into: memoryview, shared: bool) -> None:
-        """Fill `into` from byte `start` on. shared: other ranks, perhaps of this machine, read the same."""
+    def ask(self, start: int, into: memoryview) -> None:
+        """Fill `into` from byte `start` on."""
         if len(self._asked) > _IN_FLIGHT:
             self._asked.popleft().result()
-        read = self.source.read_at if shared else self.source.read_once
-        self._asked.append(self._crew.give(read, start, into))
+        self._asked.append(self._crew.give(self.source.read_at, start, into))
 
     def finish(self) -> None:
         while self._asked:
