@@ -118,7 +118,8 @@ def test_a_run_that_is_killed_again_and_again_goes_on_to_the_same_end(ranks: Ran
     assert "step-000001" in checkpoints()
     assert "step-000002" not in checkpoints()
 
-    assert train(Kill(0, "rename step-000003.partial"))[0] == 1
+    status, said = train(Kill(0, "rename step-000003.partial"))
+    assert status == 1, said
     assert checkpoints() == ["step-000001", "step-000002", "step-000003.partial"]
 
     status, said = train(Kill(0, "unlink step-000002.partial", launcher=True))  # committed step 4, drops step 2

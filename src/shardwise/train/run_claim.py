@@ -69,7 +69,7 @@ class _Claim:
             self._run.mkdir(parents=True, exist_ok=True)
             while self._fd < 0:
                 self._try(say)
-            os.truncate(self._fd, 0)
+            os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(_own()).encode(), 0)
         except OSError as error:
             raise ConfigError(f"cannot write the run directory {self._run}: {error.strerror}") from None
