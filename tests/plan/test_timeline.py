@@ -179,6 +179,9 @@ def test_the_drawing_is_an_svg_with_a_lane_for_each_stream() -> None:
         float(node.get("width") or 0) for node in root.iter("{http://www.w3.org/2000/svg}rect") if node.get("y") != "12"
     ]
     assert max(widths) == pytest.approx(850 / 2, abs=2)  # the backward kernel: 20 of 40 ms
+    *_, last = (node for node in root.iter("{http://www.w3.org/2000/svg}text") if (node.text or "").endswith(" ms"))
+    assert last.get("text-anchor") == "end"
+    assert float(last.get("x") or 0) <= 960, "it is not cut off at the picture's edge"
 
 
 def test_traces_are_written_by_suffix(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from shardwise.plan.events import Phase
 from shardwise.plan.timeline import COMPUTE, Span, Stall, Timeline
 
 WIDTH, LANE, LEFT, TOP = 960, 34, 90, 44
+TICKS = 5
 _COLOURS = {
     Phase.SETUP: "#8a8f98",
     Phase.FORWARD: "#3b7dd8",
@@ -140,11 +141,11 @@ def _legend() -> list[str]:
 
 def _axis(end_s: float, y: int) -> list[str]:
     parts = [f'<line x1="{LEFT}" y1="{y}" x2="{WIDTH - 20}" y2="{y}" stroke="currentColor"/>']
-    for tick in range(6):
-        at_s = end_s * tick / 5
+    for tick in range(TICKS + 1):
+        at_s = end_s * tick / TICKS
+        x, anchor = (WIDTH - 4.0, "end") if tick == TICKS else (_x(at_s, end_s), "middle")  # the last ends inside
         parts.append(
-            f'<text x="{_x(at_s, end_s):.1f}" y="{y + 18}" text-anchor="middle" fill="currentColor">'
-            f"{at_s * 1e3:.4g} ms</text>"
+            f'<text x="{x:.1f}" y="{y + 18}" text-anchor="{anchor}" fill="currentColor">{at_s * 1e3:.4g} ms</text>'
         )
     return parts
 
