@@ -60,7 +60,9 @@ def test_files_are_ordinary_safetensors_under_the_models_names(saved: tuple[Path
     assert (training["step"], training["extra"], len(training["rng"])) == (2, {"position": [0, 7]}, 2)
     assert training["optimizer"]["groups"][0]["fqns"][0] == "scale"
     assert training["optimizer"]["state"]["scale"]["step"]["scalar"] == 2.0
-    assert sorted(file.name for file in path.iterdir()) == sorted([*TENSOR_FILES, "training.json", "manifest.json"])
+    assert sorted(file.name for file in path.iterdir()) == sorted(
+        [*TENSOR_FILES, "training.json", "manifest.json", "names.json"]  # the last for the tied weight
+    )
 
 
 def test_several_files_hold_the_same(
