@@ -26,7 +26,6 @@ def _verdicts(kind: str, work: Path, **options: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("rank-0", {}),
         ("rank-1", {"collectives": "gloo"}),
         ("all-at-rank-0", {}),
         ("rank-0", {"width": 100_000}),  # its pages go past the page cache

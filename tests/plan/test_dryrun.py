@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.comm.recording import RecordingCollectives
 from shardwise.engine.shard import require_engine
 from shardwise.errors import ConfigError, PlanError
+from shardwise.layout.flat import round_up
 from shardwise.plan.dryrun import record
 from shardwise.plan.events import Allocate, Collective, Free, Kernel, Phase, UnitMark, Wait, Work
 from shardwise.plan.job import Job
@@ -206,7 +207,8 @@ def test_facts() -> None:
     assert (facts.name, facts.layers, facts.width, facts.sequence) == ("GPT2LMHeadModel", 3, 32, 16)
     assert facts.params == facts.trainable == sum(p.numel() for p in gpt2().parameters())
     assert facts.embeddings == 64 * 32  # positions; the tokens' are the head's
-    assert facts.unit_reduce_bytes["transformer.h.0"] == 2 * facts.unit_bytes["transformer.h.0"]
+    of_ranks = 8 * 64  # each rank's slice of a reduce slot begins on 64 bytes
+    assert facts.unit_reduce_bytes["transformer.h.0"] == round_up(2 * facts.unit_bytes["transformer.h.0"], of_ranks)
 
 
 class Deciding(nn.Module):
