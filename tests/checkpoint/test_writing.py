@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -213,6 +214,26 @@ def test_an_error_in_the_middle_is_raised_and_nothing_stays_open(call: int, disk
             write(disk / "file", SPANS)
     assert next(calls) > call
     assert len(os.listdir("/proc/self/fd")) == opened  # noqa: PTH208
+
+
+def test_a_checkpoint_may_have_more_files_than_a_process_may_open(disk: Path) -> None:
+    paths = [disk / f"file-{number}" for number in range(200)]
+    for path in paths:
+        path.touch()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))  # noqa: PTH208
+    synced: list[int] = []
+    with small() as patch, RangeWriter() as writer:
+        patch.setattr(os, "fsync", lambda fd, fsync=os.fsync: (synced.append(os.fstat(fd).st_ino), fsync(fd)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 150, hard))
+        try:
+            for number, path in enumerate(paths):
+                writer.write(path, [(3, content((number, 2 * PAGE_BYTES)))])
+            writer.sync()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sorted(synced) == sorted(path.stat().st_ino for path in paths), "each once"
+    assert all(path.read_bytes()[3:] == content((n, 2 * PAGE_BYTES)) for n, path in enumerate(paths))
 
 
 def test_no_more_is_taken_than_there_are_buffers_for(disk: Path) -> None:

@@ -35,6 +35,8 @@ _LEAST_BYTES = 256 * 2**10
 """Less is not worth a wait for the disk: it is kept, and goes through the page cache."""
 _KEPT_BYTES = 2**20
 """Kept at most. Written together: what goes through the page cache waits until nothing else is written to the file."""
+_MOST_OPEN = 128
+"""Files at a time. A process may have 1,024 open in many places, and a rank has bytes in every file of a checkpoint."""
 _STEP_BYTES = 512 * 2**10
 """Copied and summed while it is in the processor's cache."""
 
@@ -42,7 +44,7 @@ _STEP_BYTES = 512 * 2**10
 class RangeWriter:
     """Writes one rank's ranges of one file after another. A context manager.
 
-    Files stay open until it is left: what went wrong with a write of before is said to who had the file open then.
+    Files stay open until they are on disk: what goes wrong with a write is said to who had the file open then.
     """
 
     def __init__(self) -> None:
@@ -68,6 +70,8 @@ class RangeWriter:
 
         Returns the checksums of what was written. Raises OSError, perhaps only in a later call.
         """
+        if len(self._files) == _MOST_OPEN:
+            self.sync()
         file, sums = _File(path), RegionSums()
         self._files.append(file)
         window: _Window | None = None
@@ -89,12 +93,15 @@ class RangeWriter:
             self._put(file, window)
         self._finish()
         file.write_kept()
+        file.end_direct()
         return sums.regions()
 
     def sync(self) -> None:
-        """Have everything on disk."""
+        """Have everything on disk that was written."""
         for future in [self._crew.give(os.fsync, file.fd) for file in self._files]:
             future.result()
+        while self._files:
+            self._files.pop().close()
 
     def _put(self, file: _File, window: _Window) -> None:
         """Have what is in a window written, now or with the rest of what is kept."""
@@ -168,8 +175,13 @@ class _File:
 
     def close(self) -> None:
         os.close(self.fd)
+        self.end_direct()
+
+    def end_direct(self) -> None:
+        """Nothing more goes past the page cache: whatever went wrong there has been raised."""
         if self._direct is not None:
             os.close(self._direct)
+            self._direct = None
 
     @property
     def is_direct(self) -> bool:
