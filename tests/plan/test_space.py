@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.space import families, is_single, precision_of
+from shardwise.plan.space import families, precision_of
 from shardwise.policy.precision import Precision
 
 
@@ -22,7 +22,7 @@ def test_all_fixed_is_one_configuration() -> None:
     found = families(
         {"strategy": "full_shard", "micro_batch": 2, "accumulation": 3, "activation_checkpointing": "full", "nodes": 2}
     )
-    assert is_single(found)
+    assert [family.size for family in found] == [1]
     job = found[0].job("full", *found[0].batches[0])
     assert (job.micro_batch, job.accumulation, job.activation_checkpointing, job.nodes) == (2, 3, "full", 2)
 

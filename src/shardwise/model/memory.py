@@ -22,11 +22,6 @@ class Memory:
     now: dict[str, int]
     peak: dict[str, int]
 
-    @property
-    def engine_bytes(self) -> int:
-        """What the engine itself allocates, and never changes after the first step: shards and slots."""
-        return sum(self.peak[kind] for kind in STATE_KINDS if kind != "optimizer")
-
 
 def memory(model: nn.Module) -> Memory:
     """This rank's memory by kind. Local, but before the first forward every rank must call it: it allocates the slots.

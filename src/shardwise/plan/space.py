@@ -68,11 +68,6 @@ def families(arguments: Mapping[str, Any], global_batch: int | None = None) -> l
     return found
 
 
-def is_single(found: Sequence[Family]) -> bool:
-    """Whether there is nothing to search."""
-    return sum(family.size for family in found) == 1
-
-
 def _values(value: Any) -> tuple[Any, ...]:
     """The choices that an argument spells: a list or tuple of them, else itself."""
     return tuple(dict.fromkeys(value)) if isinstance(value, list | tuple) else (value,)

@@ -76,10 +76,6 @@ class Timeline:
         """Seconds in which computation stood still for communication."""
         return sum(stall.end_s - stall.start_s for stall in self.stalls)
 
-    def busy_s(self, stream: str) -> float:
-        """Seconds in which a stream was at work."""
-        return sum(span.seconds for span in self.spans if span.stream == stream)
-
     @property
     def streams(self) -> tuple[str, ...]:
         """compute first, then communicators in order of first use."""
