@@ -1,14 +1,15 @@
 """Calibrate this machine, train on it and forecast the same steps: how far off is a forecast on hardware at hand?
 
-    python benchmarks/planner_here.py                      # 2 ranks, 3 sizes, every strategy, about ten minutes
+    python benchmarks/planner_here.py                      # 2 ranks, 3 sizes, every strategy, a quarter of an hour
     python benchmarks/planner_here.py --rounds 1 --steps 2 --sizes small
     python benchmarks/planner_here.py --ranks 1 --cpu-time # what can be told on a machine that does other work too
     python benchmarks/planner_here.py --out planner-here   # and write results/DATE-planner-here.{json,md}
 
-Calibration and training take turns in the same processes, round after round, and a round's steps are forecast from
-that round's calibration, so load from outside that lasts longer than a round falls on both. What counts is, for each
-size and strategy, the median over rounds of forecast / measured. The load of the machine is told with the result: what
-others take of it in seconds rather than minutes falls on a step or on its calibration, and then there is no forecast.
+Calibration and training take turns in the same processes, run by run: the steps of a run are forecast from the
+calibrations just before and just after it, so load from outside that lasts longer than a run and its calibrations falls
+on both. What counts is, for each size and strategy, the median over rounds of forecast / measured. The load of the
+machine is told with the result: what others take of it for seconds falls on a step or on its calibration, and then
+there is no forecast.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 if not __package__:  # started as a file
@@ -73,13 +74,23 @@ class Plan:
     thorough: bool
     cpu_time: bool
 
+    @property
+    def cells(self) -> list[tuple[str, str]]:
+        """The runs of a round, in order: size and strategy."""
+        return [(size, strategy) for size in self.sizes for strategy in self.strategies]
+
+
+def _calibration(folder: Path, turn: int) -> Path:
+    """Where the calibration before the run number `turn`, which is also the one after the run before, is written."""
+    return folder / f"before-{turn}.toml"
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ranks", type=int, default=2, help="processes, one thread each (%(default)s)")
     p.add_argument("--sizes", default=",".join(SIZES), help="comma-separated (%(default)s)")
     p.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated (%(default)s)")
-    p.add_argument("--rounds", type=int, default=3, help="times that calibration and training take turns (%(default)s)")
+    p.add_argument("--rounds", type=int, default=3, help="times that every run has its turn (%(default)s)")
     p.add_argument("--steps", type=int, default=3, help="timed steps of each run, after one untimed (%(default)s)")
     p.add_argument("--thorough", action="store_true", help="calibrate as `shardwise plan --calibrate` does")
     p.add_argument("--cpu-time", action="store_true", help="of one rank, processor time instead of the wall's")
@@ -92,21 +103,17 @@ def measure(plan: Plan, folder: Path) -> None:
     """As one rank: calibrate and train in turn. Every rank must call this; rank 0 writes what it saw."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    times: list[dict[str, float]] = []
     clock = time.process_time if plan.cpu_time else time.perf_counter
-    for turn in range(plan.rounds):
+    taken: list[float] = []
+    for turn in range(plan.rounds * len(plan.cells) + 1):
         hardware = calibrate(torch.device("cpu"), THOROUGH if plan.thorough else QUICK, clock)
         if dist.get_rank() == 0:
-            write_device(hardware, folder / f"round-{turn}.toml")
-        times.append(
-            {
-                f"{size} {strategy}": step_time_s(SIZES[size], strategy, plan.steps, clock)
-                for size in plan.sizes
-                for strategy in plan.strategies
-            }
-        )
+            write_device(hardware, _calibration(folder, turn))
+        if turn < plan.rounds * len(plan.cells):
+            size, strategy = plan.cells[turn % len(plan.cells)]
+            taken.append(step_time_s(SIZES[size], strategy, plan.steps, clock))
     if dist.get_rank() == 0:
-        (folder / "times.json").write_text(json.dumps(times), encoding="utf-8")
+        (folder / "times.json").write_text(json.dumps(taken), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -144,37 +151,39 @@ def forecast_s(recording: Recording, calibration: Path) -> float:
     return simulate(recording.events, Roofline(hardware), cluster, job.slots).step_time_s
 
 
-def run_ranks(plan: Plan, ranks: int, folder: Path) -> list[dict[str, float]]:
-    """Measure in processes of their own; what was measured, by round and run."""
+def run_ranks(plan: Plan, ranks: int, folder: Path) -> list[float]:
+    """Measure in processes of their own; the seconds of a step, run by run, round by round."""
     (folder / "plan.json").write_text(json.dumps(asdict(plan)), encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     run([*launcher, "-m", "benchmarks.planner_here", str(folder)], environment(), timeout_s=3600.0)
-    times: list[dict[str, float]] = json.loads((folder / "times.json").read_text(encoding="utf-8"))
-    return times
+    taken: list[float] = json.loads((folder / "times.json").read_text(encoding="utf-8"))
+    return taken
 
 
 def compare(plan: Plan, ranks: int) -> tuple[list[dict[str, Any]], list[Target]]:
     """Every run's measured and forecast seconds by round, and the targets."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        times = run_ranks(plan, ranks, folder)
+        taken = run_ranks(plan, ranks, folder)
         found = []
-        for size in plan.sizes:
-            for strategy in plan.strategies:
-                recording = recorded(size, strategy, ranks)
-                measured = [taken[f"{size} {strategy}"] for taken in times]
-                forecast = [forecast_s(recording, folder / f"round-{turn}.toml") for turn in range(plan.rounds)]
-                ratios = [ours / theirs for ours, theirs in zip(forecast, measured, strict=True)]
-                found.append(
-                    {
-                        "size": size,
-                        "strategy": strategy,
-                        "params": recording.facts.params,
-                        "measured_s": measured,
-                        "forecast_s": forecast,
-                        "ratio": median(ratios),
-                    }
-                )
+        for cell, (size, strategy) in enumerate(plan.cells):
+            recording = recorded(size, strategy, ranks)
+            turns = range(cell, len(taken), len(plan.cells))
+            around = [[forecast_s(recording, _calibration(folder, at)) for at in (turn, turn + 1)] for turn in turns]
+            measured = [taken[turn] for turn in turns]
+            forecast = [mean(both) for both in around]
+            ratios = [ours / theirs for ours, theirs in zip(forecast, measured, strict=True)]
+            found.append(
+                {
+                    "size": size,
+                    "strategy": strategy,
+                    "params": recording.facts.params,
+                    "measured_s": measured,
+                    "forecast_s": forecast,
+                    "forecasts_before_and_after_s": around,
+                    "ratio": median(ratios),
+                }
+            )
     worst = max(found, key=lambda row: abs(row["ratio"] - 1))
     detail = f"{worst['size']} {worst['strategy']}; median of all {median(abs(r['ratio'] - 1) for r in found):.3f}"
     return found, [Target("largest error of a forecast step time", abs(worst["ratio"] - 1), BOUND, detail)]
