@@ -31,14 +31,15 @@ class ScaledAddition:
 
     def write(self, target: Tensor, source: Tensor) -> None:
         """target[:] = scale * source, scaled in the wider dtype of the two, and rounded once."""
+        if source.dtype == target.dtype and target.is_cpu and self._is_exact(target.dtype):
+            torch.mul(source, self._factor(target.dtype), out=target)
+            return
         wide = torch.promote_types(target.dtype, source.dtype)
         if target.dtype == wide != source.dtype:
             target.copy_(source)
             target.mul_(self._factor(wide))
         elif target.device.type != "cpu":
             torch.mul(source, self._scale, out=target)
-        elif source.dtype == target.dtype and self._is_exact(wide):
-            torch.mul(source, self._factor(wide), out=target)
         else:
             wide = torch.promote_types(wide, torch.float32)
             for part, term in _chunks(target, source):

@@ -35,7 +35,7 @@ def storage_key(tensor: Tensor) -> int:
 class Slot(Generic[T]):
     """One buffer and who is in it."""
 
-    __slots__ = ("_bases", "baseline", "buffer", "collectives", "generation", "holder", "key")
+    __slots__ = ("_flats", "baseline", "buffer", "collectives", "generation", "holder", "key")
 
     def __init__(self, collectives: Collectives, buffer: Buffer) -> None:
         self.collectives = collectives
@@ -49,25 +49,27 @@ class Slot(Generic[T]):
     def _set(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self.key = storage_key(buffer.bytes)
-        self._bases: dict[torch.dtype, Tensor] = {}
+        self._flats: dict[tuple[torch.dtype, int, int], Tensor] = {}
+        """By dtype, first byte and elements: made once, since to cut a tensor costs more than to look one up."""
 
     def base(self, dtype: torch.dtype) -> Tensor:
         """The whole slot as a 1-D tensor of `dtype`."""
-        base = self._bases.get(dtype)
-        if base is None:
-            with torch.inference_mode(False):  # it is kept, and an inference tensor could never be saved for backward
-                base = self._bases[dtype] = self.buffer.bytes.view(dtype)
-        return base
+        return self.flat(0, self.buffer.bytes.numel() // dtype.itemsize, dtype)
 
     def flat(self, start_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of `dtype` from byte `start_bytes` on; 1-D, a view."""
-        start = start_bytes // dtype.itemsize
-        return self.base(dtype)[start : start + numel]
+        flat = self._flats.get((dtype, start_bytes, numel))
+        if flat is None:
+            stop_bytes = start_bytes + numel * dtype.itemsize
+            with torch.inference_mode(False):  # it is kept, and an inference tensor could never be saved for backward
+                flat = self.buffer.bytes[start_bytes:stop_bytes].view(dtype)
+            self._flats[dtype, start_bytes, numel] = flat
+        return flat
 
     def references(self) -> int:
-        """How many tensors (not Python names) refer to the storage."""
+        """How many tensors (not Python names) refer to the storage, those that are kept here left out."""
         count: int = torch._C._storage_Use_Count(self.key)
-        return count
+        return count - len(self._flats)
 
     def replace_storage(self) -> None:
         """Leave the storage to those who still hold views of it and go on with another."""

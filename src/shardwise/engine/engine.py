@@ -63,8 +63,6 @@ class Engine:
         """Slots left to somebody who still held a view of them when their unit was released."""
         self.suspended = False
         """`sw.unsharded` is inside: modules hold full parameters and the hooks stand still."""
-        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Those that stepped any of the units."""
         self._arena: Arena[Unit] | None = None
         self._secondary: Arena[Unit] | None = None
         self._planned = False

@@ -35,7 +35,7 @@ _UNUSED, _REDUCED, _LEFT = range(3)
 """What became of a parameter's gradient in this backward: there was none; it was reduced; it still waits."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _InFlight:
     """Sums under way and the slot that is theirs until they are there."""
 

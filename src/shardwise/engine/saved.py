@@ -26,7 +26,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _FUNC_WAY_OUT = "Take the torch.func transform outside, over sw.unsharded(model)"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to make, and many are made
 class Handle:
     """A view of a unit's gathered parameters, without its bytes. Offset and strides in elements of `dtype`."""
 

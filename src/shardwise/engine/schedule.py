@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Phase(enum.Enum):
@@ -19,8 +19,7 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """A unit (by index) was needed."""
 
     phase: Phase

@@ -93,8 +93,6 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     groups = adopted[0].mesh if adopted else build_mesh(strategy, mesh, secondary, None)
     engine = Engine(groups, strategy, precision, slots, keeps_params=not resharding)
     own = _build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
-    for other in adopted:
-        engine.optimizers.update(other.optimizers)
     engine.install(_in_module_order(model, own, old, groups))
     model.__dict__[_ENGINE] = engine
     for unit in engine.units:

@@ -9,6 +9,7 @@ of its optimizers is wrapped.
 
 from __future__ import annotations
 
+import weakref
 from functools import wraps
 from typing import Any
 
@@ -22,6 +23,9 @@ from shardwise.sharded.waiting import drop_waiting
 
 SHARDED_FACE = "_shardwise_sharded"
 """Attribute of an inner parameter: its outer face."""
+
+stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Every optimizer that has updated a sharded parameter."""
 
 
 def _exchange(optimizer: Optimizer) -> None:
@@ -59,8 +63,11 @@ def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for unit in _owners(optimizer):
-        unit.stepped_by(optimizer)
+    owners = _owners(optimizer)
+    for unit in owners:
+        unit.stepped()
+    if owners:
+        stepped.add(optimizer)
 
 
 _zero_grad = Optimizer.zero_grad

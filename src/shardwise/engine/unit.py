@@ -135,7 +135,10 @@ class Unit:
     @property
     def version(self) -> int:
         """Grows whenever this rank's weights are written."""
-        return self.updates + sum(group.shard._version for group in self.groups)
+        version = self.updates
+        for group in self.groups:  # asked a dozen times a step: `sum` would take three times as long
+            version += group.shard._version
+        return version
 
     @property
     def is_running(self) -> bool:
@@ -236,7 +239,7 @@ class Unit:
 
     def about_to_step(self) -> None:
         """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
-        if self.is_waiting:
+        if self.written or self.late:
             raise UsageError(
                 f"optimizer.step() while gradients of unit {self.fqn!r} from a backward inside sw.no_sync wait to be "
                 "reduced: run the last backward of a step outside sw.no_sync, or drop them with zero_grad()"
@@ -248,11 +251,9 @@ class Unit:
             ids = set(map(id, parameters))
             self.forget_gradients([(g, i) for g, i in self.keys if id(self.groups[g].sharded[i]) in ids])
 
-    def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self) -> None:
         """An optimizer has updated the shards."""
         self.updates += 1
-        if self._engine is not None:
-            self._engine.optimizers.add(optimizer)
 
     def _gradient_hook(self, key: tuple[int, int]) -> Any:
         this = weakref.ref(self)  # the collector cannot see through a tensor's hooks: the leaf would keep us for ever
@@ -308,8 +309,8 @@ class Unit:
 
     @staticmethod
     def _slice(slot: Slot[Unit], group: Group, numel: int, rank: int) -> Tensor:
-        flat = slot.flat(group.gather_start, group.layout.numel, group.dtypes.compute)
-        return flat[rank * numel : (rank + 1) * numel]
+        dtype = group.dtypes.compute
+        return slot.flat(group.gather_start + rank * numel * dtype.itemsize, numel, dtype)
 
     def land(self) -> None:
         """Wait for the gather and point the inner parameters at the slot."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine
-from shardwise.engine.stepping import SHARDED_FACE
+from shardwise.engine.stepping import SHARDED_FACE, stepped
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.sharded.parameter import ShardedParameter
 
@@ -79,9 +79,12 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
 
 def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
     """Of the optimizers that stepped any unit."""
-    for optimizer in engine.optimizers:
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+    units = set(engine.units)
+    for optimizer in stepped:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(isinstance(parameter, ShardedParameter) and parameter.unit in units for parameter in parameters):
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _held_bytes(tensors: Iterable[Tensor]) -> int:

@@ -37,7 +37,7 @@ class Owner(Protocol):
     def about_to_step(self) -> None:
         """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
 
-    def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self) -> None:
         """An optimizer has updated the shards."""
 
     def drop_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
@@ -70,6 +70,8 @@ class ShardedParameter(Tensor):
 
     # No Python before the dispatcher: a third of the cost.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __hash__ = object.__hash__
+    """Of the object, as torch's is, which asks twice: optimizers look up their state by parameters."""
 
     def __new__(cls, local: Tensor, placement: Placement, requires_grad: bool = False) -> Self:
         if local.shape != (placement.fragment.numel,):
