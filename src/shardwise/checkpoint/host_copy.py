@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ class HostMemory:
         copies = []
         for piece, start in zip(pieces, starts, strict=True):
             room = self._buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
-            copies.append(replace(piece, tensor=room.copy_(piece.tensor, non_blocking=True)))
+            copies.append(piece.with_tensor(room.copy_(piece.tensor, non_blocking=True)))
         for device in devices:  # the copies are behind the optimizer's step in the same stream
             torch.cuda.current_stream(device).synchronize()
         return copies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.piece import DTYPES, Piece, piece_of
+from shardwise.checkpoint.piece import DTYPES, NAMES, Piece, piece_of
 from shardwise.checkpoint.training_state import check_json
 from shardwise.engine.stepping import SHARDED_FACE
 from shardwise.errors import UsageError
@@ -22,8 +23,8 @@ class OptimizerState:
     """What is saved: JSON, and tensors named `<fqn>.<state name>`."""
 
     document: dict[str, Any]
-    """"class", "groups" (options, with "fqns"), "dtypes" of parameters by fqn, and "state": fqn -> name -> a number or
-    {"tensor": its name}."""
+    """A copy: "class", "groups" (options, with "fqns"), "dtypes" of parameters by fqn, and "state": fqn -> name -> a
+    number or {"tensor": its name}."""
     pieces: list[Piece]
 
 
@@ -77,7 +78,7 @@ def _option(key: str, value: Any) -> Any:
         value = value.item()
     value = list(value) if isinstance(value, tuple) else value
     check_json(value, f"the optimizer's option {key!r}")
-    return value
+    return copy.deepcopy(value)
 
 
 def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any:
@@ -87,7 +88,7 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any
         return {"tensor": name}
     if not isinstance(value, Tensor):
         check_json(value, f"optimizer state {name!r}")
-        return value
+        return copy.deepcopy(value)
     if value.numel() == 1 and not value.is_complex() and not isinstance(value, ShardedParameter):
         return {"scalar": value.item(), "dtype": _dtype_name(value), "shape": list(value.shape)}
     if value.shape == parameter.shape and not isinstance(parameter, ShardedParameter):
@@ -100,7 +101,7 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    return next(name for name, dtype in DTYPES.items() if dtype is tensor.dtype)
+    return NAMES[tensor.dtype]
 
 
 # Giving it back -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,8 @@ DTYPES = {
     "C64": torch.complex64,
 }
 """By safetensors' names."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""And theirs for torch's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +68,7 @@ class Piece:
     @property
     def stored(self) -> list[StoredTensor]:
         """The tensors that it is written to, each perhaps in part."""
-        return [StoredTensor(place.name, _NAMES[self.tensor.dtype], place.shape) for place in self.places]
+        return [StoredTensor(place.name, NAMES[self.tensor.dtype], place.shape) for place in self.places]
 
     def held_at(self, place: Place) -> Runs:
         """From elements of the stored tensor to those of `self.tensor`, flattened, that lie on this rank."""
@@ -81,7 +82,11 @@ class Piece:
         if not elements.length:
             return None
         flat = self.tensor.reshape(-1)[elements.start - self.start : elements.stop - self.start]
-        return replace(self, tensor=flat, start=elements.start, is_whole=False)
+        return Piece(self.names, self.shape, flat, elements.start, False, self.places)
+
+    def with_tensor(self, tensor: Tensor) -> Piece:
+        """The same piece with its numbers elsewhere. (`dataclasses.replace` takes five times as long.)"""
+        return Piece(self.names, self.shape, tensor, self.start, self.is_whole, self.places)
 
 
 def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | None = None) -> Piece:
@@ -89,7 +94,7 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
 
     Without `places` it is stored as it is, under its first name. Raises UsageError if safetensors has no such dtype.
     """
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in NAMES:
         raise UsageError(f"{names[0]!r} is of {tensor.dtype}, which safetensors files cannot hold")
     places = places or (Place.whole(names[0], tensor.shape),)
     if isinstance(tensor, ShardedParameter):

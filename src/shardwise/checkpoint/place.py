@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ class Place:
     runs: Runs
     """From elements of the model's flattened tensor to elements of the stored one."""
 
-    @classmethod
-    def whole(cls, name: str, shape: Sequence[int]) -> Place:
-        """A tensor stored as it is."""
-        return cls(name, tuple(shape), Runs.one(math.prod(shape)))
+    @staticmethod
+    def whole(name: str, shape: Sequence[int]) -> Place:
+        """A tensor stored as it is. The same object each time, while it is among the latest."""
+        return _whole(name, tuple(shape))
+
+
+@functools.lru_cache(maxsize=2**16)
+def _whole(name: str, shape: tuple[int, ...]) -> Place:
+    return Place(name, shape, Runs.one(math.prod(shape)))

@@ -204,7 +204,7 @@ def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: 
     documents = {**_configuration(model), **_names(model, pieces["model"])} if peers.is_first else {}
     for kind in kinds:
         documents.update(kind.files.index)
-    document = None if state is None else copy.deepcopy(state.document)
+    document = None if state is None else state.document
     device = require_engine(model).mesh.device
     whole = [piece for found in pieces.values() for piece in found if piece.is_whole]
     return _Writing(target, kinds, {"optimizer": document}, training_state.random_state(device), whole, documents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 from collections import deque
@@ -88,10 +89,11 @@ def plan(stem: str, pieces: Sequence[Piece], max_file_bytes: int) -> TensorFiles
                     f"{tensor.name!r} is stored with {piece.name!r} in it, as {tensor.dtype}, and with something else "
                     f"as {stored[tensor.name].dtype}: give both the same dtype"
                 )
-    return lay_out_files(stem, list(stored.values()), max_file_bytes)
+    return lay_out_files(stem, tuple(stored.values()), max_file_bytes)
 
 
-def lay_out_files(stem: str, tensors: Sequence[StoredTensor], max_file_bytes: int) -> TensorFiles:
+@functools.lru_cache(maxsize=8)
+def lay_out_files(stem: str, tensors: tuple[StoredTensor, ...], max_file_bytes: int) -> TensorFiles:
     """The files that hold `tensors`, in their order, of at most `max_file_bytes` each."""
     parts = split(tensors, max_file_bytes)
     names = [f"{stem}-{k:05d}-of-{len(parts):05d}.safetensors" for k in range(1, len(parts) + 1)]

@@ -53,7 +53,7 @@ def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _write_files(directory: Path, stem: str, tensors: Tensors, max_file_bytes: int) -> None:
-    planned = tensor_files.lay_out_files(stem, list(tensors.stored.values()), max_file_bytes)
+    planned = tensor_files.lay_out_files(stem, tuple(tensors.stored.values()), max_file_bytes)
     tensor_files.create(directory, planned)
     _write_small(directory, planned.index)
     for file in planned.files:
