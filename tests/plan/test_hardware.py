@@ -15,6 +15,8 @@ from shardwise.plan.hardware import (
     write_device,
 )
 
+FP32 = {"fp32": Figure(1e12, "made for a test")}
+
 
 def figures_of(hardware: Hardware) -> list[Figure]:
     tables = (hardware.peak_flops, hardware.matmul_flops, hardware.attention_flops)
@@ -57,7 +59,10 @@ def test_packaged_interconnects(name: str) -> None:
     assert found.bytes_per_s.source != "assumed"
 
 
-@pytest.mark.parametrize(("asked", "bytes_per_s"), [("800Gbps", 100e9), ("8x400gbps", 400e9), ("2 x 25 gbps", 6.25e9)])
+@pytest.mark.parametrize(("asked", "bytes_per_s"), [
+    ("800Gbps", 100e9), ("8x400gbps", 400e9), ("2 x 25 gbps", 6.25e9), ("100gbps", 12.5e9), ("8 Gbit/s", 1e9),
+    ("100GBps", 100e9), ("2x25GB/s", 50e9),
+])  # fmt: skip
 def test_an_interconnect_is_a_rate_or_a_name(asked: str, bytes_per_s: float) -> None:
     assert find_interconnect(asked).bytes_per_s.value == bytes_per_s
 
@@ -114,10 +119,22 @@ def test_an_unknown_device_is_named_with_the_way_out(asked: str, message: str) -
     ("old", "new", "message"),
     [
         ('kind = "gpu"', 'kind = "tpu"', "neither 'gpu' nor 'cpu'"),
-        ("[memory]", "[memories]", r"the table \[memory\] is missing"),
-        ("usable_bytes", "bytes_usable", "memory.usable_bytes must be"),
+        ("[memory]", "[memories]", "unknown key memories; did you mean memory"),
+        ("usable_bytes", "useable_bytes", "unknown key memory.useable_bytes; did you mean usable_bytes"),
+        ("usable_bytes", "# usable_bytes", "memory.usable_bytes must be"),
+        ("title =", "colour = 'red'\ntitle =", "unknown key colour; there are title, kind"),
+        ("[peak_flops]", "[link.peak_flops]", "unknown key link.peak_flops"),
+        ("[matmul_flops]", "[ignored]", "unknown key ignored"),
+        ("value = 132.0", "value = 0.5", "processor.count.value = 0.5 is less than 1"),
+        ("value = 132.0", "value = true", "processor.count.value = True is not a positive number"),
         ("value = 3.35e+12", "value = -1", "memory.bytes_per_s.value = -1 is not a positive number"),
-        ("fp32 =", "fp33 =", "peak_flops.fp32 is missing"),
+        ("value = 3.35e+12", "value = nan", "memory.bytes_per_s.value = nan is not a positive number"),
+        ("value = 3.35e+12", "value = inf", "memory.bytes_per_s.value = inf is not a positive number"),
+        ("value = 3.35e+12", "value = 1" + 400 * "0", "is not a positive number"),
+        ("value = 3.35e+12", "valeu = 1", "memory.bytes_per_s must be"),
+        ("value = 3.35e+12", "unit = 'B/s', value = 1", "unknown key memory.bytes_per_s.unit"),
+        ("fp32 =", "fp33 =", "unknown key peak_flops.fp33; did you mean fp32"),
+        ("fp32 =", "# fp32 =", "peak_flops.fp32 is missing"),
         ("title =", "title", "not TOML"),
     ],
 )
@@ -130,6 +147,46 @@ def test_a_file_that_lacks_something_says_what(tmp_path: Path, old: str, new: st
     with pytest.raises(PlanError, match=message) as caught:
         find_device(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("peak_flops = 3", "peak_flops = 3 is not a table"),
+        ('matmul_flops = "abc"', "matmul_flops = 'abc' is not a table"),
+        ("measured = 3", "measured = 3 is not a table"),
+        ("measured = { ranks = 2 }", "measured.memory is not a list of"),
+        ("measured = { memory = [] }", "measured.memory is not a list of"),
+        ("measured = { memory = [[0, 1e9]] }", "measured.memory is not a list of"),
+        ("measured = { memory = [[1e6, nan]] }", "measured.memory is not a list of"),
+        ("measured = { memory = [[1e6, 1e9, 1]] }", "measured.memory is not a list of"),
+        ("measured = { memory = [[1, 1]], matmul = { fp32 = [[1e6, -1]] } }", "measured.matmul.fp32 is not a list of"),
+        ("measured = { memory = [[1, 1]], matmul = 3 }", "measured.matmul = 3 is not a table"),
+        ("measured = { memory = [[1, 1]], ranks = 0 }", "measured.ranks = 0 is not a whole number from 1 on"),
+        ("measured = { memory = [[1, 1]], operation_s = inf }", "measured.operation_s = inf is not a positive"),
+        ("measured = { memory = [[1, 1]], colectives = {} }", "measured.colectives; did you mean collectives"),
+        ("measured = { memory = [[1, 1]], collectives = { all_gather = [[1, 1]] } }", "collectives take more ranks"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(tmp_path: Path, lines: str, message: str) -> None:
+    path = tmp_path / "mine.toml"
+    device = replace(find_device("cpu"), matmul_flops={}, peak_flops={} if "peak" in lines else FP32)
+    write_device(device, path)
+    path.write_text(f"{lines}\n{path.read_text()}")
+    with pytest.raises(PlanError, match=message):
+        find_device(path)
+
+
+@pytest.mark.parametrize("asked", ["0gbps", "0x100gbps", "9" * 400 + "gbps"])
+def test_a_rate_of_nothing_or_everything(asked: str) -> None:
+    with pytest.raises(PlanError, match="a node's rate must be above 0, and finite"):
+        find_interconnect(asked)
+
+
+@pytest.mark.parametrize("asked", ["100GBPS", "efa-400GBps"])
+def test_bytes_are_not_taken_for_bits(asked: str) -> None:
+    with pytest.raises(PlanError, match=r"unknown interconnect .*800gbps \(bits\) or 100GBps \(bytes\)"):
+        find_interconnect(asked)
 
 
 def test_an_unknown_interconnect_is_named_with_the_way_out() -> None:

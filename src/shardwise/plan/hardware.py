@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.errors import PlanError
+from shardwise.plan.section import Section, Unusable, is_amount
 from shardwise.suggest import did_you_mean, nearest_path
 
 _DATA = files("shardwise.plan") / "data"
-_PER_NODE = re.compile(r"^(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*gbps$", re.IGNORECASE)
+_PER_NODE = re.compile(r"(?:(\d+)\s*[xX]\s*)?(\d+(?:\.\d+)?)\s*[gG](b|bit|B)(?:ps|/s)")
+"""A rate. GB is not Gb: a byte has eight bits."""
 _GENERIC_LATENCY_S = 4e-6
 T = TypeVar("T")
 Points = tuple[tuple[float, float], ...]
@@ -154,7 +156,10 @@ def find_device(asked: Hardware | str | Path) -> Hardware:
 
 
 def find_interconnect(asked: Interconnect | str | Path) -> Interconnect:
-    """What links nodes, by its packaged name, the path of a file, or a rate such as "800gbps" or "8x400gbps" a node.
+    """What links nodes, by its packaged name, the path of a file, or a node's rate.
+
+    Args:
+        asked: a rate is in bits ("800gbps", "8x400Gb/s") or in bytes ("100GBps", "8x50GB/s").
 
     Raises:
         PlanError: none of these.
@@ -162,19 +167,25 @@ def find_interconnect(asked: Interconnect | str | Path) -> Interconnect:
     if isinstance(asked, Interconnect):
         return asked
     name = str(asked)
-    if name.lower() in interconnect_names():
+    if name.lower() in interconnect_names() and "GB" not in name:
         return _packaged_interconnect(name.lower())
-    if match := _PER_NODE.match(name.strip()):
-        rate = int(match[1] or 1) * float(match[2]) * 1e9 / 8
-        return Interconnect(
-            name, name, Figure(rate, "as asked for"), Figure(_GENERIC_LATENCY_S, "as packaged for InfiniBand")
-        )
+    if match := _PER_NODE.fullmatch(name.strip()):
+        return _of_rate(name, int(match[1] or 1) * float(match[2]) * 1e9 / (1 if match[3] == "B" else 8))
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():
         return _parsed(path, _interconnect)
     raise PlanError(
         f"unknown interconnect {name!r}{did_you_mean(name.lower(), interconnect_names())}; packaged are "
-        f"{', '.join(interconnect_names())}; or give a node's rate, such as 800gbps, or the path of a file"
+        f"{', '.join(interconnect_names())}; or give a node's rate, such as 800gbps (bits) or 100GBps (bytes), or the "
+        "path of a file"
+    )
+
+
+def _of_rate(name: str, bytes_per_s: float) -> Interconnect:
+    if not is_amount(bytes_per_s):
+        raise PlanError(f"interconnect {name!r}: a node's rate must be above 0, and finite")
+    return Interconnect(
+        name, name, Figure(bytes_per_s, "as asked for"), Figure(_GENERIC_LATENCY_S, "as packaged for InfiniBand")
     )
 
 
@@ -215,7 +226,8 @@ def _sections(hardware: Hardware) -> dict[str, dict[str, Figure]]:
 
 def _measured_lines(measured: Measured) -> list[str]:
     lines = ["[measured]", f"ranks = {measured.ranks}", f"operation_s = {measured.operation_s!r}"]
-    lines += [f"{name} = {_points_text(getattr(measured, name))}" for name in ("attention", "memory")]
+    curves = {name: getattr(measured, name) for name in ("attention", "memory")}
+    lines += [f"{name} = {_points_text(points)}" for name, points in curves.items() if points]
     for name in ("matmul", "operations", "collectives"):
         lines += ["", f"[measured.{name}]"]
         lines += [f"{key} = {_points_text(points)}" for key, points in getattr(measured, name).items()]
@@ -261,84 +273,85 @@ def _parsed(path: Path, make: Callable[[str, Mapping[str, Any]], T]) -> T:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: not TOML: {error}") from error
-    except _Missing as error:
-        raise PlanError(f"{path}: {error}; src/shardwise/plan/data has examples of every key") from error
+    except Unusable as error:
+        raise PlanError(f"{path}: {error} (src/shardwise/plan/data has examples of every key)") from error
 
 
-class _Missing(Exception):
-    """What a file lacks, as the end of a message."""
+_TABLES = ("peak_flops", "matmul_flops", "attention_flops", "memory", "processor", "link", "price", "measured")
+_DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def _device(name: str, data: Mapping[str, Any]) -> Hardware:
-    memory, processor, link = (_table(data, key) for key in ("memory", "processor", "link"))
-    peaks = _figures(data, "peak_flops")
+    whole = Section(data, "", ("title", "kind", "interconnect", *_TABLES))
+    memory = whole.section("memory", ("bytes", "usable_bytes", "bytes_per_s"))
+    processor = whole.section("processor", ("count", "power_w"))
+    link = whole.section("link", ("bytes_per_s", "latency_s"))
+    peaks = _figures(whole.section("peak_flops", _DTYPES))
     if "fp32" not in peaks:
-        raise _Missing("peak_flops.fp32 is missing")
-    if data.get("kind") not in ("gpu", "cpu"):
-        raise _Missing(f"kind = {data.get('kind')!r} is neither 'gpu' nor 'cpu'")
+        raise Unusable("peak_flops.fp32 is missing")
+    kind = whole.value("kind")
+    if kind not in ("gpu", "cpu"):
+        raise Unusable(f"kind = {kind!r} is neither 'gpu' nor 'cpu'")
+    processors = _figure(processor, "count")
+    if processors.value < 1:
+        raise Unusable(f"processor.count.value = {processors.value!r} is less than 1")
     return Hardware(
         name=name,
-        title=str(data.get("title", name)),
-        kind=data["kind"],
-        interconnect=str(data.get("interconnect", "8x400gbps")),
+        title=whole.text("title", name),
+        kind=kind,
+        interconnect=whole.text("interconnect", "8x400gbps"),
         peak_flops=peaks,
-        memory_bytes=_figure(memory, "bytes", "memory."),
-        usable_bytes=_figure(memory, "usable_bytes", "memory."),
-        memory_bytes_per_s=_figure(memory, "bytes_per_s", "memory."),
-        processors=_figure(processor, "count", "processor."),
-        power_w=_figure(processor, "power_w", "processor."),
-        link_bytes_per_s=_figure(link, "bytes_per_s", "link."),
-        link_latency_s=_figure(link, "latency_s", "link."),
-        matmul_flops=_figures(data, "matmul_flops"),
-        attention_flops=_figures(data, "attention_flops"),
-        price_per_hour=_figure(_table(data, "price"), "per_hour", "price.") if "price" in data else None,
-        measured=_measured(data["measured"]) if "measured" in data else None,
+        memory_bytes=_figure(memory, "bytes"),
+        usable_bytes=_figure(memory, "usable_bytes"),
+        memory_bytes_per_s=_figure(memory, "bytes_per_s"),
+        processors=processors,
+        power_w=_figure(processor, "power_w"),
+        link_bytes_per_s=_figure(link, "bytes_per_s"),
+        link_latency_s=_figure(link, "latency_s"),
+        matmul_flops=_figures(whole.section("matmul_flops", _DTYPES)),
+        attention_flops=_figures(whole.section("attention_flops", ("flash1", "flash2"))),
+        price_per_hour=_figure(whole.section("price", ("per_hour",)), "per_hour") if "price" in whole else None,
+        measured=_measured(whole.section("measured", _MEASURED)) if "measured" in whole else None,
     )
 
 
 def _interconnect(name: str, data: Mapping[str, Any]) -> Interconnect:
-    node = _table(data, "node")
-    return Interconnect(
-        name, str(data.get("title", name)), _figure(node, "bytes_per_s", "node."), _figure(node, "latency_s", "node.")
+    whole = Section(data, "", ("title", "node"))
+    node = whole.section("node", ("bytes_per_s", "latency_s"))
+    return Interconnect(name, whole.text("title", name), _figure(node, "bytes_per_s"), _figure(node, "latency_s"))
+
+
+_MEASURED = tuple(known.name for known in fields(Measured))
+
+
+def _measured(section: Section) -> Measured:
+    collectives = _curves(section.section("collectives", _OPS))
+    ranks = section.count("ranks", 1)
+    if collectives and ranks == 1:
+        raise Unusable("measured.ranks = 1: collectives take more ranks than that")
+    return Measured(
+        matmul=_curves(section.section("matmul", _DTYPES)),
+        attention=section.points("attention") if "attention" in section else (),
+        memory=section.points("memory"),
+        operations=_curves(section.section("operations")),
+        collectives=collectives,
+        ranks=ranks,
+        operation_s=0.0 if section.value("operation_s") in (None, 0) else section.number("operation_s"),
     )
 
 
-def _measured(data: Mapping[str, Any]) -> Measured:
-    try:
-        return Measured(
-            matmul={key: _points(value) for key, value in data.get("matmul", {}).items()},
-            attention=_points(data.get("attention", ())),
-            memory=_points(data.get("memory", ())),
-            operations={key: _points(value) for key, value in data.get("operations", {}).items()},
-            collectives={key: _points(value) for key, value in data.get("collectives", {}).items()},
-            ranks=int(data.get("ranks", 1)),
-            operation_s=float(data.get("operation_s", 0.0)),
-        )
-    except (TypeError, ValueError, AttributeError) as error:
-        raise _Missing(f"[measured] cannot be understood: {error}") from error
+def _curves(section: Section) -> Mapping[str, Points]:
+    return {key: section.points(key) for key in section.keys}
 
 
-def _points(pairs: Any) -> Points:
-    return tuple(sorted((float(size), float(value)) for size, value in pairs))
+def _figures(section: Section) -> Mapping[str, Figure]:
+    return {key: _figure(section, key) for key in section.keys}
 
 
-def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    table = data.get(key)
-    if not isinstance(table, dict):
-        raise _Missing(f"the table [{key}] is missing")
-    return table
-
-
-def _figures(data: Mapping[str, Any], key: str) -> Mapping[str, Figure]:
-    table = data.get(key, {})
-    return {name: _figure(table, name, f"{key}.") for name in table}
-
-
-def _figure(table: Mapping[str, Any], key: str, prefix: str) -> Figure:
-    entry = table.get(key)
+def _figure(section: Section, key: str) -> Figure:
+    entry = section.value(key)
     if not isinstance(entry, dict) or "value" not in entry or "source" not in entry:
-        raise _Missing(f'{prefix}{key} must be {{ value = NUMBER, source = "URL" }}')
-    value = entry["value"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise _Missing(f"{prefix}{key}.value = {value!r} is not a positive number")
-    return Figure(float(value), str(entry["source"]), str(entry.get("note", "")))
+        raise Unusable(f'{section.name_of(key)} must be {{ value = NUMBER, source = "URL" }}')
+    figure = section.section(key, ("value", "source", "note"))
+    return Figure(figure.number("value"), figure.text("source", ""), figure.text("note", ""))

@@ -1,0 +1,93 @@
+"""A section of a hardware file, read key by key: what is missing, unknown or no number is said by its full name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from typing import Any
+
+from shardwise.suggest import did_you_mean
+
+
+class Unusable(Exception):
+    """What is wrong with a file, as the end of a message."""
+
+
+class Section:
+    """One table."""
+
+    def __init__(self, data: Any, name: str, known: Collection[str] | None = None) -> None:
+        """
+        Args:
+            data: as TOML has it.
+            name: of the table, with those around it; "" is the file.
+            known: keys that it may have. None: any.
+
+        Raises:
+            Unusable: it is no table, or has an unknown key; the message names the nearest.
+        """
+        if not isinstance(data, dict):
+            raise Unusable(f"{name} = {data!r} is not a table")
+        self._data = data
+        self._prefix = f"{name}." if name else ""
+        unknown = [key for key in data if known is not None and key not in known]
+        if known is not None and unknown:
+            hint = did_you_mean(unknown[0], known) or f"; there are {', '.join(known)}"
+            raise Unusable(f"unknown key {self.name_of(unknown[0])}{hint}")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._data
+
+    @property
+    def keys(self) -> list[str]:
+        """As the file has them."""
+        return list(self._data)
+
+    def name_of(self, key: str) -> str:
+        """With the tables around it."""
+        return self._prefix + key
+
+    def value(self, key: str) -> Any:
+        """What the file says, unchecked; None where it says nothing."""
+        return self._data.get(key)
+
+    def section(self, key: str, known: Collection[str] | None = None) -> Section:
+        """A table in it; an empty one where it is missing. Raises Unusable as the constructor."""
+        return Section(self._data.get(key, {}), self.name_of(key), known)
+
+    def text(self, key: str, default: str) -> str:
+        """A string. Raises Unusable for anything else."""
+        value = self._data.get(key, default)
+        if not isinstance(value, str):
+            raise Unusable(f"{self.name_of(key)} = {value!r} is not a text")
+        return value
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number from 1 on. Raises Unusable for anything else."""
+        value = self._data.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise Unusable(f"{self.name_of(key)} = {value!r} is not a whole number from 1 on")
+        return value
+
+    def number(self, key: str) -> float:
+        """A finite number above 0. Raises Unusable for anything else."""
+        value: Any = self._data.get(key)
+        if not is_amount(value):
+            raise Unusable(f"{self.name_of(key)} = {value!r} is not a positive number")
+        return float(value)
+
+    def points(self, key: str) -> tuple[tuple[float, float], ...]:
+        """At least one (size, value) pair of finite numbers above 0, size ascending. Raises Unusable."""
+        pairs = self._data.get(key)
+        if not isinstance(pairs, list) or not pairs or not all(map(_is_pair, pairs)):
+            raise Unusable(f"{self.name_of(key)} is not a list of [size, value] pairs of positive numbers")
+        return tuple(sorted((float(size), float(value)) for size, value in pairs))
+
+
+def is_amount(value: Any) -> bool:
+    """Whether a value is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(map(is_amount, pair))
