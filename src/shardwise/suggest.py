@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The words "; did you mean X or Y?", to end a message with, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    """The words "; did you mean X or Y?", to end a message with, or nothing. Never the name itself."""
+    near = difflib.get_close_matches(name, [other for other in known if other != name], n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -49,6 +49,8 @@ def test_positions_grow_with_the_sequences() -> None:
     long = TextShape(vocab_size=320, end_id=256, seq_len=4096)
     gpt2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}
     assert config_of(build_model(ModelConfig(config=gpt2), long)).n_positions == 4096
+    more = config_of(build_model(ModelConfig(config={**gpt2, "n_positions": 8192}), long))
+    assert more.n_positions == 8192, "what is said is kept, under whatever name"
 
 
 @pytest.mark.parametrize(("init", "device"), [("meta", "meta"), ("cpu", "cpu")])
@@ -100,6 +102,7 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({**TINY, "num_layer": 2}, "num_layer is no key of model_type 'llama'; did you mean"),
         ({**TINY, "vocab_size": 257}, "vocab_size=257 and the tokenizer needs 320"),
         ({**TINY, "max_position_embeddings": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
+        ({"model_type": "gpt2", "n_positions": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
         ({**TINY, "hidden_size": "wide"}, "not right for 'llama'.*hidden_size"),
         ({"model_type": "clip_vision_model"}, "transformers cannot build it"),
     ],

@@ -117,7 +117,8 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         values.setdefault(key, text.end_id)
     values.setdefault("vocab_size", text.vocab_size)
-    if getattr(blank, "max_position_embeddings", text.seq_len) < text.seq_len:
+    positions = blank.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if positions not in values and getattr(blank, positions, text.seq_len) < text.seq_len:
         values.setdefault("max_position_embeddings", text.seq_len)
     try:
         filled: PreTrainedConfig = config_class(**values)
