@@ -7,7 +7,7 @@ from shardwise.plan.cost import Cost, cost_of
 from shardwise.plan.job import Job
 from shardwise.plan.report import Report
 from shardwise.plan.search import Objective, explore_family, ranked
-from shardwise.plan.space import families
+from shardwise.plan.space import space
 
 GIB = 2**30
 
@@ -85,7 +85,7 @@ def formula(job: Job, **more: Any) -> Any:
 def report(**arguments: Any) -> Report:
     """A report of a search on formulas, with everything that a report can have."""
     objective = Objective.TOKENS_PER_S
-    found = families(arguments)
+    found = space(arguments).families
     candidates = [c for family in found for c in explore_family(family, formula, None, objective)]
     return Report(
         title="Formula 8B: 8.0 B parameters",

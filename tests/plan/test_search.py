@@ -20,7 +20,7 @@ from shardwise.plan.search import (
     ranked,
     smallest_cluster,
 )
-from shardwise.plan.space import families
+from shardwise.plan.space import space
 
 from .doubles import GIB, formula
 
@@ -44,7 +44,7 @@ def explored(
     global_batch: int | None = None,
     **arguments: Any,
 ) -> Exploration:
-    found = families(arguments, global_batch)
+    found = space(arguments, global_batch).families
     candidates = [c for family in found for c in explore_family(family, asked, budget_bytes, objective)]
     return ranked(candidates, objective, budget_bytes)
 
@@ -57,7 +57,7 @@ def test_pruning_changes_no_answer(objective: Objective, global_batch: int | Non
     exploration = explored(asked, objective=objective, global_batch=global_batch)
     everything = [
         formula(family.job(mode, *batch), slack=slack)
-        for family in families({}, global_batch)
+        for family in space({}, global_batch).families
         for mode in family.modes
         for batch in family.batches
     ]
@@ -144,6 +144,13 @@ def test_the_smallest_cluster_is_the_first_that_fits(usable: float) -> None:
     assert found is not None
     assert found.job == on(next(size for size in sizes if formula(on(size), usable_bytes=int(usable * GIB)).fits))
     assert len(asked.jobs) < 25
+
+
+def test_a_group_to_reshard_to_is_no_matter_in_a_smaller_cluster() -> None:
+    job = Job(activation_checkpointing="full", reshard_after_forward=4)
+    found = smallest_cluster(Asked(usable_bytes=45 * GIB), job)
+    assert found is not None
+    assert found.job.world_size == 3
 
 
 def test_no_cluster_is_large_enough_for_a_block_that_does_not_fit() -> None:

@@ -1,6 +1,7 @@
 """MODEL, in all its forms."""
 
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,14 @@ TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
+
+OWN = """
+import torch
+x = 3
+built = torch.nn.Linear(2, 2)
+def wide(width, *more, bias, kind=None): ...
+def make(width=2, *more, **rest): return torch.nn.Linear(width, width)
+"""
 
 
 def built(model: object, attention: str = "sdpa") -> nn.Module:
@@ -112,6 +121,11 @@ def test_a_configuration_without_architectures_gets_the_head_of_its_kind() -> No
         ({"hidden_size": 3}, 'needs a "model_type"'),
         ("nowhere:make", "'nowhere:make' cannot be imported: No module named 'nowhere'"),
         ("torch.nn:Linaer", "torch.nn has no Linaer; did you mean Linear"),
+        ("broken:make", "'broken:make' cannot be imported: ZeroDivisionError: division by zero"),
+        ("leaving:make", "'leaving:make' cannot be imported: SystemExit: 3"),
+        ("own:x", "MODEL 'own:x' is of type int, not a function: name one that builds the model"),
+        ("own:built", "MODEL 'own:built' is of type Linear, not a function: name one that builds the model"),
+        ("own:wide", r"MODEL 'own:wide' needs arguments \(width, bias\): name a function without"),
         (nn.Linear(2, 2), "is a Linear that was built already"),
     ],
 )
@@ -120,11 +134,16 @@ def test_what_is_no_model_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(3)")
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(PlanError, match=line) as caught:
         resolve(model)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+    assert "did you mean empty" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +156,17 @@ def test_what_is_no_model_is_one_line(
 def test_what_cannot_be_built_says_so_when_it_is(model: object, line: str) -> None:
     with pytest.raises(PlanError, match=line):
         built(model)
+
+
+def test_arguments_that_may_be_left_out_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lax.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(built("lax:make"), nn.Linear)
+
+
+def test_positions() -> None:
+    assert resolve("gpt2").positions == 1024
+    assert resolve("llama-3-8b").positions == 8192
+    assert resolve("vit-l-16").positions is None
+    assert resolve("torch.nn:Identity").positions is None
+    assert resolve({"model_type": "xlnet"}).positions is None  # transformers says -1: any

@@ -14,8 +14,10 @@ import torch
 from shardwise.cli import report
 from shardwise.errors import OutOfMemory, PlanError
 from shardwise.plan.hardware import Figure, find_device, write_device
-from shardwise.train import trainer
+from shardwise.train import auto, trainer
 from shardwise.train.config import load
+from shardwise.train.models import TextShape
+from shardwise.train.ranks import Ranks
 from tests.ranks import RankPools
 
 TINY = """
@@ -84,6 +86,12 @@ def test_ranks_train_what_the_first_one_planned(ranks: RankPools) -> None:
     assert row is not None
     assert row[1] == row[2], "shards are forecast to the byte"
     assert re.search(r"step: [\d.]+ s planned, [\d.]+ s measured \(median, [+-]\d+%\)", table)
+
+
+def test_a_group_to_reshard_to_leaves_out_strategies_that_have_none() -> None:
+    config = load("tiny.toml", ["parallel.reshard_after_forward=2"]).for_ranks(2)
+    text, two = TextShape(vocab_size=257, end_id=256, seq_len=32), Ranks(0, 2, torch.device("cpu"))
+    assert auto._best(config, text, two, find_device("cpu")).job.shard_ranks == 2
 
 
 def test_memory_decides_and_too_little_is_said_on_every_rank(ranks: RankPools) -> None:

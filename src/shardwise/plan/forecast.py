@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardwise.plan.mfu import Dimensions, mfu
 from shardwise.plan.peers import ordered_as
 from shardwise.plan.recording import Recording
 from shardwise.plan.roofline import DEFAULT, Roofline
+from shardwise.plan.sequence import with_sequences
 from shardwise.plan.source import ModelLike, resolve
 from shardwise.plan.timeline import Timeline, simulate
 from shardwise.plan.trace import write_trace
@@ -123,14 +125,26 @@ def forecast(model: ModelLike, **arguments: Any) -> Forecast:
         model: a packaged shape's name, the path of a config.json or Hugging Face directory, a transformers
             configuration as a dict with its "model_type", "module:function", or a callable that builds an nn.Module
             (called on the meta device).
-        arguments: fields of `Job`, by name.
+        arguments: fields of `Job`, by name. `seq_len` is the model's longest where that is shorter than usual and
+            nothing else is said.
 
     Raises:
-        PlanError: an unknown model or device, or a model that cannot be run dry.
+        PlanError: an unknown model or device, a model that cannot be run dry, or sequences too long for it.
         ConfigError: an argument that cannot be.
     """
-    job = Job.of(**arguments)
-    return forecast_of(record(resolve(model).builder(job.attention), job))
+    source = resolve(model)
+    job = Job.of(**with_sequences(source, arguments))
+    return forecast_of(record(source.builder(job.attention), job))
+
+
+def _signature() -> inspect.Signature:
+    """The model, then every field of a job: what `help` and editors show."""
+    model = inspect.signature(forecast).parameters["model"]
+    choices = [choice.replace(kind=choice.KEYWORD_ONLY) for choice in inspect.signature(Job).parameters.values()]
+    return inspect.Signature([model, *choices], return_annotation="Forecast")
+
+
+forecast.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def forecast_of(recording: Recording) -> Forecast:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
 
@@ -31,6 +31,11 @@ SEGMENTS = ("fixed", "expandable")
 ENGINES = ("shardwise", "fsdp1", "fsdp2", "deepspeed")
 """Whose buffers and prefetching are forecast."""
 
+SEQ_LEN = 2048
+"""Tokens of a sequence, where nothing else is said."""
+
+_AS_STORED = Precision()
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -49,11 +54,11 @@ class Job:
     """Ranks that share one copy, for hybrid strategies. None: those of one node."""
     units: int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None
     """As for `sw.shard`."""
-    precision: Precision = field(default_factory=Precision)
+    precision: Precision = _AS_STORED
     """As for `sw.shard`; None is the default."""
     reshard_after_forward: bool | int | None = None
     slots: int = 3
-    seq_len: int = 2048
+    seq_len: int = SEQ_LEN
     """Tokens of one sequence."""
     micro_batch: int = 1
     """Sequences (or images) that a rank computes at once."""
@@ -185,11 +190,12 @@ class Job:
         if asked is None or isinstance(asked, bool):
             return
         _check_count("reshard_after_forward", asked, 1)
-        if self.shard_ranks % asked:
-            raise ConfigError(
-                f"reshard_after_forward={asked} does not divide the shard group of {self.shard_ranks} ranks; "
-                f"use one of {_divisors(self.shard_ranks)}"
-            )
+        ranks = self.shard_ranks
+        if ranks % asked:
+            whole, way = f"{ranks} ranks", f"use one of {_divisors(ranks)}"
+            if ranks == 1:
+                whole, way = "1 rank", "leave it out"
+            raise ConfigError(f"reshard_after_forward={asked} does not divide the shard group of {whole}; {way}")
 
 
 def _check_count(name: str, value: object, least: int) -> None:

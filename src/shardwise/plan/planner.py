@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,8 +25,9 @@ from shardwise.plan.search import (
     ranked,
     smallest_cluster,
 )
+from shardwise.plan.sequence import with_sequences
 from shardwise.plan.source import ModelLike, Source, resolve
-from shardwise.plan.space import Family, families
+from shardwise.plan.space import Space, space
 from shardwise.plan.trace import draw
 from shardwise.plan.workers import explore_in_processes
 from shardwise.policy.strategy import Strategy
@@ -70,9 +72,13 @@ class Plan:
         """`Forecast.to_dict` of the best, or of what comes nearest to fitting; what was searched under "search"."""
         nearest = self.best or next(c.forecast for c in self.report.exploration.candidates if c.forecast is not None)
         plain = nearest.to_dict()
-        candidates = self.report.exploration.candidates
-        if len(candidates) > 1:
-            plain["search"] = {"candidates": [_candidate_dict(candidate) for candidate in candidates]}
+        plain["fits"] = self.best is not None  # within the budget, if there is one
+        exploration = self.report.exploration
+        if len(exploration.candidates) > 1 or exploration.left_out:
+            plain["search"] = {
+                "candidates": [_candidate_dict(candidate) for candidate in exploration.candidates],
+                "left_out": [{**_sharding_dict(job), "why": why} for job, why in exploration.left_out],
+            }
         return {**plain, **self.extra}
 
     def check_fits(self) -> None:
@@ -81,10 +87,14 @@ class Plan:
             raise nothing_fits(self.report.exploration)
 
 
-def plan(question: Question) -> Plan:
+Progress = Callable[[int, int], None]
+"""Told (configurations done, configurations in all) of a search now and then, perhaps from several threads."""
+
+
+def plan(question: Question, progress: Progress | None = None) -> Plan:
     """Answer a question: the search, and what else was asked. Raises PlanError and ConfigError as `search`."""
     source = resolve(question.model)
-    exploration = explore(question)
+    exploration = explore(question, progress)
     nearest = exploration.candidates[0].job
     evaluate = Evaluator(source)
     best = evaluate.whole(exploration.best.job) if exploration.best is not None else None
@@ -209,8 +219,7 @@ def assumptions(forecast: Forecast) -> Iterator[tuple[str, str]]:
 def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
     job = candidate.job
     plain: dict[str, Any] = {
-        "strategy": job.strategy.value,
-        "shard_group": job.shard_group,
+        **_sharding_dict(job),
         "micro_batch": job.micro_batch,
         "accumulation": job.accumulation,
         "activation_checkpointing": job.activation_checkpointing,
@@ -225,6 +234,10 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
             "tokens_per_s_per_gpu": forecast.tokens_per_s_per_gpu,
         }
     return plain
+
+
+def _sharding_dict(job: Job) -> dict[str, Any]:
+    return {"strategy": job.strategy.value, "shard_group": job.shard_group}
 
 
 def _gpus_and_nodes(job: Job) -> str:
@@ -274,32 +287,47 @@ def search(
     return [best, *(candidate.forecast for candidate in exploration.fitting[1:] if candidate.forecast is not None)]
 
 
-def explore(question: Question) -> Exploration:
+def explore(question: Question, progress: Progress | None = None) -> Exploration:
     """Look at every configuration that a question spans. Raises PlanError and ConfigError as `search`."""
     source = resolve(question.model)
-    found = families(question.arguments, question.global_batch)
-    for family in found:  # unknown names are told before anything is run
+    whole = space(with_sequences(source, question.arguments), question.global_batch)
+    for family in whole.families:  # unknown names are told before anything is run
         hardware = find_device(family.base.gpu)  # type: ignore[arg-type]
         find_interconnect(family.base.interconnect or hardware.interconnect)  # type: ignore[arg-type]
-    exploration = _explored(question, source, found, scale=True)
-    scales = any(len(family.batches) > SCALED_FROM for family in found)
+    exploration = _explored(question, source, whole, _Tally(whole, progress), scale=True)
+    scales = any(len(family.batches) > SCALED_FROM for family in whole.families)
     if not scales or _is_confirmed(exploration, source):
         return exploration
-    return _explored(question, source, found, scale=False)
+    return _explored(question, source, whole, _Tally(whole, progress), scale=False)
 
 
-def _explored(question: Question, source: Source, found: list[Family], scale: bool) -> Exploration:
-    count = sum(family.size for family in found)
-    if question.workers > 1 and count >= PARALLEL_FROM and len(found) > 1 and not callable(question.model):
-        candidates = explore_in_processes(question, found, scale)
+class _Tally:
+    """Counts configurations and passes the number on."""
+
+    def __init__(self, whole: Space, progress: Progress | None) -> None:
+        self._total = sum(family.size for family in whole.families)
+        self._done = itertools.count(1)
+        self._progress = progress
+
+    def __call__(self) -> None:
+        """One more is done. From any thread."""
+        if self._progress is not None:
+            self._progress(next(self._done), self._total)
+
+
+def _explored(question: Question, source: Source, whole: Space, tally: _Tally, scale: bool) -> Exploration:
+    families = whole.families
+    count = sum(family.size for family in families)
+    candidates: list[Candidate] = []
+    if question.workers > 1 and count >= PARALLEL_FROM and len(families) > 1 and not callable(question.model):
+        candidates += explore_in_processes(question, families, scale, tally)
     else:
         evaluator = Evaluator(source, scale)
-        candidates = [
-            candidate
-            for family in found
-            for candidate in explore_family(family, evaluator, question.budget_bytes, question.objective)
-        ]
-    return ranked(candidates, question.objective, question.budget_bytes)
+        for family in families:
+            for candidate in explore_family(family, evaluator, question.budget_bytes, question.objective):
+                candidates.append(candidate)
+                tally()
+    return replace(ranked(candidates, question.objective, question.budget_bytes), left_out=whole.left_out)
 
 
 def _is_confirmed(exploration: Exploration, source: Source) -> bool:

@@ -53,12 +53,13 @@ class Report:
 
     @property
     def fallen(self) -> list[tuple[str, str]]:
-        """(configuration, why) of the nearest of every strategy that does not fit at all."""
-        return [
+        """(configuration, why) of the nearest of every strategy that does not fit at all, or that is ruled out."""
+        too_large = [
             (full_name(candidate.job), candidate.binds)
             for candidate in by_strategy(self.exploration)
             if candidate.verdict is not Verdict.FITS
         ]
+        return too_large + [(strategy_name(job), why) for job, why in self.exploration.left_out]
 
     @property
     def counts(self) -> str:

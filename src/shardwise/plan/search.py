@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -84,6 +84,8 @@ class Exploration:
     """Those that fit first, best first; then those that do not, the nearest first; then those not forecast."""
     budget_bytes: int | None
     """Of one GPU, for everything; None: what the device has."""
+    left_out: tuple[tuple[Job, str], ...] = ()
+    """As `Space.left_out`."""
 
     @property
     def fitting(self) -> list[Candidate]:
@@ -107,14 +109,13 @@ def available_bytes(forecast: Forecast, budget_bytes: int | None = None) -> int:
 
 def explore_family(
     family: Family, evaluate: Evaluate, budget_bytes: int | None, objective: Objective
-) -> list[Candidate]:
-    """Forecast what has to be forecast of a family.
+) -> Iterator[Candidate]:
+    """Forecast what has to be forecast of a family, one configuration after the other.
 
     Two rules leave out what is known already, both exact. Live bytes do not fall when the micro-batch grows, so nothing
     larger fits where live bytes alone exceed the budget. Recomputation adds kernels to the same order of events, so it
     is never faster than the same batch without it; the search for speed leaves it out where that fits.
     """
-    found: list[Candidate] = []
     fitting: set[tuple[int, int]] = set()
     for mode in family.modes:
         hopeless: list[Job] = []
@@ -122,17 +123,16 @@ def explore_family(
             job = family.job(mode, *batch)
             smaller = next((other for other in hopeless if _implies(other, job)), None)
             if smaller is not None:
-                found.append(Candidate(job, Verdict.IMPLIED, None, f"as micro-batch {smaller.micro_batch}, or more"))
+                yield Candidate(job, Verdict.IMPLIED, None, f"as micro-batch {smaller.micro_batch}, or more")
             elif mode != "none" and batch in fitting and objective is Objective.TOKENS_PER_S:
-                found.append(Candidate(job, Verdict.SLOWER, None, "fits without recomputing, which is faster"))
+                yield Candidate(job, Verdict.SLOWER, None, "fits without recomputing, which is faster")
             else:
                 candidate = judge(evaluate(job), budget_bytes)
-                found.append(candidate)
                 if candidate.verdict is Verdict.FITS and mode == "none":
                     fitting.add(batch)
                 if candidate.forecast is not None and _is_hopeless(candidate.forecast, budget_bytes):
                     hopeless.append(job)
-    return found
+                yield candidate
 
 
 def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
@@ -222,17 +222,19 @@ def smallest_cluster(evaluate: Evaluate, job: Job, budget_bytes: int | None = No
     """The fewest GPUs on which a job fits: within one node first, then whole nodes.
 
     Args:
-        job: its `gpus_per_node` is a full node; its `nodes` and `shard_group` are not looked at.
+        job: its `gpus_per_node` is a full node; its `nodes`, its `shard_group` and a number of ranks to reshard to are
+            not looked at.
 
     Returns:
         The forecast there; None where `LARGEST_CLUSTER_NODES` nodes are too few.
     """
     full = job.gpus_per_node
+    resharding = job.reshard_after_forward if isinstance(job.reshard_after_forward, bool) else None
 
     def with_size(size: int) -> Candidate:
         """Sizes count GPUs up to a full node, nodes beyond it."""
         nodes, gpus = (1, size) if size <= full else (size - full + 1, full)
-        smaller = replace(job, nodes=nodes, gpus_per_node=gpus, shard_group=None)
+        smaller = replace(job, nodes=nodes, gpus_per_node=gpus, shard_group=None, reshard_after_forward=resharding)
         return judge(evaluate(smaller), budget_bytes)
 
     low, nodes = 0, 1

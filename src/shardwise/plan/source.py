@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -80,6 +82,18 @@ class Source:
         assert self.config is not None
         config = self.config
         return lambda: _build_transformer(config, attention)
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model is made for. None: any, or only its code knows.
+
+        Raises:
+            PlanError: transformers cannot build the configuration.
+        """
+        if self.config is None:
+            return None
+        longest = getattr(_filled(self.config), "max_position_embeddings", None)
+        return longest if isinstance(longest, int) and longest > 0 else None
 
     def model_section(self) -> dict[str, Any]:
         """The section `[model]` of a training configuration that names the same model.
@@ -199,14 +213,32 @@ def _from_factory(name: str) -> Source:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise PlanError(f"MODEL {name!r} cannot be imported: {_one_line(error)}") from None
-    factory = getattr(module, function_name, None)
-    if not callable(factory):
+    except (Exception, SystemExit) as error:
+        why = _one_line(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {_one_line(error)}"
+        raise PlanError(f"MODEL {name!r} cannot be imported: {why}") from error
+    if not hasattr(module, function_name):
         raise PlanError(
             f"MODEL {name!r}: {module_name} has no {function_name}{did_you_mean(function_name, vars(module))}"
         )
-    return Source(title=name, build=_checked(name, factory), factory=name)
+    factory = getattr(module, function_name)
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise PlanError(
+            f"MODEL {name!r} is of type {type(factory).__name__}, not a function: name one that builds the model"
+        )
+    return Source(title=name, build=_checked(name, _without_arguments(name, factory)), factory=name)
+
+
+def _without_arguments(name: str, factory: Callable[..., Any]) -> Callable[[], Any]:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # of a builtin: calling it will say
+        return factory
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise PlanError(
+            f"MODEL {name!r} needs arguments ({', '.join(needed)}): name a function without, such as one that calls it"
+        )
+    return factory
 
 
 def _checked(name: str, factory: Callable[[], Any]) -> Builder:
@@ -237,26 +269,33 @@ _ROTARY = {"rope_theta", "rope_scaling"}
 
 
 def _filled(config: Mapping[str, Any]) -> Any:
+    """The configuration as an object of transformers. Raises PlanError where it takes it for none."""
     from transformers import CONFIG_MAPPING
 
     values = json.loads(json.dumps(config))  # transformers takes nested tables for its own
     model_type = values.pop("model_type")
-    return CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if key not in _NOT_THE_SHAPE})
+    with _explained(model_type):
+        return CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if key not in _NOT_THE_SHAPE})
 
 
 def _build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
+    filled = _filled(config)
+    if getattr(filled, "use_cache", None):
+        filled.use_cache = False  # keys and values kept for generation are no part of a training step
+    with _explained(config["model_type"]):
+        model: nn.Module = _model_class(filled)(filled, attention)
+    return model.train()
+
+
+@contextmanager
+def _explained(model_type: str) -> Iterator[None]:
+    """What transformers says against a configuration, in one line."""
     from huggingface_hub.errors import StrictDataclassError
 
-    model_type = config["model_type"]
     try:
-        filled = _filled(config)
-        if getattr(filled, "use_cache", None):
-            filled.use_cache = False  # keys and values kept for generation are no part of a training step
-        auto: Any = _model_class(filled)
-        model: nn.Module = auto(filled, attention)
+        yield
     except (ValueError, TypeError, ImportError, StrictDataclassError) as error:
         raise PlanError(f"transformers cannot build this {model_type}: {_one_line(error)}") from None
-    return model.train()
 
 
 def _model_class(config: Any) -> Callable[[Any, str], nn.Module]:
@@ -274,5 +313,5 @@ def _model_class(config: Any) -> Callable[[Any, str], nn.Module]:
     raise ValueError(f"it has no model for {type(config).__name__}")
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:240]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.errors import PlanError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.job import Job
 from shardwise.policy.precision import Precision
 from shardwise.policy.recomputation import Recomputation
@@ -38,7 +38,17 @@ class Family:
         return len(self.modes) * len(self.batches)
 
 
-def families(arguments: Mapping[str, Any], global_batch: int | None = None) -> list[Family]:
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Everything that a search looks at, and what it cannot."""
+
+    families: tuple[Family, ...]
+    """At least one."""
+    left_out: tuple[tuple[Job, str], ...]
+    """(a job without what does not fit it, why) of strategies that the other arguments rule out."""
+
+
+def space(arguments: Mapping[str, Any], global_batch: int | None = None) -> Space:
     """Every configuration that a search looks at.
 
     Args:
@@ -49,28 +59,38 @@ def families(arguments: Mapping[str, Any], global_batch: int | None = None) -> l
 
     Raises:
         PlanError: the batch cannot be divided; the message names the nearest that can.
-        ConfigError: a value that no job can have.
+        ConfigError: a value that no job can have, or that none of the strategies can.
     """
-    choices = {name: _values(value) for name, value in arguments.items() if value is not None}
+    choices = {name: _values(name, value) for name, value in arguments.items() if value is not None}
     searched = {
         name: choices.pop(name, None)
         for name in ("strategy", "shard_group", "micro_batch", "activation_checkpointing", "accumulation")
     }
-    found = []
+    found, left_out = [], []
     for values in itertools.product(*choices.values()):
         base = Job.of(**dict(zip(choices, values, strict=True)))
         batches = _batches(base, searched["micro_batch"], searched["accumulation"], global_batch)
         modes = _modes(searched["activation_checkpointing"])
-        found += [
-            Family(replace(base, strategy=strategy, shard_group=group), modes, batches)
-            for strategy, group in _shardings(base, searched["strategy"], searched["shard_group"])
-        ]
-    return found
+        for strategy, group in _shardings(base, searched["strategy"], searched["shard_group"]):
+            job = replace(base, strategy=strategy, shard_group=group, reshard_after_forward=None)
+            try:
+                whole = replace(job, reshard_after_forward=base.reshard_after_forward)
+            except ConfigError as error:
+                left_out.append((job, str(error)))
+            else:
+                found.append(Family(whole, modes, batches))
+    if not found:
+        raise ConfigError(left_out[0][1])
+    return Space(tuple(found), tuple(left_out))
 
 
-def _values(value: Any) -> tuple[Any, ...]:
+def _values(name: str, value: Any) -> tuple[Any, ...]:
     """The choices that an argument spells: a list or tuple of them, else itself."""
-    return tuple(dict.fromkeys(value)) if isinstance(value, list | tuple) else (value,)
+    if not isinstance(value, list | tuple):
+        return (value,)
+    if not value:
+        raise ConfigError(f"{name}={value!r} leaves nothing to choose from: give a value, or leave it out")
+    return tuple(dict.fromkeys(value))
 
 
 def _modes(asked: Iterable[str] | None) -> tuple[str, ...]:
@@ -136,6 +156,8 @@ def _batches(
 
 
 def _divided(global_batch: int, whole: int, words: str) -> int:
+    if global_batch < 1:
+        raise PlanError(f"a global batch of {global_batch}: a whole number from 1 on")
     if global_batch < whole or global_batch % whole:
         below = global_batch // whole * whole
         near = f"{below} or {below + whole}" if below else str(whole)

@@ -28,14 +28,19 @@ def write_trace(timeline: Timeline, path: Path | str) -> Path:
     Raises:
         PlanError: another suffix, or a folder that is not there.
     """
-    path = Path(path)
-    if path.suffix not in (".json", ".svg"):
-        raise PlanError(f"{path}: a trace is written as .json (Perfetto, chrome://tracing) or drawn as .svg")
+    path = check_format(Path(path))
     text = json.dumps(chrome_trace(timeline)) if path.suffix == ".json" else draw(timeline)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PlanError(f"{path}: cannot be written: {error.strerror}") from error
+    return path
+
+
+def check_format(path: Path) -> Path:
+    """The path of a trace to write. Raises PlanError for a suffix that says no format."""
+    if path.suffix not in (".json", ".svg"):
+        raise PlanError(f"{path}: a trace is written as .json (Perfetto, chrome://tracing) or drawn as .svg")
     return path
 
 

@@ -26,11 +26,16 @@ def main() -> None:
         try:
             if evaluator is None:
                 evaluator = Evaluator(resolve(setting.model), setting.scale)
-            answer: Any = explore_family(family, evaluator, setting.budget_bytes, setting.objective)
+            for candidate in explore_family(family, evaluator, setting.budget_bytes, setting.objective):
+                _say(candidate, answers)
+            _say(None, answers)
         except Exception as error:
-            answer = error
-        pickle.dump(answer, answers)
-        answers.flush()
+            _say(error, answers)
+
+
+def _say(answer: Any, answers: IO[bytes]) -> None:
+    pickle.dump(answer, answers)
+    answers.flush()
 
 
 def _messages(stream: IO[bytes]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
@@ -34,8 +34,13 @@ class Setting:
     scale: bool
 
 
-def explore_in_processes(question: Question, found: Sequence[Family], scale: bool) -> list[Candidate]:
+def explore_in_processes(
+    question: Question, found: Sequence[Family], scale: bool, tell: Callable[[], None]
+) -> list[Candidate]:
     """Explore families in `question.workers` processes.
+
+    Args:
+        tell: called when a configuration is done, from any thread.
 
     Returns:
         Every family's candidates, in the families' order.
@@ -58,7 +63,10 @@ def explore_in_processes(question: Question, found: Sequence[Family], scale: boo
                         index = waiting.get_nowait()
                     except Empty:
                         return
-                    results[index] = worker.explore(found[index])
+                    results[index] = []
+                    for candidate in worker.explore(found[index]):
+                        results[index].append(candidate)
+                        tell()
         except BaseException as error:
             errors.append(error)
 
@@ -73,7 +81,7 @@ def explore_in_processes(question: Question, found: Sequence[Family], scale: boo
 
 
 class _Worker:
-    """One process: families go in, candidates come out, pickled."""
+    """One process: families go in, candidates come out, pickled, None after a family's last."""
 
     def __init__(self, setting: Setting) -> None:
         self._process = subprocess.Popen(
@@ -91,11 +99,15 @@ class _Worker:
         self._process.kill()
         self._process.communicate()
 
-    def explore(self, family: Family) -> list[Candidate]:
+    def explore(self, family: Family) -> Iterator[Candidate]:
         self._send(family)
+        while (answer := self._received()) is not None:
+            yield answer
+
+    def _received(self) -> Candidate | None:
         assert self._process.stdout is not None
         try:
-            answer: list[Candidate] | Exception = pickle.load(self._process.stdout)
+            answer: Candidate | Exception | None = pickle.load(self._process.stdout)
         except EOFError:
             raise PlanError(
                 f"a process of the search ended with status {self._process.wait()}; search with one worker to see why"

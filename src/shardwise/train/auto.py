@@ -14,7 +14,7 @@ from shardwise.plan.evaluate import Evaluator
 from shardwise.plan.hardware import Hardware
 from shardwise.plan.report import full_name
 from shardwise.plan.search import Objective, explore_family, gib, needed_bytes, nothing_fits, ranked
-from shardwise.plan.space import families
+from shardwise.plan.space import space
 from shardwise.train.config import Config
 from shardwise.train.job import arguments_of, hardware_here, source_of
 from shardwise.train.models import TextShape
@@ -73,8 +73,8 @@ def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> 
     """The fastest strategy's forecast. Raises PlanError where none fits."""
     evaluate = Evaluator(source_of(config, text))
     objective = Objective.TOKENS_PER_S
-    found = families(arguments_of(config, ranks, hardware))
-    candidates = [c for family in found for c in explore_family(family, evaluate, None, objective)]
+    families = space(arguments_of(config, ranks, hardware)).families
+    candidates = [c for family in families for c in explore_family(family, evaluate, None, objective)]
     exploration = ranked(candidates, objective, None)
     if exploration.best is None:
         raise nothing_fits(exploration)

@@ -27,7 +27,8 @@ def training_config(source: Source, job: Job, name: str) -> Config:
     Raises:
         PlanError: the trainer cannot run it: it is no language model, or it was planned with something else.
     """
-    _check(source, job)
+    check_model(source)
+    _check_job(job)
     precision = job.precision
     master = _DTYPES.get(precision.master or "float32")
     tree: dict[str, Any] = {
@@ -60,13 +61,16 @@ def training_config(source: Source, job: Job, name: str) -> Config:
         raise PlanError(f"no training configuration can hold this plan: {place}: {detail['msg']}") from None
 
 
-def _check(source: Source, job: Job) -> None:
-    config = source.config or {}
-    if source.config is not None and not _is_language_model(config):
+def check_model(source: Source) -> None:
+    """Raise PlanError for a model that the trainer cannot train: one of transformers that is no language model."""
+    if source.config is not None and not _is_language_model(source.config):
         raise PlanError(
             f"{source.title}: `shardwise train` trains causal language models; plan it without --config and train it "
             "with sw.shard in a script of your own"
         )
+
+
+def _check_job(job: Job) -> None:
     if job.engine != "shardwise":
         raise PlanError(f"--config writes a configuration for shardwise, and the plan is for engine={job.engine!r}")
     if job.optimizer != "adamw":
