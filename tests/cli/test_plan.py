@@ -1,6 +1,7 @@
 """`shardwise plan`: what it prints, writes and refuses."""
 
 import json
+import sys
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from shardwise.cli.app import run
 from shardwise.train import trainer
 from shardwise.train.config import load
+from shardwise.train.models import TextShape, build_model
 
 TINY = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -97,6 +99,25 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         (["config.json", "--precision", "fp8"], "precision.param = 'fp8' is none of the dtypes"),
         (["config.json", "--budget", "lots"], "--budget lots: an amount of memory, such as 70GiB"),
         (["config.json", "--objective", "speed"], "objective='speed': one of tokens_per_s, memory, micro_batch"),
+        (
+            ["config.json", "--optimizer", ","],
+            "--optimizer ',' names nothing: give a value, several with commas between",
+        ),
+        (["config.json", "--activation-checkpointing", ""], "--activation-checkpointing '' names nothing"),
+        (["config.json", "--precision", ","], "--precision ',' names nothing"),
+        (["config.json", "--global-batch", "-3"], "--global-batch -3: a whole number from 1 on"),
+        (["config.json", "--units", "0"], "--units 0: a whole number from 1 on"),
+        (["config.json", "--workers", "-1"], "--workers -1: a whole number from 1 on"),
+        (["--calibrate", "--ranks", "-2"], "--ranks -2: a whole number from 1 on; leave it out for the usual"),
+        (["config.json", "--config", "."], "cannot write .: it is a directory; name a file"),
+        (["config.json", "--trace", "t.png"], "t.png: a trace is written as .json (Perfetto, chrome://tracing)"),
+        (["config.json", "--seq-len", "4096"], "seq_len=4096 is more than the model's max_position_embeddings=2048"),
+        (
+            ["vit-l-16", "--config", "run.toml"],
+            "ViT-L/16 at 224 x 224, 1,000 classes: `shardwise train`",
+        ),
+        (["config.json", "--budget", "9" * 400], "--budget 999"),
+        (["config.json", "--gpus", "1", "--reshard-after-forward", "4"], "reshard_after_forward=4 does not divide the"),
         (["config.json", "--html", "no/where.html"], "cannot write no/where.html: there is no directory no"),
         (["config.json", "--nodes", "0"], "nodes=0: a whole number from 1 on"),
         (["config.json", "--price", "-2"], "price_per_hour=-2.0: an amount of money above 0, for one device"),
@@ -109,6 +130,59 @@ def test_mistakes_are_one_line_before_anything_is_run(arguments: list[str], line
     assert shown.out == ""
     assert shown.err.startswith(f"error: {line}")
     assert shown.err.count("\n") == 1
+
+
+def test_a_file_that_may_not_be_written_is_told_first(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert run(["plan", "config.json", "--html", "plan.html", *FIXED]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot write plan.html: it may not be written to")
+
+
+def test_a_plan_that_the_trainer_cannot_run_is_shown_all_the_same(capsys: Printed) -> None:
+    asked = ["--gpus", "1", "--optimizer", "sgd", "--config", "run.toml"]
+    assert run(["plan", "config.json", *asked, *FIXED[2:]]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("config.json: ")
+    assert "`shardwise train` has adamw, not sgd" in shown.err
+    assert not Path("run.toml").exists()
+
+
+def test_a_budget_decides_what_fits_in_json_too(capsys: Printed) -> None:
+    assert run(["plan", "config.json", "--gpus", "2", "--budget", "600MiB", "--json", *FIXED]) == 2
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_a_group_to_reshard_to_leaves_strategies_out_and_says_which(capsys: Printed) -> None:
+    asked = ["--gpus", "2", "--reshard-after-forward", "2", "--workers", "1", "--strategy", "full_shard,no_shard"]
+    assert run(["plan", "config.json", *asked, *FIXED[2:]]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "Falls out: no_shard: reshard_after_forward=2 does not divide the shard group of 1 rank; leave it out" in shown
+    )
+
+
+def test_learned_positions_are_as_many_in_the_plan_as_in_training(capsys: Printed) -> None:
+    """The default length is the model's; training the written configuration builds what was planned."""
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 320}
+    Path("config.json").write_text(json.dumps(gpt2))
+    fixed = [*FIXED[:-2], "--gpus", "1", "--config", "run.toml", "--json"]
+    assert run(["plan", "config.json", *fixed]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["job"]["seq_len"] == 64
+    config = load("run.toml")
+    model = build_model(config.model, TextShape(257, 256, config.data.seq_len))
+    assert sum(parameter.numel() for parameter in model.parameters()) == printed["parameters"]
+
+
+@pytest.mark.parametrize(("terminal", "more"), [(True, []), (False, []), (True, ["--json"])])
+def test_a_search_says_how_far_it_is_on_a_terminal(
+    terminal: bool, more: list[str], capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert run(["plan", "config.json", "--gpus", "2", *FIXED, *more]) == 0
+    shown = capsys.readouterr().err
+    assert ("\rplanning: 1 of 1 configurations" in shown) is (terminal and not more)
+    assert shown.split("\r")[-1] == ""
 
 
 def test_a_vision_model_has_a_plan_and_no_configuration(capsys: Printed) -> None:

@@ -108,11 +108,12 @@ def inspect(
 def _inspect_checkpoint(what: str, overrides: Sequence[str], quick: bool, tensors: bool) -> int:
     """The status is 1 where it is damaged."""
     from shardwise import checkpoint
-    from shardwise.cli.inspect_checkpoint import Progress, report
+    from shardwise.cli.inspect_checkpoint import reading, report
+    from shardwise.cli.progress import Progress
 
     if overrides:
         raise UserError(f"{overrides[0]!r}: overrides are for configurations (.toml), and {what} is none")
-    progress = Progress()
+    progress = Progress(reading)
     try:
         found = checkpoint.inspect(what, quick, progress)
     finally:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,7 +14,6 @@ from shardwise.train.console import format_bytes
 _WIDTH = 80
 _EXTRA_SHOWN = 8
 _FILES_SHOWN = 12
-_REDRAW_S = 0.1
 
 
 def report(found: Inspection | Partial | Run, every_tensor: bool = False) -> str:
@@ -29,23 +26,9 @@ def report(found: Inspection | Partial | Run, every_tensor: bool = False) -> str
     return "\n\n".join("\n".join(section) for section in (*sections, _health(found)) if section)
 
 
-class Progress:
-    """Shows how far the reading is, where standard error is a terminal."""
-
-    def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
-        self._drawn_s = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if self._shown and now - self._drawn_s > _REDRAW_S:
-            self._drawn_s = now
-            print(f"\rreading {format_bytes(done)} of {format_bytes(total)}  ", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Leave no trace."""
-        if self._drawn_s:
-            print("\r" + " " * (_WIDTH // 2) + "\r", end="", file=sys.stderr, flush=True)
+def reading(done: int, total: int) -> str:
+    """How far the reading is, in words."""
+    return f"reading {format_bytes(done)} of {format_bytes(total)}"
 
 
 def _head(found: Inspection) -> list[str]:

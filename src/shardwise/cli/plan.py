@@ -6,13 +6,16 @@ import json as json_format
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardwise.cli.exit import Exit
+from shardwise.cli.progress import Progress
 from shardwise.errors import PlanError, UserError
 from shardwise.suggest import nearest_path
 
@@ -108,10 +111,10 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
     html: Annotated[File, _option("--html")] = None,
     trace: Annotated[File, _option("--trace")] = None,
     config: Annotated[File, _option("--config")] = None,
-    workers: Annotated[int, _option("--workers")] = 0,
+    workers: Annotated[Count, _option("--workers")] = None,
     calibrate: Annotated[bool, _option("--calibrate")] = False,
     quick: Annotated[bool, _option("--quick")] = False,
-    ranks: Annotated[int, _option("--ranks")] = 0,
+    ranks: Annotated[Count, _option("--ranks")] = None,
     output: Annotated[Path, _option("--output")] = CALIBRATED,
     debug: Annotated[bool, _option("--debug")] = False,
 ) -> int:
@@ -119,8 +122,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
 
     Options that take several values, separated by commas, are searched over them.
     """
+    _check_counts({"--global-batch": global_batch, "--units": units, "--workers": workers, "--ranks": ranks})
     if calibrate:
-        return _calibrate(ranks, output, quick, debug)
+        return _calibrate(ranks or 0, output, quick, debug)
     if model is None:
         raise UserError("MODEL is missing: shardwise plan llama-3-8b --gpus 8 (see shardwise plan --help)")
     if offload != "none":
@@ -132,21 +136,21 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
         "gpus_per_node": gpus,
         "nodes": nodes,
         "interconnect": interconnect,
-        "strategy": _words(strategy),
+        "strategy": _words("--strategy", strategy),
         "shard_group": _numbers("--shard-group", shard_group),
         "micro_batch": _numbers("--micro-batch", micro_batch),
         "accumulation": _numbers("--accumulation", accumulation),
-        "activation_checkpointing": _words(activation_checkpointing),
+        "activation_checkpointing": _words("--activation-checkpointing", activation_checkpointing),
         "precision": _precisions(precision),
         "seq_len": _numbers("--seq-len", seq_len),
         "reshard_after_forward": _resharding(reshard_after_forward),
         "slots": _numbers("--slots", slots),
         "units": units,
-        "optimizer": _words(optimizer),
-        "attention": _words(attention),
-        "loss": _words(loss),
+        "optimizer": _words("--optimizer", optimizer),
+        "attention": _words("--attention", attention),
+        "loss": _words("--loss", loss),
         "compile": compiled,
-        "engine": _words(engine),
+        "engine": _words("--engine", engine),
         "price_per_hour": price,
     }
     from shardwise.plan import planner
@@ -162,10 +166,14 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
         smallest_cluster=smallest_cluster,
         largest_batch=largest_batch,
     )
-    _check_writable(html, trace, config)
     quiet_transformers()
-    answer = planner.plan(question)
-    text = _training_config(answer, config) if answer.best is not None else ""
+    _check_outputs(model, html, trace, config)
+    progress = Progress("planning: {:,} of {:,} configurations".format, wanted=not json)
+    try:
+        answer = planner.plan(question, progress)
+    finally:
+        progress.end()
+    text, refused = _training_config(answer, config)
     if json:
         print(json_format.dumps(answer.to_dict(), indent=2))
     else:
@@ -182,6 +190,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
     if trace is not None:
         _say(f"timeline: {answer.best.trace(trace)}")
     if config is not None:
+        if refused is not None:
+            raise refused
         config.write_text(text, encoding="utf-8")
         _say(f"configuration: {config}; train with it: shardwise train {config}")
     return Exit.DONE
@@ -208,40 +218,66 @@ def _calibrate(ranks: int, output: Path, quick: bool, debug: bool) -> int:
     return status
 
 
-def _training_config(answer: Plan, path: Path | None) -> str:
-    """The best one as a configuration. Where nobody asked for the file, a plan that has none is no error."""
+def _training_config(answer: Plan, path: Path | None) -> tuple[str, PlanError | None]:
+    """The best one as a configuration; or nothing, and why the trainer cannot run it."""
     from shardwise.train.config import dump_toml
     from shardwise.train.planned import training_config
 
-    assert answer.best is not None
+    if answer.best is None:
+        return "", None
     try:
-        return dump_toml(training_config(answer.source, answer.best.job, path.stem if path else "planned"))
-    except PlanError:
-        if path is not None:
-            raise
-        return ""
+        return dump_toml(training_config(answer.source, answer.best.job, path.stem if path else "planned")), None
+    except PlanError as error:
+        return "", error
+
+
+def _check_counts(options: Mapping[str, int | None]) -> None:
+    for option, count in options.items():
+        if count is not None and count < 1:
+            raise PlanError(f"{option} {count}: a whole number from 1 on; leave it out for the usual")
+
+
+def _check_outputs(model: str, html: Path | None, trace: Path | None, config: Path | None) -> None:
+    """Before minutes of work: raise PlanError where something cannot be written that is asked for."""
+    from shardwise.plan.source import resolve
+    from shardwise.plan.trace import check_format
+    from shardwise.train.planned import check_model
+
+    _check_writable(html, trace, config)
+    if trace is not None:
+        check_format(trace)
+    if config is not None:
+        check_model(resolve(model))
 
 
 def _check_writable(*paths: Path | None) -> None:
-    """Before minutes of work: raise PlanError where the directory of a file to write is missing."""
     for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
             raise PlanError(f"cannot write {path}: there is no directory {path.parent}{nearest_path(path.parent)}")
+        if path.is_dir():
+            raise PlanError(f"cannot write {path}: it is a directory; name a file")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise PlanError(f"cannot write {path}: it may not be written to; name another file")
 
 
-def _words(given: str | None) -> list[str] | None:
+def _words(option: str, given: str | None) -> list[str] | None:
     """Values separated by commas; None leaves them to the search."""
     if given is None or given in _SEARCH:
         return None
-    return [word.strip() for word in given.split(",") if word.strip()]
+    words = [word.strip() for word in given.split(",") if word.strip()]
+    if not words:
+        raise PlanError(f"{option} {given!r} names nothing: give a value, several with commas between, or leave it out")
+    return words
 
 
 def _numbers(option: str, given: str | None) -> list[int] | None:
-    words = _words(given)
+    words = _words(option, given)
     if words is None:
         return None
-    wrong = [word for word in words if not word.isdecimal() or not int(word)]
-    if wrong or not words:
+    if any(not word.isdecimal() or not int(word) for word in words):
         raise PlanError(f"{option} {given}: whole numbers from 1 on, separated by commas, or search")
     return [int(word) for word in words]
 
@@ -249,11 +285,11 @@ def _numbers(option: str, given: str | None) -> list[int] | None:
 def _precisions(given: str | None) -> list[Any]:
     from shardwise.plan.space import precision_of
 
-    return [precision_of(word) for word in _words(given) or ["bf16"]]
+    return [precision_of(word) for word in _words("--precision", given) or ["bf16"]]
 
 
 def _resharding(given: str | None) -> list[bool | int] | None:
-    words = _words(given)
+    words = _words("--reshard-after-forward", given)
     if words is None:
         return None
     named: dict[str, bool] = {"true": True, "false": False}
@@ -265,7 +301,7 @@ def _bytes(given: str | None) -> int | None:
     if given is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.strip().lower())
-    if match is None or match[2] not in _BYTES or not float(match[1]):
+    if match is None or match[2] not in _BYTES or not 0 < float(match[1]) < inf:
         raise PlanError(f"--budget {given}: an amount of memory, such as 70GiB or 75GB")
     return int(float(match[1]) * _BYTES[match[2]])
 
