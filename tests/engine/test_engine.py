@@ -472,6 +472,90 @@ def test_a_block_called_alone() -> None:
     twins.train(2)
 
 
+class Halves(nn.Module):
+    """A generator and a discriminator: each is called, the module that holds them never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = Net(2), Net(2)
+
+    def judge(self, x: Tensor, detach: bool = False) -> Tensor:
+        made = self.generator(x)
+        judged: Tensor = self.discriminator((made.detach() if detach else made) @ torch.ones(3, 4))
+        return judged.square().mean()
+
+
+def halves_of(module: nn.Module) -> Halves:
+    assert isinstance(module, Halves)
+    return module
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@on_ranks(2)
+def test_halves_of_a_container_that_is_never_called(strategy: str) -> None:
+    """Freezing and thawing one of them is followed, and what was not zeroed is not trained twice."""
+    twins = Twins(Halves, strategy=strategy, units={Net, Block}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    models = [halves_of(twins.plain), halves_of(twins.sharded)]
+    halves = [half for model in models for half in (model.generator, model.discriminator)]
+    optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in halves]
+    for _ in range(3):
+        for frozen in (False, True):
+            for model in models:
+                model.discriminator.requires_grad_(not frozen)
+            twins.backward(lambda model, x: halves_of(model).judge(x, detach=not frozen))  # noqa: B023
+            twins.same_gradients()
+            for optimizer in optimizers[0 if frozen else 1 :: 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+    twins.same_parameters()
+
+
+@on_ranks(2)
+def test_two_calls_of_a_half_await_one_backward() -> None:
+    """The second begins no step: it follows `requires_grad_()` and forgets nothing."""
+    twins = Twins(Halves, units={Net, Block})
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        half = halves_of(model).discriminator
+        first = half(x)
+        half.requires_grad_(False)
+        second = half(x.cos())
+        half.requires_grad_(True)
+        return (first * second).sum()  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        twins.backward(loss)
+        twins.same_gradients()
+    twins.step()
+    twins.same_parameters()
+
+
+@on_ranks(2)
+def test_autocast_over_a_half_raises() -> None:
+    model = halves_of(sw.shard(seeded(Halves), units={Net, Block}))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=r"precision=sw\.Precision"):
+        model.generator(batch(0))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@on_ranks(2)
+def test_freezing_between_forward_and_backward(strategy: str) -> None:
+    """Autograd drops what arrives at a frozen parameter, and so do we."""
+    twins = Twins(strategy=strategy)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        model.requires_grad_(True)
+        value = squares(model, x)
+        model.blocks[1].requires_grad_(False)  # type: ignore[index]
+        model.leave.bias.requires_grad_(False)  # type: ignore[union-attr]
+        return value
+
+    for _ in range(2):
+        twins.backward(loss)
+        twins.same_gradients()
+    assert twins.sharded.blocks[1].up.weight.grad is None  # type: ignore[index]
+
+
 @on_ranks(2)
 def test_autocast_over_fp32_units_raises() -> None:
     twins = Twins()

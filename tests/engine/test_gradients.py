@@ -195,7 +195,7 @@ class Hides(nn.Module):
 # Gradients that wait --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["optimizer", "optimizer, zeros", "model", "optimizer before shard"])
+@pytest.mark.parametrize("how", ["optimizer", "optimizer, zeros", "model", "optimizer before shard", "around", "below"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
 @on_ranks(1, 2)
 def test_zero_grad_drops_what_no_sync_left(strategy: str, how: str) -> None:
@@ -211,8 +211,12 @@ def test_zero_grad_drops_what_no_sync_left(strategy: str, how: str) -> None:
         with sw.no_sync(dropping):
             squares(dropping, batch(100 + step)).backward()
             squares(dropping, batch(200 + step)).backward()
-        if how == "model":
-            dropping.zero_grad()
+        if how in ("model", "around"):
+            (dropping if how == "model" else nn.Sequential(dropping)).zero_grad()
+        elif how == "below":
+            for module in dropping.modules():
+                if not [*module.children()]:
+                    module.zero_grad()
         else:
             optimizers[0].zero_grad(set_to_none=how != "optimizer, zeros")
         for model, optimizer in zip((dropping, plain), optimizers, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -103,6 +104,27 @@ def test_output_inputs_and_buffers() -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         uncast(inputs)
     assert seen[1] == (torch.float32, torch.int64, torch.float32)
+
+
+@dataclass(frozen=True)
+class Judged:
+    score: Tensor
+    parts: list[Tensor]
+    name: str = "a"
+
+
+@on_ranks(1)
+def test_dataclasses_are_cast_too() -> None:
+    class Judge(Net):
+        def forward(self, x: Any) -> Any:
+            return Judged(super().forward(x.score), [x.parts[0], x.score])
+
+    model = sw.shard(seeded(Judge), precision=sw.Precision(param="bf16", output="fp32"))
+    given = Judged(batch(0), [torch.tensor([1, 2])], "b")
+    judged = model(given)
+    assert [t.dtype for t in (judged.score, *judged.parts)] == [torch.float32, torch.int64, torch.float32]
+    assert (judged.name, given.score.dtype) == ("a", torch.float32)
+    assert not torch.equal(judged.parts[1], given.score), "it went through bf16"
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])

@@ -7,17 +7,19 @@ autograd is done. Whatever is gathered at other times is gathered on demand, by 
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from shardwise.comm.protocol import BufferKind
 from shardwise.engine.arena import Arena, Slot, size_classes
@@ -174,25 +176,17 @@ class Engine:
         for slot in choices:
             if slot.holder is None:
                 return slot
-        for evictable in (self._is_idle, self._is_only_in_backward):
-            for slot in choices:
-                holder = slot.holder
-                assert holder is not None
-                if evictable(holder):
-                    self._release(holder)
-                    return slot
+        held = [(slot, slot.holder) for slot in choices if slot.holder is not None]
+        evictable = [pair for pair in held if pair[1].state is not UnitState.ACTIVE]
+        evictable += [pair for pair in held if pair[1].forward_depth == 0]  # active in backward alone
+        if evictable:
+            slot, holder = evictable[0]
+            self._release(holder)
+            return slot
         raise ConfigError(
             f"unit {unit.fqn!r} finds all {len(choices)} slots of its size taken by units whose forward is under way; "
             f"raise slots (now {self.slots}) to at least {len(choices) + 1}"
         )
-
-    @staticmethod
-    def _is_idle(unit: Unit) -> bool:
-        return unit.state is not UnitState.ACTIVE
-
-    @staticmethod
-    def _is_only_in_backward(unit: Unit) -> bool:
-        return unit.forward_depth == 0
 
     def _release(self, unit: Unit) -> None:
         """Give the unit's slot back, whatever it was doing."""
@@ -242,8 +236,8 @@ class Engine:
         recompute = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled():
             self.saved.check()
-        if unit is self.root and not recompute:
-            self._begin_step()
+        if not recompute and (unit is self.root or not self.depth):
+            self._begin_step(unit)
         self.plan()
         self._call_count += 1
         call = Call(unit, self._call_count, recompute)
@@ -312,22 +306,28 @@ class Engine:
                 return event.unit == unit.index
         return False
 
-    def _begin_step(self) -> None:
-        """The root's forward begins: clear up after an interrupted step and follow what the user changed."""
+    def _begin_step(self, unit: Unit) -> None:
+        """An outermost forward begins: clear up after an interrupted step and follow what the user changed.
+
+        Where the root is only a container (a GAN's halves, each called), all calls up to a backward make one step.
+        """
         if self.in_backward:
             self._abandon_backward()
         if self.depth:
             self._abandon_forward()
         self.saved.drain()
-        for unit in self.units:
-            unit.awaited.clear()
+        for other in self.units if unit is self.root else ():
+            other.awaited.clear()
         self._check_autocast()
-        changed = [unit for unit in self.units if sum(group.follow_requires_grad() for group in unit.groups)]
-        if changed:
-            for unit in changed:
+        self._follow_requires_grad()
+        if not any(other.awaited for other in self.units):
+            self.schedule.begin((torch.is_grad_enabled(), unit.index, unit.module.training))
+
+    def _follow_requires_grad(self) -> None:
+        for unit in self.units:
+            if sum(group.follow_requires_grad() for group in unit.groups):
                 unit.hook_gradients()
-            self._planned = False
-        self.schedule.begin((torch.is_grad_enabled(), self.root.module.training))
+                self._planned = False
 
     def _check_autocast(self) -> None:
         kind = self.mesh.device.type
@@ -428,6 +428,8 @@ class Engine:
         if self.in_backward and self._finisher() is None:  # autograd dropped the callback: the last backward raised
             self._abandon_backward()
         if not self.in_backward:
+            self._follow_requires_grad()  # autograd drops the gradient of what was frozen since the forward
+            self.plan()
             finisher = partial(self._finish_backward)
             torch.autograd.Variable._execution_engine.queue_callback(finisher)  # raises outside a backward
             self._finisher = weakref.ref(finisher)
@@ -476,10 +478,16 @@ class Engine:
 
 
 def _cast(tree: Any, name: str) -> Any:
-    """Floating-point tensors of a pytree in another dtype."""
+    """Floating-point tensors of a pytree in another dtype, in copies of dataclasses too."""
     dtype: torch.dtype = getattr(torch, name)
 
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if is_dataclass(value) and not isinstance(value, type):
+            value = copy.copy(value)
+            for field in fields(value):
+                object.__setattr__(value, field.name, tree_map(cast, getattr(value, field.name)))
+        return value
 
-    return tree_map_only(Tensor, cast, tree)
+    return tree_map(cast, tree)

@@ -143,6 +143,8 @@ class Gradients:
     def add(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> None:
         """Take the gradient off `leaf`."""
         grad = leaf.grad
+        if grad is None:  # frozen since the forward
+            return
         leaf.grad = None
         if torch.is_grad_enabled():
             fqn = unit.groups[key[0]].fqns[key[1]]
@@ -150,7 +152,6 @@ class Gradients:
                 f"backward(create_graph=True) reached {fqn!r}: a reduced gradient cannot be differentiated again. "
                 "Use torch.autograd.grad over sw.unsharded(model) for second derivatives"
             )
-        assert grad is not None
         unit.add_gradient(key, grad, self._scaled)
 
     def reduce(self, unit: Unit) -> None:

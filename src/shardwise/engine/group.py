@@ -85,8 +85,8 @@ class Group:
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter of the group wants a gradient now."""
-        faces: Sequence[Tensor] = self.sharded or self.originals
+        """Whether any parameter of the group wants a gradient, as of the last step's or backward's begin."""
+        faces = self.inner or self.originals
         return any(parameter.requires_grad for parameter in faces)
 
     @property

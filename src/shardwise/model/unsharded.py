@@ -98,8 +98,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside accumulate gradients locally, unreduced; the first one outside reduces the sum.
 
     Costs a full gradient buffer per unit from then on (SHARD_OPTIMIZER has them anyway). Every rank must do so alike.
-    What waits is not in `.grad` yet. `zero_grad()` of the optimizer or of a sharded module drops it like what is;
-    `optimizer.step()` before the sum is an error.
+    What waits is not in `.grad` yet. `zero_grad()` of the optimizer or of a module (around the sharded one or below it,
+    too) drops it like what is; `p.grad = None` by hand cannot, since `.grad` is None already. `optimizer.step()` before
+    the sum is an error.
     """
     gradients = require_engine(model).gradients
     before, gradients.sync = gradients.sync, False

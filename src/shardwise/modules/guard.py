@@ -1,8 +1,10 @@
-"""Methods of sharded modules that torch's own would get wrong: conversions, and `zero_grad`."""
+"""Methods of modules that torch's own would get wrong: conversions of sharded ones, and `zero_grad` of any, since a
+sharded one may lie below. Torch has no hooks around that, so the method of its modules is wrapped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from shardwise.sharded.waiting import drop_waiting
 
 def guard(module: nn.Module) -> None:
     """Have `.to()`, `.half()` and the like raise where they would move or cast sharded parameters of the module or
-    below, and `zero_grad()` drop gradients that still wait to be reduced."""
+    below."""
 
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         kinds = {(p.dtype, p.device) for p in module.parameters() if isinstance(p, ShardedParameter)}
@@ -27,8 +29,17 @@ def guard(module: nn.Module) -> None:
                 )
         return module
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        type(module).zero_grad(module, set_to_none)
-        drop_waiting(module.parameters())
+    module.__dict__.update(_apply=apply)
 
-    module.__dict__.update(_apply=apply, zero_grad=zero_grad)
+
+_zero_grad = nn.Module.zero_grad
+
+
+@wraps(_zero_grad)
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _zero_and_drop(module: nn.Module, set_to_none: bool = True) -> None:
+    _zero_grad(module, set_to_none)
+    drop_waiting(module.parameters())
+
+
+nn.Module.zero_grad = _zero_and_drop  # type: ignore[assignment, method-assign]
