@@ -4,7 +4,8 @@
     ├── UserError              a mistake in what was asked for; the CLI prints one line and exits 2
     │   ├── ConfigError        a configuration key or value
     │   ├── CheckpointError    a checkpoint that is missing, damaged, cannot be written or does not fit the model
-    │   │   └── UnreadableError    storage that did not answer: what it holds may be well
+    │   │   ├── UnreadableError    storage that did not answer: what it holds may be well
+    │   │   └── PeerError          another rank failed or is gone: a consequence, not a cause
     │   ├── LayoutError        a model that cannot be laid out as asked (no parameters, meta tensors, ...)
     │   ├── MeshError          ranks, groups and meshes that do not fit together
     │   ├── PlanError          a plan that cannot be made: an unknown model or device, nothing fits, untraceable code
@@ -37,6 +38,10 @@ class CheckpointError(UserError):
 
 class UnreadableError(CheckpointError):
     """Storage did not answer, or did not let this process read. That says nothing about what the checkpoint holds."""
+
+
+class PeerError(CheckpointError):
+    """Another rank failed or is gone, as the message says. Where it failed, it raises an error of its own."""
 
 
 class LayoutError(UserError):

@@ -95,6 +95,25 @@ raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [
     assert "gloo" not in ended.err
 
 
+def test_what_one_rank_fails_at_is_no_mistake_of_its_peers(start: Start) -> None:
+    """Rank 1 hears of it and ends first, with a line for its user."""
+    scenario = """
+from shardwise.train.ranks import started
+with started() as ranks:
+    try:
+        with ranks.together():
+            if rank == 0:
+                raise ValueError("the cause")
+    except ValueError:
+        time.sleep(0.5)
+        raise
+"""
+    ended = start("train", "run.toml", scenario=scenario).end(timeout_s=30)
+    assert ended.status == 1
+    assert ended.err.startswith("error: rank 0 failed:\nTraceback")
+    assert ended.err.endswith("ValueError: the cause\n")
+
+
 def test_a_mistake_that_every_rank_finds_is_one_line(start: Start) -> None:
     ended = start("train", "run.toml", scenario="raise ConfigError('no such\\ntokenizer')").end()
     assert (ended.status, ended.err) == (2, "error: no such tokenizer\n")

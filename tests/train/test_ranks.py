@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import PeerError
 from shardwise.train.ranks import Ranks, started
 from tests.ranks import RankPools
 
@@ -13,11 +13,12 @@ def exchange() -> None:
         assert ranks.sum([rank + 0.5, 1.0]) == [3 * 0.5 + 3, 3.0]
         assert ranks.count(2**53 + rank) == 3 * 2**53 + 3  # float64 would lose the last bit
         assert ranks.gather([rank, -rank]) == [[0.0, 0.0], [1.0, -1.0], [2.0, -2.0]]
+        assert ranks.hear(f"I am {rank}") == ["I am 0", "I am 1", "I am 2"]
         assert ranks.first_says(rank == 0) is True
         assert ranks.first_says(rank != 0) is False
         with ranks.together():
             pass
-        with pytest.raises(ValueError if rank == 1 else CheckpointError, match=r"^(rank 1 failed: )?no cheese$"):
+        with pytest.raises(ValueError if rank == 1 else PeerError, match=r"^(rank 1 failed: )?no cheese$"):
             fail(ranks)
         assert ranks.count(1) == 3  # nobody was left in a collective
     assert torch.distributed.is_initialized(), "a process group that was there before is left alone"
@@ -40,4 +41,5 @@ def test_alone_there_is_no_process_group() -> None:
         assert ranks.sum([1.5]) == [1.5]
         assert ranks.count(3) == 3
         assert ranks.gather([1.0]) == [[1.0]]
+        assert ranks.hear("I") == ["I"]
         assert ranks.first_says(True)

@@ -30,6 +30,20 @@ def test_what_an_unfinished_run_left_is_dropped(tmp_path: Path, config_file: Pat
     assert not directory.metrics.exists()
 
 
+@pytest.mark.parametrize("damaged", [b"\0\0\0\0", b"[1]", b'{"loss": 1}', b"\xff{}", b'{"step": 2'])
+def test_a_damaged_log_is_named_with_its_line(tmp_path: Path, config_file: Path, damaged: bytes) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.begin(load(config_file))
+    directory.metrics.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n{"st')
+    before = directory.metrics.read_bytes()
+    with pytest.raises(ConfigError, match=r"run/metrics\.jsonl, line 2: no JSON object with a step .*remove the line"):
+        directory.begin(load(config_file), steps=2)
+    assert directory.metrics.read_bytes() == before
+    directory.metrics.write_bytes(before.replace(damaged, b'{"step": 2}'))
+    directory.begin(load(config_file), steps=2)
+    assert directory.metrics.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
 def test_final_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     with suppress(OSError), directory.writing_final() as partial:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from shardwise.checkpoint.storage import Directory
 from shardwise.comm.counters import birth
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, PeerError
 
 _PATIENCE_S = 1800.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
@@ -103,19 +103,19 @@ class Correspondence:
             self._raise_others()
             gone = [rank for rank, (pid, born) in self._processes.items() if birth(pid) != born]
             if gone and not seen():  # it may have left because all was done
-                raise CheckpointError(f"the process of rank {gone[0]} is gone")
+                raise PeerError(f"the process of rank {gone[0]} is gone")
             if time.monotonic() > deadline:
                 raise CheckpointError(f"the other ranks were not done after {patience_s:g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _raise_others(self) -> None:
-        """Raise CheckpointError if another rank has said that it failed."""
+        """Raise PeerError if another rank has said that it failed."""
         for name in self._messages.names():
             if name.startswith(_FAILED) and name != f"{_FAILED}{self.rank}":
                 left = note(self._messages, name)
                 if left is not None:
-                    raise CheckpointError(f"rank {name.removeprefix(_FAILED)} failed: {left['said']}")
+                    raise PeerError(f"rank {name.removeprefix(_FAILED)} failed: {left['said']}")
 
 
 def _process(rank: int) -> str:

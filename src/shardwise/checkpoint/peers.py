@@ -10,7 +10,7 @@ import xxhash
 
 from shardwise.checkpoint import background
 from shardwise.engine.mesh import Mesh
-from shardwise.errors import CheckpointError, MismatchError, UsageError
+from shardwise.errors import CheckpointError, MismatchError, PeerError, UsageError
 
 _WORD_BYTES = 7
 """Of text in one positive int64."""
@@ -37,7 +37,7 @@ class Peers:
 
     @contextmanager
     def together(self, doing: str, seen: Callable[[], bool] | None = None) -> Iterator[None]:
-        """All ranks leave the block, or all raise: whoever failed its own error, the others a CheckpointError with it.
+        """All ranks leave the block, or all raise: whoever failed its own error, the others a PeerError with it.
 
         No collective may be inside. What the operating system says becomes a CheckpointError that begins with `doing`.
         `seen` is not asked: see Company.
@@ -57,7 +57,7 @@ class Peers:
         said = self._hear(str(failure) if rank == self.rank else "")
         if failure is not None:
             raise failure
-        raise CheckpointError(f"rank {rank} failed: {said}")
+        raise PeerError(f"rank {rank} failed: {said}")
 
     def first_says(self, number: int) -> int:
         """Rank 0's number (not negative) on every rank."""

@@ -181,8 +181,9 @@ def _conclude(
     reports: list[report.Report], failures: Mapping[int, ProcessFailure], interrupted: bool, debug: bool
 ) -> Exit:
     """Print the first cause, and return the status."""
-    causes = [ending for ending in reports if ending.kind == "failed" and not ending.consequence]
-    mistakes = [ending for ending in reports if ending.kind == "mistake"]
+    first = [ending for ending in reports if not ending.consequence]
+    causes = [ending for ending in first if ending.kind == "failed"]
+    mistakes = [ending for ending in first if ending.kind == "mistake"]
     reported = {ending.rank for ending in reports}
     silent = {rank: failure.exitcode for rank, failure in failures.items() if rank not in reported}
     if mistakes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.cli.exit import full_traceback, mistake
-from shardwise.errors import CollectiveTimeout, OutOfMemory
+from shardwise.errors import CollectiveTimeout, OutOfMemory, PeerError
 
 ENVIRONMENT = "SHARDWISE_REPORTS"
 """The environment variable by which a rank knows the directory, and that shardwise launched it."""
@@ -20,6 +20,8 @@ ENVIRONMENT = "SHARDWISE_REPORTS"
 LAUNCHER = "SHARDWISE_LAUNCHER"
 """The environment variable by which a rank knows the launcher's process id."""
 
+_CAUSE_S = 3.0
+"""How long a rank that failed with another waits for that one's report."""
 _PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed")
 
 
@@ -36,7 +38,7 @@ class Report:
     time_s: float
     """Seconds since the epoch."""
     consequence: bool
-    """The rank failed because another was gone: not the cause."""
+    """The rank failed because another had failed or was gone: not the cause."""
 
 
 def describe(error: BaseException, rank: int) -> Report:
@@ -62,6 +64,13 @@ def read(directory: Path) -> list[Report]:
     return sorted(reports, key=lambda report: report.time_s)
 
 
+def await_cause(directory: Path) -> None:
+    """Wait until a rank has reported what was no consequence: the first rank to end has torchrun end all the others."""
+    deadline = time.monotonic() + _CAUSE_S
+    while all(report.consequence for report in read(directory)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def write_pid(directory: Path, rank: int) -> None:
     """Tell the launcher where to send signals."""
     _write_atomically(directory / f"rank-{rank}.pid", str(os.getpid()))
@@ -80,7 +89,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 def _lost_a_peer(error: BaseException) -> bool:
     return any(
-        isinstance(link, CollectiveTimeout | ConnectionError)
+        isinstance(link, PeerError | CollectiveTimeout | ConnectionError)
         or type(link).__name__ in ("DistNetworkError", "DistStoreError")
         or any(words in str(link).lower() for words in _PEER_IS_GONE)
         for link in _chain(error)

@@ -33,6 +33,8 @@ def main() -> None:
     except BaseException as error:
         ending = report.describe(error, rank)
         report.write(directory, ending)
+        if ending.consequence:
+            report.await_cause(directory)
         _leave(Exit.DONE if ending.kind == "interrupted" else Exit.FAILED)
 
 

@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import PeerError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,17 @@ class Ranks:
         dist.all_gather(rows, own)
         return [row.tolist() for row in rows]
 
+    def hear(self, own: T) -> list[T]:
+        """What every rank has to say, in rank order, on every rank; small, and pickled. Every rank must call this."""
+        if self.world_size == 1:
+            return [own]
+        said: list[Any] = [None] * self.world_size
+        dist.all_gather_object(said, own)
+        return said
+
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All ranks leave the block, or all raise: whoever failed its own error, the others a CheckpointError with it.
+        """All ranks leave the block, or all raise: whoever failed its own error, the others a PeerError with it.
 
         Every rank must enter. No collective may be inside.
         """
@@ -62,15 +73,12 @@ class Ranks:
             yield
         except Exception as error:
             failure = error
-        said: list[str | None] = [None if failure is None else str(failure) or type(failure).__name__]
-        if self.world_size > 1:
-            own, said = said[0], [None] * self.world_size
-            dist.all_gather_object(said, own)
+        said = self.hear(None if failure is None else str(failure) or type(failure).__name__)
         if failure is not None:
             raise failure
         failed = next((rank for rank, text in enumerate(said) if text is not None), None)
         if failed is not None:
-            raise CheckpointError(f"rank {failed} failed: {said[failed]}")
+            raise PeerError(f"rank {failed} failed: {said[failed]}")
 
     def first_says(self, decision: bool) -> bool:
         """Rank 0's answer to a question, on every rank, so that all take the same way. Every rank must call this."""

@@ -62,7 +62,7 @@ class RunDirectory:
             Whether metrics of a run that did not finish were there and have been dropped.
 
         Raises:
-            ConfigError: the directory cannot be written.
+            ConfigError: the directory cannot be written, or a log in it is damaged; the message names the line.
         """
         dropped = self.metrics.exists() and not steps
         try:
@@ -91,8 +91,19 @@ def _keep(log: Path, steps: int) -> None:
     if not steps:
         log.unlink(missing_ok=True)
     elif log.exists():
-        lines = [line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
-        kept = [line for line in lines if json.loads(line)["step"] <= steps]
+        *whole, _ = log.read_bytes().split(b"\n")
+        kept = [line + b"\n" for number, line in enumerate(whole, 1) if _step(line, f"{log}, line {number}") <= steps]
         partial = log.with_name(f"{log.name}.partial")
-        partial.write_text("".join(kept), encoding="utf-8")
+        partial.write_bytes(b"".join(kept))
         partial.replace(log)
+
+
+def _step(line: bytes, where: str) -> int:
+    """That a line of a log is about."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: no JSON object with a step ({type(error).__name__}: {error}); remove the line, or move the file "
+            "away, and start again"
+        ) from None
