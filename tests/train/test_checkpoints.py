@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.checkpoint import commit
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, PeerError
 from shardwise.train import trainer
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.config import CheckpointConfig, load
@@ -209,8 +209,11 @@ def test_checkpoints_that_are_in_the_way_are_an_error() -> None:
     run_here(".", 2, "checkpoint.every=1")
     with pytest.raises(ConfigError, match=r'"never", but .* has 2 checkpoints'):
         run_here(".", None, "checkpoint.resume=never")
-    with pytest.raises(ConfigError, match=r"saved with other data, or another data\.seed"):
+    with pytest.raises(ConfigError, match=r"saved with other data, or another data\.seed: data\.seed was 0 and is 3"):
         run_here(".", None, "data.seed=3")
+    said = r"its data had \d+ rows \(digest \w+\) and these have \d+ \(digest \w+\) \(data\.source='texts/1\*\.txt'"
+    with pytest.raises(ConfigError, match=said):
+        run_here(".", None, "data.source=texts/1*.txt")
     for path in Path("runs/tiny/checkpoints").iterdir():
         (path / "training.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"none of the 2 checkpoints .* is intact"):
@@ -281,10 +284,50 @@ def fail_to_export(folder: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.train.export.write_model", fails)
-        with pytest.raises((CheckpointError, OSError), match="No space left") as caught:
+        patch.setattr(commit, "begin", fails)
+        with pytest.raises(CheckpointError, match=r"runs/tiny/final cannot be written: .*No space left") as caught:
             run_here(folder, None, "train.steps=1")
-    assert isinstance(caught.value, OSError) == (dist.get_rank() == 0)
+    assert isinstance(caught.value, PeerError) == (dist.get_rank() == 1)
+
+
+def test_a_changed_setting_of_the_optimizer_holds_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(".", 3, "checkpoint.every=3")
+    capsys.readouterr()
+    run_here(".", None, "checkpoint.every=3", "train.weight_decay=0.7", "train.betas=[0.5, 0.6]")
+    said = "from here on: train.betas was [0.9, 0.95] and is [0.5, 0.6]; train.weight_decay was 0.1 and is 0.7\n"
+    assert said in capsys.readouterr().out
+    saved = json.loads(Path("runs/tiny/checkpoints/step-000006/training.json").read_text())["optimizer"]["groups"]
+    assert [(group["weight_decay"], group["betas"]) for group in saved] == [(0.7, [0.5, 0.6]), (0.0, [0.5, 0.6])]
+
+
+def test_a_run_that_has_more_steps_than_are_asked_for_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(".", 5, "checkpoint.every=5")
+    capsys.readouterr()
+    run_here(".", None, "train.steps=4")
+    printed = capsys.readouterr().out
+    assert "step-000005 has 5 steps and train.steps=4: nothing is left to train" in printed
+    assert "median step" not in printed
+    assert json.loads(Path("runs/tiny/final/training.json").read_text())["step"] == 5
+
+
+def test_an_interrupted_evaluation_comes_first_when_the_run_goes_on() -> None:
+    run_here(".", None, "log.name=whole")
+    original = trainer.evaluate
+
+    def evaluate(*arguments: Any) -> float | None:
+        if len(losses("tiny", "evaluations")) == 1:  # the second one
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "evaluate", evaluate)
+        with pytest.raises(KeyboardInterrupt):
+            run_here(".", None, "checkpoint.every=100")
+    assert kept("tiny") == ["step-000002"]
+    assert [step for step, _ in losses("tiny", "evaluations")] == [0]
+    run_here(".", None)
+    assert losses("tiny") == losses("whole")
+    assert losses("tiny", "evaluations") == losses("whole", "evaluations")
 
 
 def test_a_checkpoint_that_is_named_is_verified() -> None:

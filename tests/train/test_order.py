@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.errors import ConfigError
 from shardwise.train.order import Order, Position
 
 orders = st.builds(Order, rows=st.integers(1, 60), seed=st.integers(0, 2**32))
@@ -34,8 +35,19 @@ def test_the_order_is_the_one_that_earlier_runs_had() -> None:
     assert [Order(8, seed=3).row(sample) for sample in range(16)] == [1, 0, 2, 5, 4, 3, 7, 6, 7, 1, 0, 6, 2, 3, 5, 4]
 
 
-def test_a_position_of_another_seed_is_refused() -> None:
-    with pytest.raises(ValueError, match="no place"):
-        Order(8, seed=3).sample(Position(seed=4, epoch=0, sample=0))
-    with pytest.raises(ValueError, match="no place"):
-        Order(8, seed=3).sample(Position(seed=3, epoch=0, sample=8))
+@pytest.mark.parametrize(
+    ("position", "said"),
+    [
+        (Position(seed=4, epoch=0, sample=0, rows=8, digest="a"), r"data\.seed was 4 and is 3"),
+        (Position(seed=3, epoch=0, sample=0, rows=7, digest="b"), r"had 7 rows \(digest b\) .* have 8 \(digest a\)"),
+        (Position(seed=3, epoch=0, sample=0, rows=8, digest="b"), r"had 8 rows \(digest b\) .* have 8 \(digest a\)"),
+        (Position(seed=3, epoch=0, sample=8), r"had more rows .* have 8"),
+    ],
+)
+def test_a_position_in_other_data_is_refused(position: Position, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Order(8, seed=3, digest="a").sample(position)
+
+
+def test_a_position_that_does_not_say_of_which_data_is_taken() -> None:
+    assert Order(8, seed=3, digest="a").sample(Position(seed=3, epoch=1, sample=7)) == 15

@@ -18,6 +18,7 @@ from shardwise.checkpoint.storage import LocalDirectory, is_url
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError, ConfigError, UnreadableError
 from shardwise.train.config import CheckpointConfig
+from shardwise.train.optimizer import options_of, set_options
 from shardwise.train.order import Position
 from shardwise.train.ranks import Ranks
 
@@ -36,6 +37,8 @@ class Resumed:
     """That `Checkpoints.save` was given."""
     set_aside: tuple[Path, ...] = ()
     """Newer checkpoints that are not intact, where they are now. Only rank 0 knows."""
+    changed: tuple[str, ...] = ()
+    """The optimizer's settings that the configuration gives otherwise, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,8 @@ class Checkpoints:
     def resume(self, model: nn.Module, optimizer: Optimizer) -> Resumed | None:
         """Load what the configuration says; None where the run starts anew. Every rank must call this.
 
-        What crashes left in the directory is removed, and newer checkpoints that do not verify are set aside.
+        What crashes left in the directory is removed, and newer checkpoints that do not verify are set aside. The
+        optimizer keeps its options, which are the configuration's, and gets the saved state.
 
         Raises:
             ConfigError: there are checkpoints of the run and none may be, or can be, used.
@@ -136,11 +140,13 @@ class Checkpoints:
                     sw.checkpoint.verify(path)
         if path is None:
             return None
+        options = options_of(optimizer)
         loaded = sw.checkpoint.load(path, model, optimizer)
+        changed = set_options(optimizer, options)
         if "data" not in loaded:
             raise ConfigError(f"{path} is no checkpoint of `shardwise train`: it has no position in the data")
         self._refuse_newer_than(loaded.step)
-        return Resumed(path, loaded.step, Position(**loaded["data"]), loaded, tuple(set_aside))
+        return Resumed(path, loaded.step, Position(**loaded["data"]), loaded, tuple(set_aside), tuple(changed))
 
     def _newest(self, set_aside: list[Path]) -> Path | None:
         """The run's newest checkpoint that verifies. Those before it, which do not, are renamed."""

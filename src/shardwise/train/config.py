@@ -83,7 +83,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """`[data]`: the text, and how it becomes sequences."""
 
-    source: str = "builtin:python-stdlib"
+    source: Annotated[str, Field(min_length=1)] = "builtin:python-stdlib"
     """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory or a glob."""
     format: Annotated[Literal["text", "jsonl", "parquet"] | None, NoneWord] = None
     """How the files are read; none = by suffix. Rows of jsonl and parquet files give their `text` field."""
@@ -128,7 +128,7 @@ class TrainConfig(Section):
     """The largest global gradient norm; 0 = no clipping."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 = after the last step only."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the initial weights and dropout."""
     activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective-ops|every-[1-9]\d*)$")] = "none"
     """"none", "full" (each block), "selective-ops" (cheap operations only) or "every-N" (one block in N)."""

@@ -101,11 +101,12 @@ class RunConsole:
         text = f"[dim]{escape(_printable(sample.prompt))}[/dim]{escape(_printable(sample.continuation))}"
         self.console.print(Panel(text, title="a sample (prompt dimmed)", title_align="left"))
 
-    def summary(self, strategy: str, world_size: int, footprint: Footprint, step_time_s: float) -> None:
-        """The table at the end."""
+    def summary(self, strategy: str, world_size: int, footprint: Footprint, step_time_s: float | None) -> None:
+        """The table at the end; no time where no step was taken."""
         self.console.print(summary_table(strategy, world_size, footprint))
         share = footprint.largest_bytes / footprint.replicated_bytes
-        self.say(f"{share:.2f} of DDP's bytes per rank; median step {step_time_s:.3f} s, measured")
+        took = "" if step_time_s is None else f"; median step {step_time_s:.3f} s, measured"
+        self.say(f"{share:.2f} of DDP's bytes per rank{took}")
 
     def beside_plan(self, outlook: Outlook, peak: Mapping[str, int], step_time_s: float) -> None:
         """What was planned beside what was measured: bytes by kind on rank 0, and the step's median time."""

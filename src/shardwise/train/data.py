@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from shardwise.errors import ConfigError
@@ -50,9 +51,16 @@ class Datasets(NamedTuple):
     held_out: PackedRows
     tokenizer: Tokenizer
 
+    def __str__(self) -> str:
+        """In words that are the same where the data is."""
+        ids = f"{self.tokenizer.vocab_size} token ids of which {self.tokenizer.end_id} ends a document"
+        digest = xxhash.xxh3_64_hexdigest(f"{self.train.digest} {self.held_out.digest}".encode())
+        return f"{len(self.train):,} rows to train on and {len(self.held_out):,} held out (digest {digest}), of {ids}"
+
 
 def load_datasets(config: DataConfig) -> Datasets:
-    """Read the source that a configuration names. Not collective: every rank gets the same rows.
+    """Read the source that a configuration names. Not collective: every rank should get the same rows, and
+    `alike.check` sees to that.
 
     Raises:
         ConfigError: the source or tokenizer is missing or not what it should be, or too short to train on.
@@ -91,6 +99,9 @@ class Batches:
             seed: decides the order.
             start: where step 0 of these batches begins; None = the first row of the first epoch. A run that resumes,
                 at whatever world size and batch, passes the position it had reached.
+
+        Raises:
+            ConfigError: `global_batch` does not fit, or `start` is no place in these rows.
         """
         if global_batch % (share.micro_batch * share.world_size):
             raise ConfigError(
@@ -100,7 +111,7 @@ class Batches:
         self._rows = rows
         self._share = share
         self._global_batch = global_batch
-        self._order = Order(len(rows), seed)
+        self._order = Order(len(rows), seed, rows.digest)
         self._first_sample = 0 if start is None else self._order.sample(start)
 
     def position(self, step: int) -> Position:

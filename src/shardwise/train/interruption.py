@@ -16,7 +16,7 @@ class Interruption:
         self.asked = False
         """This rank has had a signal. The others may not have, or not yet."""
         self.agreed = False
-        """The same on every rank after every step: the trainer adds `asked` to what ranks sum in each step anyway."""
+        """The same on every rank after every step and every forward of an evaluation, in which ranks sum `asked`."""
 
     @contextmanager
     def heard(self) -> Iterator[None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,6 +27,29 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=fused
     )
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group, all but its parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> list[str]:
+    """Give every group options that `options_of` gave; returns in words which settings that changes.
+
+    The learning rate is not among the words: the schedule decides it at every step.
+    """
+    changes: dict[str, None] = {}
+    for group, wanted in zip(optimizer.param_groups, options, strict=True):
+        for key in ("betas", "eps", "weight_decay"):
+            if group[key] != wanted[key]:
+                changes[f"train.{key} was {_toml(group[key])} and is {_toml(wanted[key])}"] = None
+        group.update(wanted)
+    return list(changes)
+
+
+def _toml(value: float | Sequence[float]) -> str:
+    return str(list(value)) if isinstance(value, Sequence) else str(value)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -12,6 +12,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -21,6 +23,10 @@ class Position:
     epoch: int
     sample: int
     """Samples already drawn in this epoch, over all ranks."""
+    rows: int | None = None
+    """Of the data, in an epoch; None in checkpoints of versions that did not say, as `digest` is."""
+    digest: str | None = None
+    """Of those rows (`PackedRows.digest`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,8 @@ class Order:
 
     rows: int
     seed: int
+    digest: str | None = None
+    """Of the rows; positions carry it."""
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -42,16 +50,20 @@ class Order:
     def position(self, sample: int) -> Position:
         """The place before the sample-th draw."""
         epoch, within = divmod(sample, self.rows)
-        return Position(self.seed, epoch, within)
+        return Position(self.seed, epoch, within, self.rows, self.digest)
 
     def sample(self, position: Position) -> int:
         """The inverse of `position`.
 
         Raises:
-            ValueError: the position belongs to another seed or to data with fewer samples an epoch.
+            ConfigError: the position belongs to another seed or to other data; the message names both.
         """
-        if position.seed != self.seed or position.sample >= self.rows:
-            raise ValueError(f"{position} is no place in {self}")
+        if position.seed != self.seed:
+            raise ConfigError(f"data.seed was {position.seed} and is {self.seed}")
+        saved = (position.rows or self.rows, position.digest or self.digest)
+        if saved != (self.rows, self.digest) or position.sample >= self.rows:
+            said = f"{position.rows:,} rows (digest {position.digest})" if position.rows else "more rows"
+            raise ConfigError(f"its data had {said} and these have {self.rows:,} (digest {self.digest})")
         return position.epoch * self.rows + position.sample
 
 

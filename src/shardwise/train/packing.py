@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
@@ -40,6 +41,14 @@ class PackedRows:
     def target_tokens(self) -> int:
         """Targets that a loss over all rows would have."""
         return int(self.is_target[:, 1:].sum())
+
+    @property
+    def digest(self) -> str:
+        """A short text that other rows do not have. Reads all of them."""
+        state = xxhash.xxh3_64(str(self.ids.shape).encode())
+        for array in (self.ids, self.is_target):
+            state.update(np.ascontiguousarray(array).data)
+        return state.hexdigest()
 
 
 class _Packer:

@@ -18,7 +18,7 @@ from shardwise.model.memory import replicated
 from shardwise.model.recompute import checkpoint_units
 from shardwise.plan.source import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
-from shardwise.train import auto
+from shardwise.train import alike, auto
 from shardwise.train.checkpoints import Checkpoints, Resumed
 from shardwise.train.compilation import compile_blocks
 from shardwise.train.config import Config
@@ -79,12 +79,16 @@ class Trainer:
         self.console = console
         train = config.train
         assert train.global_batch is not None, "Config.for_ranks fills it in"
-        self.data = load_datasets(config.data)
+        with ranks.together():
+            self.data = load_datasets(config.data)
+        alike.check(config, self.data, ranks)
         share = Share(ranks.rank, ranks.world_size, train.micro_batch)
         self.share = share
         self.batches = Batches(self.data.train, share, train.global_batch, config.data.seed)
         self.first_step = 0
         """Steps that were taken before this start of the run; `batches` begin there."""
+        self.evaluates_first = train.eval_every > 0
+        """Whether the model is evaluated before the first step."""
         self.held_out = evaluation_batches(self.data.held_out, share)
         self._say_data()
         tokenizer = self.data.tokenizer
@@ -138,20 +142,23 @@ class Trainer:
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             with self.ranks.together():
                 writer = stack.enter_context(self._open_writer(directory)) if self.ranks.is_first else None
-            if train.eval_every and not self.first_step:
-                self._evaluate(0, writer)
+            if self.evaluates_first:
+                self._evaluate(self.first_step, writer)
+                if self.interruption.agreed:
+                    self._leave(checkpoints, self.first_step)
             for step in range(self.first_step, train.steps):
                 metrics = self._explained_step(step)
                 if writer is not None:
                     writer.step(metrics)
                 self.console.step(metrics)
                 last = metrics.step == train.steps
+                evaluated = True
                 if last or (train.eval_every and metrics.step % train.eval_every == 0):
-                    self._evaluate(metrics.step, writer)
+                    evaluated = self._evaluate(metrics.step, writer)
                 if checkpoints.is_due(metrics.step) or (self.interruption.agreed and checkpoints.are_on and not last):
                     if writer is not None:
                         writer.flush()
-                    self._save(checkpoints, metrics.step)
+                    self._save(checkpoints, metrics.step, evaluated)
                 if self.interruption.agreed and not last:
                     self._leave(checkpoints, metrics.step)
         export(self.model, self.data.tokenizer, directory, self.ranks)
@@ -169,32 +176,45 @@ class Trainer:
         """Take up the data, and the loss scale, where a checkpoint left them."""
         if resumed is None:
             return
-        train = self.config.train
+        train, data = self.config.train, self.config.data
         assert train.global_batch is not None
         try:
-            self.batches = Batches(
-                self.data.train, self.share, train.global_batch, self.config.data.seed, resumed.position
-            )
-        except ValueError:
+            self.batches = Batches(self.data.train, self.share, train.global_batch, data.seed, resumed.position)
+        except ConfigError as error:
             raise ConfigError(
-                f"{resumed.path} was saved with other data, or another data.seed: set them back, or set log.name to "
-                "train anew"
+                f"{resumed.path} was saved with other data, or another data.seed: {error} (data.source="
+                f"{data.source!r}, data.seq_len={data.seq_len}): set them back, or set log.name to train anew"
             ) from None
         self.first_step = resumed.step
+        self.evaluates_first = resumed.extra.get("evaluated") is False
         if resumed.extra.get("scaler"):
             self.scaler.load_state_dict(resumed.extra["scaler"])
         for path in resumed.set_aside:
             self.console.say(f"a newer checkpoint is damaged and has been set aside: {path}")
-        self.console.say(f"going on from {resumed.path}: step {resumed.step + 1} is next")
+        if resumed.step < train.steps:
+            self.console.say(f"going on from {resumed.path}: step {resumed.step + 1} is next")
+        else:
+            self.console.say(
+                f"{resumed.path} has {resumed.step} steps and train.steps={train.steps}: nothing is left to train"
+            )
+        if resumed.changed:
+            self.console.say(f"the configuration holds from here on: {'; '.join(resumed.changed)}")
 
-    def _save(self, checkpoints: Checkpoints, step: int) -> None:
+    def _save(self, checkpoints: Checkpoints, step: int, evaluated: bool) -> None:
+        """
+        Args:
+            evaluated: False where an evaluation after this step was interrupted: it comes first when the run goes on.
+        """
         position = self.batches.position(step - self.first_step)
-        checkpoints.save(step, self.model, self.optimizer, position, {"scaler": self.scaler.state_dict()})
+        extra = {"scaler": self.scaler.state_dict(), "evaluated": evaluated}
+        checkpoints.save(step, self.model, self.optimizer, position, extra)
 
     def _leave(self, checkpoints: Checkpoints, step: int) -> NoReturn:
         """End, as was asked for, after so many steps. Every rank must call this."""
         checkpoints.finish(self.model)
-        if checkpoints.are_on:
+        if step == self.first_step:
+            self.console.say(f"interrupted before step {step + 1}; start it again to go on")
+        elif checkpoints.are_on:
             self.console.say(
                 f"interrupted after step {step}: saved as {checkpoints.path(step)}; start it again to go on"
             )
@@ -270,13 +290,18 @@ class Trainer:
             f"lower train.lr ({self.config.train.lr:g}), raise train.warmup_steps or set train.clip"
         )
 
-    def _evaluate(self, step: int, writer: MetricsWriter | None) -> None:
+    def _evaluate(self, step: int, writer: MetricsWriter | None) -> bool:
+        """False where it was interrupted."""
         if not self.held_out:
-            return
-        loss = evaluate(self.model, self.loss_function, self.held_out, self.ranks)
+            return True
+        loss = evaluate(self.model, self.loss_function, self.held_out, self.ranks, self.interruption)
+        if loss is None:
+            self.console.say(f"step {step}: the evaluation was interrupted")
+            return False
         self.console.evaluated(step, loss)
         if writer is not None:
             writer.evaluation(step, loss, self.data.held_out.target_tokens)
+        return True
 
     def _open_writer(self, directory: RunDirectory) -> MetricsWriter:
         if directory.begin(self.config, self.first_step):
@@ -305,9 +330,9 @@ class Trainer:
         counted = self.ranks.gather([own[kind] for kind in STATE_KINDS])
         by_rank = [dict(zip(STATE_KINDS, map(int, row), strict=True)) for row in counted]
         footprint = compare(by_rank, replicated(self.model))
-        step_time_s = statistics.median(self.step_times_s or [0.0])  # a run may be resumed at its end
+        step_time_s = statistics.median(self.step_times_s) if self.step_times_s else None  # resumed at its end
         self.console.summary(self.config.parallel.strategy, self.ranks.world_size, footprint, step_time_s)
-        if self.outlook is not None and self.step_times_s:
+        if self.outlook is not None and step_time_s is not None:
             self.console.beside_plan(self.outlook, own, step_time_s)
         self.console.say(f"done: {directory.final}")
 
