@@ -14,6 +14,8 @@ from shardwise.errors import CheckpointError, UnreadableError
 
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
+FINAL = "final"
+"""In a run's directory, the trained model: a checkpoint without an optimizer, and nothing to go on from."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -91,8 +93,8 @@ def remove_partials(directory: str | os.PathLike[str]) -> list[Path]:
 def latest(run_directory: Location) -> Path | str | None:
     """The committed checkpoint of the highest step in a run's directory or its `checkpoints`; None without one. Local.
 
-    Looks at names and manifests, not at every byte: `verify` does. A save that is under way in this process is waited
-    for; what went wrong with it is raised here.
+    Looks at names and manifests, not at every byte: `verify` does. A finished run's `final` is passed over. A save that
+    is under way in this process is waited for; what went wrong with it is raised here.
 
     Args:
         run_directory: a path, for which a path is returned, or a URL, for which a URL is.
@@ -106,7 +108,9 @@ def latest(run_directory: Location) -> Path | str | None:
             (step, name, place.child(name).location)
             for place in (run, run.child("checkpoints"))
             for name in place.names()
-            if not name.endswith((PARTIAL, DAMAGED)) and (step := _step(place.child(name))) is not None
+            if name != FINAL
+            and not name.endswith((PARTIAL, DAMAGED))
+            and (step := _step(place.child(name))) is not None
         ]
     return max(found)[2] if found else None
 

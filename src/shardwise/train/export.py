@@ -10,17 +10,46 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint.piece import pieces_to_write
+from shardwise.errors import UsageError
 from shardwise.train.ranks import Ranks
+from shardwise.train.run_claim import seen_by_all
 from shardwise.train.run_directory import RunDirectory
-from shardwise.train.tokenizer import Tokenizer
+from shardwise.train.tokenizer import Tokenizer, files_of
 
 
-def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks) -> None:
-    """Write `final/`. Every rank must call this; rank 0 holds the whole model on its CPU and writes.
+def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks, step: int) -> None:
+    """Write `final/`, a checkpoint of the model alone. Every rank must call this; each writes what it holds.
 
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` and
-    `AutoTokenizer.from_pretrained` load; any other module a `model.safetensors` of its state_dict.
+    `AutoTokenizer.from_pretrained` load; any other module safetensors files of its state_dict.
+
+    Where that cannot be, because ranks do not share the directory or transformers computes what it stores, rank 0
+    gathers the whole model on its CPU and writes.
+
+    Args:
+        step: how many were taken.
     """
+    if not (_has_ranges(model) and seen_by_all(directory.path, ranks)):
+        _export_gathered(model, tokenizer, directory, ranks)
+        return
+    files: dict[str, bytes] = {}
+    with ranks.together():
+        if ranks.is_first:
+            files = files_of(tokenizer)
+    sw.checkpoint.save(directory.final, model, step=step, files=files)
+
+
+def _has_ranges(model: nn.Module) -> bool:
+    """Whether tensors have byte ranges of their own in the files. The same on every rank."""
+    try:
+        pieces_to_write(model)
+    except UsageError:
+        return False
+    return True
+
+
+def _export_gathered(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks) -> None:
     state = sw.full_state_dict(model, cpu=True, rank0_only=True)
     with ranks.together():  # nobody leaves before the files are there, or waits for files that cannot be
         if ranks.is_first:

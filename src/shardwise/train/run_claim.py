@@ -55,6 +55,16 @@ def claimed(run: Path, ranks: Ranks, say: Callable[[str], None]) -> Iterator[Non
             claim.release()
 
 
+def seen_by_all(run: Path, ranks: Ranks) -> bool:
+    """Whether what rank 0 writes in a claimed directory is there for every rank. Every rank must call this."""
+    try:
+        claim = (run / NAME).read_bytes()
+    except OSError:
+        claim = b""
+    said = ranks.hear(claim)
+    return said[0] != b"" and len(set(said)) == 1
+
+
 class _Claim:
     """One process's hold on a run's directory."""
 

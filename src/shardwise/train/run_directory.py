@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.checkpoint.commit import FINAL
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, dump_toml
 
@@ -46,7 +47,7 @@ class RunDirectory:
     @property
     def final(self) -> Path:
         """The trained model; it appears at the very end, complete."""
-        return self.path / "final"
+        return self.path / FINAL
 
     @property
     def is_finished(self) -> bool:

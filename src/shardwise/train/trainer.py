@@ -161,7 +161,7 @@ class Trainer:
                     self._save(checkpoints, metrics.step, evaluated)
                 if self.interruption.agreed and not last:
                     self._leave(checkpoints, metrics.step)
-        export(self.model, self.data.tokenizer, directory, self.ranks)
+        export(self.model, self.data.tokenizer, directory, self.ranks, max(self.first_step, train.steps))
         self._sum_up(directory)
 
     def _checkpoints(self, directory: RunDirectory) -> Checkpoints:

@@ -197,7 +197,7 @@ def _run(path: Path) -> Run | None:
     names = [entry for entry in sorted(inner.iterdir()) if entry.is_dir() and entry.name.startswith("step-")]
     if not names:
         return None
-    return Run(str(path), tuple(_run_checkpoint(entry) for entry in names), (path / "final").is_dir())
+    return Run(str(path), tuple(_run_checkpoint(entry) for entry in names), (path / commit.FINAL).is_dir())
 
 
 def _run_checkpoint(path: Path) -> RunCheckpoint:
