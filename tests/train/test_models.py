@@ -80,7 +80,10 @@ def test_weights_are_left_to_the_shards(tmp_path: Path) -> None:
 def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_factory.py").write_text(
         "from torch import nn\ndef make(): return nn.Linear(2, 3).eval()\ndef number(): return 3\n"
+        "def sized(width, *, depth, bias=True): return nn.Linear(width, depth)\nwidth = 3\n"
     )
+    (tmp_path / "half_a_module.py").write_text("def make(:\n")
+    (tmp_path / "not_a_module.py").write_text("from torch import nn\nnn.Linaer\n")
     monkeypatch.chdir(tmp_path)
     model = build_model(ModelConfig(factory="my_factory:make", dtype="bf16"), TEXT)
     assert isinstance(model, nn.Linear)
@@ -89,6 +92,10 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, message in [
         ("my_factory:mak", "my_factory has no mak; did you mean make"),
         ("no_such_module:make", "No module named 'no_such_module'"),
+        ("my_factory:width", "is a int, not a function"),
+        ("my_factory:sized", "is called without arguments and requires width, depth"),
+        ("half_a_module:make", r"half_a_module cannot be imported: SyntaxError: .*half_a_module\.py, line 1"),
+        ("not_a_module:make", "not_a_module cannot be imported: AttributeError: .*Linaer"),
         ("my_factory:number", r"returned a int, not a torch\.nn\.Module"),
     ]:
         with pytest.raises(ConfigError, match=message):
@@ -105,6 +112,9 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model_type": "gpt2", "n_positions": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
         ({**TINY, "hidden_size": "wide"}, "not right for 'llama'.*hidden_size"),
         ({"model_type": "clip_vision_model"}, "transformers cannot build it"),
+        ({**TINY, "hidden_act": "nope"}, "transformers cannot build it: KeyError: 'nope'"),
+        ({**TINY, "hidden_size": 0}, "transformers cannot build it: ZeroDivisionError"),
+        ({**TINY, "num_attention_heads": 0}, "not right for 'llama': ZeroDivisionError"),
     ],
 )
 def test_mistakes_are_one_line(inline: dict[str, Any], message: str) -> None:

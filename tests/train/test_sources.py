@@ -85,6 +85,8 @@ def test_an_unknown_built_in_corpus() -> None:
         ({"text": 3}, r"a\.jsonl:1: text must be text, not 3"),
         ({"messages": [{"role": "user", "content": "q"}]}, "without a message of role assistant"),
         ({"messages": [{"role": "assistant"}]}, "a role and a content"),
+        ({"messages": [1]}, r"a\.jsonl:1: every message needs a role and a content"),
+        ({"messages": "hello"}, r'a\.jsonl:1: messages must be a list, not "hello"'),
     ],
 )
 def test_rows_that_are_not_documents(tmp_path: Path, row: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,8 +71,8 @@ def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.M
             model = auto.from_config(hf_config, dtype=dtype)
         if config.weights is not None and (Path(config.weights) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(config.weights, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"[model]: transformers cannot build it: {_one_line(error)}") from None
+    except Exception as error:  # whatever its code makes of a value that it does not check
+        raise ConfigError(f"[model]: transformers cannot build it: {_one_line(error)}") from error
     built: nn.Module = model
     return built
 
@@ -84,7 +85,6 @@ def _read_config(config: ModelConfig, text: TextShape) -> PreTrainedConfig:
 
 
 def _config_at(name: str) -> PreTrainedConfig:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = Path(name)
@@ -93,13 +93,12 @@ def _config_at(name: str) -> PreTrainedConfig:
         raise ConfigError(f"model.path={name!r}: there is no {missing}{nearest_path(path)}")
     try:
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ConfigError(f"model.path={name!r} is no configuration of transformers: {_one_line(error)}") from None
+    except Exception as error:
+        raise ConfigError(f"model.path={name!r} is no configuration of transformers: {_one_line(error)}") from error
     return loaded
 
 
 def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     values = copy.deepcopy(inline)  # transformers takes nested tables for its own
@@ -122,8 +121,8 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
         values.setdefault("max_position_embeddings", text.seq_len)
     try:
         filled: PreTrainedConfig = config_class(**values)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ConfigError(f"model.config is not right for {model_type!r}: {_one_line(error)}") from None
+    except Exception as error:
+        raise ConfigError(f"model.config is not right for {model_type!r}: {_one_line(error)}") from error
     return filled
 
 
@@ -148,16 +147,30 @@ def _call_factory(name: str) -> nn.Module:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"model.factory={name!r}: {error}") from None
-    factory: Callable[[], Any] | None = getattr(module, function_name, None)
+    except Exception as error:
+        raise ConfigError(f"model.factory={name!r}: {module_name} cannot be imported: {_one_line(error)}") from error
+    factory = getattr(module, function_name, None)
     if factory is None:
         near = did_you_mean(function_name, vars(module))
         raise ConfigError(f"model.factory={name!r}: {module_name} has no {function_name}{near}")
+    if not callable(factory):
+        raise ConfigError(f"model.factory={name!r} is a {type(factory).__name__}, not a function")
+    needed = _required(factory)
+    if needed:
+        raise ConfigError(f"model.factory={name!r} is called without arguments and requires {', '.join(needed)}")
     model = factory()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.factory={name!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Parameters without which it cannot be called; none where it does not say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}]
 
 
 def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -172,4 +185,5 @@ def _check_directory(key: str, name: str) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:240]
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}"[:240]

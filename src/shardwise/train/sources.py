@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,13 @@ def _text(key: str, row: Mapping[str, Any], field: str) -> str:
     return value
 
 
-def _check_messages(key: str, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], ...]:
+def _check_messages(key: str, messages: Any) -> tuple[dict[str, str], ...]:
+    if not isinstance(messages, list):
+        raise ConfigError(f"{key}: messages must be a list, not {json.dumps(messages, default=str)[:80]}")
     checked = []
     for message in messages:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        said = message if isinstance(message, dict) else {}
+        if not isinstance(said.get("role"), str) or not isinstance(said.get("content"), str):
             raise ConfigError(f"{key}: every message needs a role and a content, both text")
         checked.append({"role": message["role"], "content": message["content"]})
     if not any(message["role"] == "assistant" for message in checked):
