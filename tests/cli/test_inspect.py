@@ -22,6 +22,17 @@ steps = 1
 BLOCK_NUMEL = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
 
 
+def test_a_strategy_that_is_left_open_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    overrides = ["parallel.ranks=2", "parallel.strategy=auto"]
+    assert run(["inspect", str(tmp_path / "tiny.toml"), *overrides]) == 0
+    planned, *rows = capsys.readouterr().out.splitlines()
+    assert planned.startswith("planned: ")
+    assert any(row.startswith("model.layers.1 ") for row in rows)
+    assert run(["inspect", str(tmp_path / "tiny.toml"), *overrides, "parallel.hardware=no-such-gpu"]) == 2
+    assert "no-such-gpu" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("overrides", "shard_numel"),
     [

@@ -4,9 +4,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.train import auto
 from shardwise.train.config import Config
+from shardwise.train.job import hardware_here
 from shardwise.train.models import TextShape, build_model
-from shardwise.train.ranks import Ranks
+from shardwise.train.ranks import Ranks, device_here
 from shardwise.train.sharding import shard_model
 from shardwise.train.tokenizer import load_tokenizer
 
@@ -15,17 +17,35 @@ def table(config: Config) -> str:
     """The table of `sw.describe`, from one process: torch's fake process group stands for the other ranks.
 
     Args:
-        config: fitted to its ranks (`Config.for_ranks`). Weights are not read, and no whole model is built.
+        config: fitted to its ranks (`Config.for_ranks`). Weights are not read, and no whole model is built. A plan
+            settles the strategy "auto", and is said above the table.
     """
-    assert config.parallel.ranks != "auto"
+    world_size = config.parallel.ranks
+    assert world_size != "auto"
     tokenizer = load_tokenizer(config.data.tokenizer)
     text = TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len)
+    words = ""
+    if config.parallel.strategy == "auto":
+        config, words = _settled(config, text, Ranks(0, world_size, device_here()))
+    return words + _described(config, text, Ranks(0, world_size, torch.device("cpu")))
+
+
+def _settled(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, str]:
+    """As training does, but for the measurements that it takes of a CPU first."""
+    hardware = hardware_here(config, ranks.device)
+    config, outlook = auto.choose(config, text, ranks, hardware)
+    measured = ranks.device.type == "cpu" and config.parallel.hardware is None
+    hint = "; `shardwise train` measures this machine first and may choose otherwise" if measured else ""
+    return config, f"{outlook.words}{hint}\n"
+
+
+def _described(config: Config, text: TextShape, ranks: Ranks) -> str:
     blank = config.model.model_copy(update={"weights": None, "init": "meta"})
-    dist.init_process_group("fake", rank=0, world_size=config.parallel.ranks)
+    dist.init_process_group("fake", rank=ranks.rank, world_size=ranks.world_size)
     try:
         with torch.device("meta"):  # a factory builds its module here too
             model = build_model(blank, text)
-        shard_model(model, config.parallel, Ranks(0, config.parallel.ranks, torch.device("cpu")))
+        shard_model(model, config.parallel, ranks)
         return str(sw.describe(model))
     finally:
         dist.destroy_process_group()

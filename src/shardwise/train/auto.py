@@ -57,16 +57,32 @@ def settle(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, Outlo
     choice: dict[str, Any] = {}
     if ranks.is_first:
         try:
-            best = _best(config, text, ranks, hardware or hardware_here(config, ranks.device))
-            choice = {"strategy": best.job.strategy.value, "shard_group": best.job.shard_group}
-            outlook = _outlook(best)
+            planned, outlook = choose(config, text, ranks, hardware or hardware_here(config, ranks.device))
+            choice = {"strategy": planned.parallel.strategy, "shard_group": planned.parallel.shard_group}
         except UserError as error:
             choice = {"error": str(error)}
     choice = _from_first(choice, ranks)
     if "error" in choice:
-        raise PlanError(f'parallel.strategy="auto": {choice["error"]}')
-    parallel = config.parallel.model_copy(update=choice)
-    return config.model_copy(update={"parallel": parallel}), outlook
+        raise PlanError(choice["error"])
+    return _with(config, choice), outlook
+
+
+def choose(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> tuple[Config, Outlook]:
+    """Replace "auto" by the strategy that a plan for a device recommends. Not collective.
+
+    Raises:
+        PlanError: nothing fits, or the model cannot be planned.
+    """
+    try:
+        best = _best(config, text, ranks, hardware)
+    except UserError as error:
+        raise PlanError(f'parallel.strategy="auto": {error}') from error
+    choice = {"strategy": best.job.strategy.value, "shard_group": best.job.shard_group}
+    return _with(config, choice), _outlook(best)
+
+
+def _with(config: Config, choice: dict[str, Any]) -> Config:
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=choice)})
 
 
 def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> Forecast:

@@ -92,7 +92,7 @@ def started() -> Iterator[Ranks]:
     Uses nccl where there is a GPU for this rank and gloo otherwise. Every rank must enter. A process group that exists
     already is used and left alone.
     """
-    device = _device()
+    device = device_here()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     launched = "RANK" in os.environ and not dist.is_initialized()
@@ -106,7 +106,8 @@ def started() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _device() -> torch.device:
+def device_here() -> torch.device:
+    """This process's GPU, or else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
