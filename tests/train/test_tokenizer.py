@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.train.documents import TEXT_ERRORS
-from shardwise.train.tokenizer import ByteTokenizer, load_tokenizer
+from shardwise.train.tokenizer import END_OF_DOCUMENT, ByteTokenizer, load_tokenizer
 
 
 @given(st.binary(max_size=200))
@@ -22,8 +22,9 @@ def test_ids_that_are_no_text_decode_to_something() -> None:
     assert ByteTokenizer().decode([72, 105, 256, 319, 255]) == "Hi\N{REPLACEMENT CHARACTER}"
 
 
-@given(st.text(max_size=60))
+@given(st.text(max_size=60).filter(lambda text: END_OF_DOCUMENT not in text))
 def test_saved_bytes_are_the_same_tokenizer_in_transformers(saved: Path, text: str) -> None:
+    """But for the end of a document, which transformers reads out of text as it does any special token."""
     tokenizer = load_tokenizer(str(saved))
     assert tokenizer.encode(text) == ByteTokenizer().encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
