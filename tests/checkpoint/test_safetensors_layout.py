@@ -95,6 +95,8 @@ def test_elements_that_are_not_there_have_no_bytes() -> None:
         ({"shape": [-2, -1]}, "negative"),
         ({"data_offsets": [4, 12]}, "begins at byte 4"),
         ({"data_offsets": None}, "where 'a' is"),
+        ({"data_offsets": [0, float("inf")]}, "where 'a' is"),
+        ({"shape": [float("inf")]}, "where 'a' is"),
     ],
 )
 def test_a_header_that_cannot_be_right_is_refused(change: dict[str, object], message: str) -> None:
@@ -102,6 +104,12 @@ def test_a_header_that_cannot_be_right_is_refused(change: dict[str, object], mes
     header = bytes(LENGTH_BYTES) + json.dumps({"a": entry}).encode()
     with pytest.raises(ValueError, match=message):
         parse(header, len(header) + 8)
+
+
+@pytest.mark.parametrize("text", ["{", '"', '{"a": ' + "[" * 200_000, "[" + "1" * 5000 + "]"])
+def test_a_header_that_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="its header is not JSON: "):
+        parse(bytes(LENGTH_BYTES) + text.encode(), LENGTH_BYTES + len(text))
 
 
 def test_a_truncated_file_is_refused() -> None:

@@ -194,13 +194,16 @@ def is_there(directory: Directory) -> bool:
 
 @contextmanager
 def reading(path: object) -> Iterator[None]:
-    """What the operating system says of `path` is raised as UnreadableError, unless it is that nothing is there."""
+    """What the operating system says of `path` is raised as UnreadableError, unless it is that nothing is there.
+
+    Where it says which file it means, below `path` perhaps, that one is named.
+    """
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise UnreadableError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise UnreadableError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

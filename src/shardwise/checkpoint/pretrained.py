@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint import manifest, tensor_files
 from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.hugging_face import INDEX, SINGLE, weights_of
 from shardwise.checkpoint.matching import Matched, match, shown
 from shardwise.checkpoint.naming import find, is_transformers
 from shardwise.checkpoint.peers import Peers, settle
@@ -26,8 +27,6 @@ from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
 from shardwise.modules.materialize import left_blank
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -137,50 +136,28 @@ class _Weights:
     def at(cls, path: Location) -> _Weights:
         """Raises CheckpointError if it cannot be read by range."""
         directory = directory_of(path)
-        configuration = _configuration(directory)
-        _refuse_quantized(directory, configuration)
-        if directory.has(manifest.NAME):  # one of ours
-            contents = Contents.of(path)
-            return cls(directory, contents, tensor_files.find(contents, "model"), configuration)
-        headers = {}
-        for name in _names(directory):
-            with directory.open(name) as source:
-                headers[name] = tensor_files.read_layout(f"{directory}/{name}", source, directory.size(name))
-        return cls(directory, directory, TensorFiles("model", headers), configuration)
+        with manifest.reading(directory):
+            configuration = _configuration(directory)
+            _refuse_quantized(directory, configuration)
+            if directory.has(manifest.NAME):  # one of ours
+                contents = Contents.of(path)
+                return cls(directory, contents, tensor_files.find(contents, "model"), configuration)
+            _refuse_pickles(directory)
+            return cls(directory, directory, weights_of(directory), configuration)
 
 
-def _names(directory: Directory) -> list[str]:
-    if directory.has(_SINGLE):
-        return [_SINGLE]
-    if directory.has(_INDEX):
-        return _indexed(directory)
-    if any(directory.has(name) for name in _PICKLES):
+def _refuse_pickles(directory: Directory) -> None:
+    if any(directory.has(name) for name in _PICKLES) and not any(directory.has(name) for name in (SINGLE, INDEX)):
         raise CheckpointError(
             f"{directory} has its weights in pickles (pytorch_model.bin), which cannot be read by range: convert it "
             "once, with transformers' from_pretrained(...) and save_pretrained(another directory)"
         )
-    found = f"has neither {_SINGLE} nor {_INDEX}" if directory.names() else "is no directory, or an empty one"
-    raise CheckpointError(f"{directory} {found}")
-
-
-def _indexed(directory: Directory) -> list[str]:
-    """The files that an index names, which must lie beside it."""
-    try:
-        names = sorted(set(json.loads(directory.read(_INDEX))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory}/{_INDEX} is damaged: {type(error).__name__}: {error}") from None
-    for name in names:
-        if not isinstance(name, str) or set(name) & set("/\\\0") or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{directory}/{_INDEX} names {name!r}, which is no safetensors file beside it")
-        if not directory.has(name):
-            raise CheckpointError(f"{directory}/{name} is missing; {_INDEX} names it")
-    return names
 
 
 def _configuration(directory: Directory) -> dict[str, Any]:
     try:
         read = json.loads(directory.read("config.json"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return {}
     return read if isinstance(read, dict) else {}
 

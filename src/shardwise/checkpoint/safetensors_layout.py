@@ -38,6 +38,8 @@ ITEM_BYTES = {
 """Bytes of an element, by the format's name of its dtype."""
 LENGTH_BYTES = 8
 """The header's length, little-endian, before the header."""
+RESERVED = "__metadata__"
+"""The entry of a header that is no tensor's."""
 _HEADER_ALIGN = 8
 _MOST_HEADER_BYTES = 100_000_000
 
@@ -87,11 +89,11 @@ class TensorFile:
 def lay_out(tensors: Iterable[StoredTensor], metadata: Mapping[str, str] | None = None) -> TensorFile:
     """The file that holds `tensors`: the widest dtypes first, otherwise in the order given."""
     ordered = sorted(tensors, key=lambda tensor: -tensor.item_bytes)
-    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    described: dict[str, Any] = {RESERVED: dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
     end = 0
     for tensor in ordered:
-        if tensor.name in offsets or tensor.name == "__metadata__":
+        if tensor.name in offsets or tensor.name == RESERVED:
             raise ValueError(f"a file cannot hold two tensors named {tensor.name!r}")
         offsets[tensor.name] = end
         stop = end + tensor.nbytes
@@ -137,7 +139,7 @@ def parse(header: bytes, file_bytes: int) -> TensorFile:
     of the file.
     """
     described = _json_object(header[LENGTH_BYTES:])
-    described.pop("__metadata__", None)
+    described.pop(RESERVED, None)
     tensors: dict[str, StoredTensor] = {}
     starts: dict[str, int] = {}
     ranges: list[tuple[int, int, str]] = []
@@ -160,7 +162,7 @@ def parse(header: bytes, file_bytes: int) -> TensorFile:
 def _json_object(text: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"its header is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError("its header is not a JSON object")
@@ -171,7 +173,7 @@ def _entry(name: str, entry: Any) -> tuple[StoredTensor, tuple[int, int]]:
     try:
         start, stop = (int(offset) for offset in entry["data_offsets"])
         tensor = StoredTensor(name, str(entry["dtype"]), tuple(int(size) for size in entry["shape"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ValueError(f"its header does not say where {name!r} is") from None
     if tensor.dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {name!r} has the unknown dtype {tensor.dtype!r}")

@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint import manifest
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.crew import Crew
 from shardwise.checkpoint.manifest import Region
@@ -24,6 +25,7 @@ from shardwise.checkpoint.place import Place
 from shardwise.checkpoint.runs import Runs
 from shardwise.checkpoint.safetensors_layout import (
     LENGTH_BYTES,
+    RESERVED,
     StoredTensor,
     TensorFile,
     header_bytes,
@@ -94,7 +96,12 @@ def plan(stem: str, pieces: Sequence[Piece], max_file_bytes: int) -> TensorFiles
 
 @functools.lru_cache(maxsize=8)
 def lay_out_files(stem: str, tensors: tuple[StoredTensor, ...], max_file_bytes: int) -> TensorFiles:
-    """The files that hold `tensors`, in their order, of at most `max_file_bytes` each."""
+    """The files that hold `tensors`, in their order, of at most `max_file_bytes` each.
+
+    Raises CheckpointError for a name that no file can hold.
+    """
+    if any(tensor.name == RESERVED for tensor in tensors):
+        raise CheckpointError(f"a tensor is called {RESERVED!r}, which files keep for themselves: rename it")
     parts = split(tensors, max_file_bytes)
     names = [f"{stem}-{k:05d}-of-{len(parts):05d}.safetensors" for k in range(1, len(parts) + 1)]
     if len(parts) == 1:
@@ -188,13 +195,18 @@ def find(contents: Contents, stem: str) -> TensorFiles:
     Raises CheckpointError, naming the file, if one is missing, truncated or has a header that cannot be right.
     """
     sizes = contents.sizes
-    names = [n for n in sorted(sizes) if n.endswith(".safetensors") and n.split(".")[0].split("-")[0] == stem]
+    names = [name for name in sorted(sizes) if name.endswith(".safetensors") and stem_of(name) == stem]
     files: dict[str, TensorFile] = {}
     for name in names:
         contents.check_size(name)
-        with contents.open(name) as source:
+        with manifest.reading(f"{contents}/{name}"), contents.open(name) as source:
             files[name] = read_layout(f"{contents}/{name}", source, sizes[name])
     return TensorFiles(stem, files)
+
+
+def stem_of(name: str) -> str:
+    """Of which kind a file is."""
+    return name.split(".")[0].split("-")[0]
 
 
 def read_layout(path: str, source: Source, nbytes: int) -> TensorFile:
@@ -233,16 +245,16 @@ def read(contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tu
             by_file.setdefault(files.file_of(place.name), []).append((piece, place))
     read_bytes = peak_staged_bytes = 0
     for file, pieces in by_file.items():
-        layout = files.files[file]
+        layout, path = files.files[file], f"{contents}/{file}"
         try:
-            with contents.open(file) as source, _Reading(source) as reading:
+            with manifest.reading(path), contents.open(file) as source, _Reading(source) as reading:
                 for piece, place in sorted(pieces, key=lambda item: layout.starts[item[1].name]):
                     done = _fill(reading, layout, piece, place)
                     read_bytes += done.read_bytes
                     peak_staged_bytes = max(peak_staged_bytes, done.peak_staged_bytes)
                 reading.finish()
         except EOFError as error:
-            raise CheckpointError(f"{contents}/{file} ends at byte {error}, before tensor data that it holds") from None
+            raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
     return Read(read_bytes, peak_staged_bytes)
 
 

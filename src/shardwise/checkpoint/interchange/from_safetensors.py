@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import by_rank, manifest, names, tensor_files, training_state
 from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.hugging_face import weights_of
 from shardwise.checkpoint.interchange.carried import Carried, Run, parts
 from shardwise.checkpoint.piece import DTYPES
 from shardwise.checkpoint.safetensors_layout import TensorFile
@@ -37,14 +38,15 @@ class SafetensorsTensors:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         file, layout = self._files[name]
         values = torch.empty(stop - start, dtype=DTYPES[self.stored[name].dtype])
+        path = f"{self._place}/{file}"
         if values.numel():
             try:
-                with self._place.open(file) as source:
+                with manifest.reading(path), self._place.open(file) as source:
                     source.read_at(layout.byte_range(name, start, stop).start, values.view(torch.uint8).numpy().data)
             except EOFError as error:
-                raise CheckpointError(
-                    f"{self._place}/{file} ends at byte {error}, before tensor data that it holds"
-                ) from None
+                raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
+            except (FileNotFoundError, NotADirectoryError):
+                raise CheckpointError(f"{path} is missing") from None
         return values
 
     def runs(self, name: str) -> Iterator[Run]:
@@ -70,14 +72,7 @@ def read_checkpoint(path: Location) -> Carried:
 def read_hugging_face(path: Path) -> Carried:
     """The weights in a directory of `save_pretrained`. Raises CheckpointError."""
     directory = LocalDirectory(path)
-    files = {}
-    for name in directory.names():
-        if name.endswith(".safetensors"):
-            with directory.open(name) as source:
-                files[name] = tensor_files.read_layout(f"{path}/{name}", source, directory.size(name))
-    tensors = SafetensorsTensors(directory, files)
-    if len(tensors.stored) < sum(len(layout.tensors) for layout in files.values()):
-        raise CheckpointError(f"{path} has a tensor in two files: are they of one model?")
+    tensors = SafetensorsTensors(directory, weights_of(directory).files)
     return Carried(tensors, SafetensorsTensors(directory, {}), files=configuration_of(path))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 
-from shardwise.checkpoint import commit, manifest
+from shardwise.checkpoint import commit, hugging_face, manifest
 from shardwise.checkpoint.interchange import dcp_metadata
-from shardwise.checkpoint.storage import Location, directory_of, is_url
+from shardwise.checkpoint.storage import LocalDirectory, Location, directory_of, is_url
 from shardwise.errors import CheckpointError
 
 PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -28,7 +28,7 @@ class Kind(enum.Enum):
     PT = "pt"
     """A full file of torch.save."""
     HUGGING_FACE = "hf"
-    """A directory of safetensors files, as `save_pretrained` writes it."""
+    """A directory of `model.safetensors`, or of files and their index, as `save_pretrained` writes it."""
 
 
 def kind_of(location: Location) -> Kind:
@@ -50,7 +50,8 @@ def kind_of(location: Location) -> Kind:
         return _own(path)
     if (path / dcp_metadata.NAME).is_file() and _begins(path / dcp_metadata.NAME, _PICKLE):
         return Kind.DCP
-    if _has(path, "*.safetensors") and not _has(path, "shard-*"):
+    hugging_face.refuse_uncommitted(LocalDirectory(path))
+    if (path / hugging_face.SINGLE).is_file() or (path / hugging_face.INDEX).is_file():
         return Kind.HUGGING_FACE
     raise CheckpointError(f"{path} {_instead(path)}")
 
@@ -66,12 +67,17 @@ def _instead(path: Path) -> str:
     if _has(path, "shard-*.safetensors"):
         return "has files of each rank: have HuggingFaceStorageWriter write them with enable_consolidation=True"
     single = next((file for suffix in PT_SUFFIXES for file in sorted(path.glob(f"*{suffix}"))), None)
+    if _has(path, "*.safetensors"):
+        return (
+            f"has safetensors files, but neither {hugging_face.SINGLE} nor {hugging_face.INDEX}: nobody knows whether "
+            "they are all, and of one model"
+        )
     if single is not None:
         return f"has no safetensors files; to convert {single.name}, give that file"
     newest = commit.latest(path)
     if newest is not None:
         return f"is a run's directory: give one of its checkpoints, such as {newest}"
-    return "is no checkpoint: it has no manifest.json, .metadata or safetensors files"
+    return f"is no checkpoint: it has no {manifest.NAME}, {dcp_metadata.NAME} or {hugging_face.SINGLE}"
 
 
 def _has(directory: Path, pattern: str) -> bool:
