@@ -15,6 +15,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def nearest_path(path: Path) -> str:
     """The same for a path that is missing, from what lies beside it."""
-    if not path.parent.is_dir():
+    try:
+        beside = [str(entry) for entry in path.parent.iterdir()]
+    except OSError:  # nothing is there, or it cannot be looked at
         return ""
-    return did_you_mean(str(path), (str(path.parent / entry.name) for entry in path.parent.iterdir()))
+    return did_you_mean(str(path), beside)

@@ -159,6 +159,15 @@ def test_a_directory_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatc
         take([])
 
 
+def test_what_a_link_leads_to_is_left_alone() -> None:
+    RUN.mkdir(parents=True)
+    Path("thesis").write_text("of years")
+    (RUN / NAME).symlink_to(Path("thesis").absolute())
+    with pytest.raises(ConfigError, match=r"runs/tiny/\.running is a link, .*: remove it"):
+        take([])
+    assert Path("thesis").read_text() == "of years"
+
+
 def test_nothing_is_left_where_nothing_was_written() -> None:
     take([])
     assert not Path("runs").exists()

@@ -107,6 +107,8 @@ def test_a_dtype_nobody_measured_sustains_what_a_measured_one_does() -> None:
         ("h100-sxm-80", "unknown device 'h100-sxm-80'; did you mean h100-sxm-80gb"),
         ("toaster", r"packaged are a100-sxm-40gb, .* --calibrate"),
         ("missing.toml", "no file 'missing.toml'"),
+        ("x" * 256, "unknown device 'x*'; packaged are"),
+        ("x" * 256 + ".toml", "cannot be read: File name too long"),
     ],
 )
 def test_an_unknown_device_is_named_with_the_way_out(asked: str, message: str) -> None:

@@ -116,6 +116,7 @@ def test_a_configuration_without_architectures_gets_the_head_of_its_kind() -> No
         ("confg.json", "MODEL 'confg.json' was not found; did you mean config.json"),
         ("empty", "'empty' is a directory without a config.json"),
         ("broken.json", "broken.json is no JSON"),
+        ("x" * 256, "MODEL 'x*' was not found"),
         ("config.json", 'has no "model_type"'),
         ({"model_type": "lama"}, "model_type 'lama' is unknown to transformers; did you mean llama"),
         ({"hidden_size": 3}, 'needs a "model_type"'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -146,7 +147,7 @@ def find_device(asked: Hardware | str | Path) -> Hardware:
     if name.lower() in device_names():
         return _packaged_device(name.lower())
     path = Path(name)
-    if path.suffix == ".toml" or path.is_file():
+    if path.suffix == ".toml" or os.path.isfile(path):  # noqa: PTH113 - a name that is too long for a path is none
         return _parsed(path, _device)
     raise PlanError(
         f"unknown device {name!r}{did_you_mean(name.lower(), device_names())}; packaged are "
@@ -172,7 +173,7 @@ def find_interconnect(asked: Interconnect | str | Path) -> Interconnect:
     if match := _PER_NODE.fullmatch(name.strip()):
         return _of_rate(name, int(match[1] or 1) * float(match[2]) * 1e9 / (1 if match[3] == "B" else 8))
     path = Path(name)
-    if path.suffix == ".toml" or path.is_file():
+    if path.suffix == ".toml" or os.path.isfile(path):  # noqa: PTH113 - a name that is too long for a path is none
         return _parsed(path, _interconnect)
     raise PlanError(
         f"unknown interconnect {name!r}{did_you_mean(name.lower(), interconnect_names())}; packaged are "

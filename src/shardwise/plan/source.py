@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -153,7 +154,7 @@ def resolve(model: ModelLike) -> Source:
     if shape is not None:
         return Source(title=shape.title, config=shape.config)
     path = Path(name)
-    if path.exists():
+    if os.path.exists(path):  # noqa: PTH110 - a name that is too long for a path is none
         return _from_path(path)
     if ":" in name and "/" not in name:
         return _from_factory(name)
@@ -187,7 +188,9 @@ def _from_path(path: Path) -> Source:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanError(f"MODEL {str(path)!r} is a directory without a config.json{nearest_path(file)}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise PlanError(f"MODEL {str(path)!r}: {file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"MODEL {str(path)!r}: {file} is no JSON: {_one_line(error)}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise PlanError(f'MODEL {str(path)!r}: {file} has no "model_type", so transformers cannot tell what it is')

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.suggest import did_you_mean, nearest_path
+from shardwise.train import paths
 from shardwise.train.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -88,9 +89,11 @@ def _config_at(name: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     path = Path(name)
-    if not path.exists() or (path.is_dir() and not (path / "config.json").exists()):
-        missing = path / "config.json" if path.is_dir() else path
-        raise ConfigError(f"model.path={name!r}: there is no {missing}{nearest_path(path)}")
+    with paths.reading("model.path", name):
+        file = path / "config.json" if path.is_dir() else path
+        is_there = file.exists()
+    if not is_there:
+        raise ConfigError(f"model.path={name!r}: there is no {file}{nearest_path(path)}")
     try:
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
     except Exception as error:
@@ -180,8 +183,9 @@ def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _check_directory(key: str, name: str) -> None:
-    if not Path(name).is_dir():
-        raise ConfigError(f"{key}={name!r}: no such directory{nearest_path(Path(name))}")
+    with paths.reading(key, name):
+        if not Path(name).is_dir():
+            raise ConfigError(f"{key}={name!r}: no such directory{nearest_path(Path(name))}")
 
 
 def _one_line(error: Exception) -> str:

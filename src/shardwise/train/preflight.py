@@ -4,8 +4,11 @@ from pathlib import Path
 
 import torch
 
+from shardwise.checkpoint import manifest
+from shardwise.checkpoint.storage import directory_of, is_url
 from shardwise.errors import ConfigError, MeshError
 from shardwise.suggest import nearest_path
+from shardwise.train import paths
 from shardwise.train.config import Config
 from shardwise.train.corpus import BUILTIN_PREFIX
 from shardwise.train.sources import find_files
@@ -17,7 +20,8 @@ def check(config: Config) -> Config:
     """The configuration fitted to the ranks of this machine, its files found.
 
     Raises:
-        ConfigError: a file or directory that it names is missing.
+        ConfigError: a file or directory that it names is missing, or cannot be read. For the checkpoint at a URL also
+            an UnreadableError, and UsageError if fsspec is not installed.
         MeshError: more ranks than GPUs, or a number of ranks that does not fit the strategy.
     """
     fitted = config.for_ranks(_ranks(config))
@@ -49,7 +53,16 @@ def _check_files(config: Config) -> None:
     if config.checkpoint.resume not in ("auto", "never"):
         named["checkpoint.resume"] = config.checkpoint.resume
     for key, name in named.items():
-        if name is not None and not Path(name).exists():
-            raise ConfigError(f"{key}={name!r}: nothing is there{nearest_path(Path(name))}")
+        if name is not None:
+            with paths.reading(key, name):
+                if not _is_there(key, name):
+                    raise ConfigError(f"{key}={name!r}: nothing is there{nearest_path(Path(name))}")
     if not config.data.source.startswith(BUILTIN_PREFIX):
         find_files(config.data.source)
+
+
+def _is_there(key: str, name: str) -> bool:
+    """Checkpoints may lie wherever fsspec reaches, and only they."""
+    if key == "checkpoint.resume" and is_url(name):
+        return manifest.is_there(directory_of(name))
+    return Path(name).exists()

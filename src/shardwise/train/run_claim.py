@@ -71,22 +71,25 @@ class _Claim:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._path = run / NAME
-        self._made = [path for path in (run, *run.parents) if not path.exists()]
+        self._made: list[Path] = []
         self._fd = -1
 
     def take(self, say: Callable[[str], None]) -> None:
         try:
+            self._made = [path for path in (self._run, *self._run.parents) if not path.exists()]
             self._run.mkdir(parents=True, exist_ok=True)
             while self._fd < 0:
                 self._try(say)
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(_own()).encode(), 0)
         except OSError as error:
+            if os.path.islink(self._path):  # noqa: PTH114 - which the directory may not let be seen
+                raise ConfigError(f"{self._path} is a link, and what it leads to would be lost: remove it") from None
             raise ConfigError(f"cannot write the run directory {self._run}: {error.strerror}") from None
 
     def _try(self, say: Callable[[str], None]) -> None:
         """Lock the file, unless it is no longer the one of that name: whoever had it has just ended."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             self._lock(fd, say)
             if self._is_there(fd):

@@ -51,7 +51,11 @@ class RunDirectory:
 
     @property
     def is_finished(self) -> bool:
-        return self.final.is_dir()
+        """Raises ConfigError where that cannot be told."""
+        try:
+            return self.final.is_dir()
+        except OSError as error:
+            raise ConfigError(f"cannot read the run directory {self.path}: {error.strerror}") from None
 
     def begin(self, config: Config, steps: int = 0) -> bool:
         """Create the directory and write the configuration.
@@ -65,8 +69,8 @@ class RunDirectory:
         Raises:
             ConfigError: the directory cannot be written, or a log in it is damaged; the message names the line.
         """
-        dropped = self.metrics.exists() and not steps
         try:
+            dropped = self.metrics.exists() and not steps
             self.path.mkdir(parents=True, exist_ok=True)
             self.config.write_text(dump_toml(config), encoding="utf-8")
             for log in (self.metrics, self.evaluations):

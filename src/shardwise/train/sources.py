@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.suggest import nearest_path
+from shardwise.train import paths
 from shardwise.train.corpus import BUILTIN_PREFIX, builtin_documents
 from shardwise.train.documents import TEXT_ERRORS, Document
 
@@ -25,14 +27,15 @@ def read_documents(source: str, file_format: str | None = None) -> list[Document
         file_format: "text", "jsonl" or "parquet"; None goes by suffix, where any other suffix is text.
 
     Raises:
-        ConfigError: nothing is there, or a file does not hold what its format says.
+        ConfigError: nothing is there, or a file cannot be read or does not hold what its format says.
     """
     if source.startswith(BUILTIN_PREFIX):
         return builtin_documents(source.removeprefix(BUILTIN_PREFIX))
     files = find_files(source)
     documents: list[Document] = []
-    for file in files:
-        documents.extend(_read_file(file, file_format or _SUFFIX_FORMATS.get(file.suffix.lower(), "text")))
+    with paths.reading("data.source", source):
+        for file in files:
+            documents.extend(_read_file(file, file_format or _SUFFIX_FORMATS.get(file.suffix.lower(), "text")))
     if not documents:
         raise ConfigError(f"data.source={source!r} holds no text in {len(files)} file(s)")
     return documents
@@ -42,19 +45,30 @@ def find_files(source: str) -> list[Path]:
     """The files that a path, folder or glob names, sorted.
 
     Raises:
-        ConfigError: there are none; the message names the nearest existing name.
+        ConfigError: there are none, and the message names the nearest existing name; or some cannot be looked at.
     """
     path = Path(source)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
-    else:
-        names = glob.glob(source, recursive=True)  # noqa: PTH207, Path.glob takes no absolute pattern
-        files = [Path(name) for name in names if Path(name).is_file()]
+    with paths.reading("data.source", source):
+        if path.is_file():
+            return [path]
+        if path.is_dir():
+            files = [file for file in _below(path) if file.is_file() and not file.name.startswith(".")]
+        else:
+            names = glob.glob(source, recursive=True)  # noqa: PTH207, Path.glob takes no absolute pattern
+            files = [Path(name) for name in names if Path(name).is_file()]
     if not files:
         raise ConfigError(f"data.source={source!r}: no files there{nearest_path(path)}")
     return sorted(files)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Everything in a folder and its folders. What cannot be listed raises, where globs would leave it out."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for directory, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(directory, name) for name in names)
 
 
 def _read_file(file: Path, file_format: str) -> Iterator[Document]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.suggest import nearest_path
+from shardwise.train import paths
 from shardwise.train.documents import TEXT_ERRORS
 
 if TYPE_CHECKING:
@@ -95,9 +96,10 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
     path = Path(name)
-    if not path.is_dir():
-        hint = nearest_path(path) or '; give a local directory with a tokenizer, or "bytes"'
-        raise ConfigError(f"data.tokenizer={name!r}: no such directory{hint}")
+    with paths.reading("data.tokenizer", name):
+        if not path.is_dir():
+            hint = nearest_path(path) or '; give a local directory with a tokenizer, or "bytes"'
+            raise ConfigError(f"data.tokenizer={name!r}: no such directory{hint}")
     from transformers import AutoTokenizer
 
     try:
