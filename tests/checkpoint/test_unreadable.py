@@ -115,3 +115,37 @@ def test_inspect_still_tells_damage(checkpoint: Path) -> None:
     assert [text.split("/")[-1] for text in found.damage] == [
         "model.safetensors is missing; the manifest promises 208 bytes"
     ]
+
+
+@pytest.mark.parametrize("reads", [1, 2, 3, 4])
+def test_a_conversion_whose_source_goes_away(reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some reads, in headers or in data: never taken for damage, nor for the target's fault."""
+    torch.save({"model": {"a": torch.ones(9), "b": torch.ones(9)}, "step": 1}, tmp_path / "source.pt")
+    sw.checkpoint.convert(tmp_path / "source.pt", tmp_path / "own")
+    sw.checkpoint.convert(tmp_path / "own", tmp_path / "dcp", "dcp")
+    preadv, left = os.preadv, 0
+
+    def preadv_(fd: int, *arguments: Any) -> int:
+        nonlocal left
+        left -= not Path(f"/proc/self/fd/{fd}").readlink().name.startswith("new")
+        if left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, *arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv_)
+    for source, to in (("source.pt", "hf"), ("source.pt", "dcp"), ("dcp", "pt"), ("own", "pt"), ("own", "dcp")):
+        left = reads
+        with pytest.raises(UnreadableError, match=f"^{tmp_path}/{source}.* cannot be read: Input/output error$"):
+            sw.checkpoint.convert(tmp_path / source, tmp_path / "new", to)
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_a_load_whose_storage_goes_away(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sw.shard(torch.nn.Linear(3, 3))
+    for function in ("open", "preadv"):
+        away(monkeypatch, "model.safetensors", errno.EIO, function)
+        with pytest.raises(UnreadableError, match=r"model\.safetensors cannot be read: Input/output error$"):
+            sw.checkpoint.load(checkpoint, model)
+        with pytest.raises(UnreadableError, match=r"model\.safetensors cannot be read: Input/output error$"):
+            sw.checkpoint.load_pretrained(checkpoint, model)
+        monkeypatch.undo()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -92,25 +93,30 @@ class _Joining:
         return records
 
     def _copy(self, file: str, record: FileRecord) -> FileRecord:
-        data = self._contents.directory.read(file)
+        with manifest.reading(f"{self._contents}/{file}"):
+            data = self._contents.directory.read(file)
         if manifest.record_of(data) != record:
             raise CheckpointError(f"{self._contents}/{file} is damaged: its checksum is another")
         LocalDirectory(self._partial).write(file, data)
         return record
 
     def _distribute(self, file: str, record: FileRecord, parts: Sequence[tuple[str, Part]]) -> None:
-        with self._contents.directory.open(file) as source:
+        path = f"{self._contents}/{file}"
+        with ExitStack() as stack:
+            with manifest.reading(path):  # what goes wrong with the target is not the source's
+                source = stack.enter_context(self._contents.directory.open(file))
             buffer = memoryview(bytearray(min(_CHUNK_BYTES, record.nbytes)))
             for region in sorted(record.regions):
                 total = xxhash.xxh3_64()
                 for start in range(region.start, region.stop, _CHUNK_BYTES):
                     chunk = buffer[: min(_CHUNK_BYTES, region.stop - start)]
-                    source.read_at(start, chunk)
+                    with manifest.reading(path):
+                        source.read_at(start, chunk)
                     total.update(chunk)
                     self._put(start, chunk, parts)
                 if total.hexdigest() != region.sum:
                     raise CheckpointError(
-                        f"{self._contents}/{file} is damaged: bytes [{region.start}, {region.stop}) have the checksum "
+                        f"{path} is damaged: bytes [{region.start}, {region.stop}) have the checksum "
                         f"{total.hexdigest()}, not {region.sum}"
                     )
 

@@ -125,7 +125,7 @@ def _inspect_checkpoint(what: str, overrides: Sequence[str], quick: bool, tensor
 @app.command()
 def convert(  # noqa: PLR0913, PLR0917 - one for each option
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of any kind; what it is shows.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="What to write. Must not exist.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="What to write. Must not exist.")],
     to: Annotated[
         str | None, typer.Option("--to", help="dcp, pt, shardwise or hf, where TARGET does not say it.")
     ] = None,

@@ -1,7 +1,5 @@
 """`shardwise convert`: what was converted, in words."""
 
-from pathlib import Path
-
 from shardwise.checkpoint import Converted
 from shardwise.train.console import format_bytes
 
@@ -20,7 +18,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def report(target: Path, converted: Converted) -> str:
+def report(target: str, converted: Converted) -> str:
     """A few lines: kinds, sizes, and what there was no place for."""
     optimizer = "no optimizer"
     if converted.optimizer_parameters is not None:

@@ -375,6 +375,7 @@ def test_each_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "__0_0.distcp").touch()
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
+    torch.save({"__metadata__": torch.ones(3)}, tmp_path / "reserved.pt")
     torch.save({"a": {"b": {"c": torch.ones(3)}}}, tmp_path / "deep.pt")
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save({"w": torch.ones(3), "args": argparse.Namespace(lr=1)}, tmp_path / "args.pt")
@@ -385,7 +386,7 @@ def test_each_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         ((tmp_path / "unfinished", own), "a DCP save that did not end"),
         ((tmp_path / "text.pt", tmp_path / "x"), "is not a file of torch.save"),
         ((tmp_path / "old.pt", tmp_path / "x"), "before torch 1.6"),
-        ((tmp_path / "tensor.pt", tmp_path / "x"), "not a dict of tensors"),
+        ((tmp_path / "tensor.pt", tmp_path / "x"), "tensor.pt holds a tensor, not a dict of tensors"),
         ((tmp_path / "deep.pt", tmp_path / "x"), "deep.pt: it has no model"),
         ((tmp_path / "args.pt", tmp_path / "x"), "argparse.Namespace"),
         ((weights, own), "exists already"),
@@ -395,11 +396,21 @@ def test_each_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         ((own, tmp_path / "x", "--to", "zip"), "one of shardwise, dcp, pt, hf"),
         ((own, tmp_path / "x.pt", "--to", "dcp"), "names a file"),
         ((own / "model.safetensors", tmp_path / "x"), "give its directory"),
+        ((own, "s3://bucket/x", "--to", "dcp"), "s3://bucket/x is a URL, and a conversion writes to a path"),
+        (
+            (weights, tmp_path / "x", "--files-from", tmp_path / "nodir"),
+            "nodir, whose files are to go along, is no dir",
+        ),
+        ((weights, tmp_path / "x", "--files-from", weights), "weights.pt, whose files are to go along, is no dir"),
+        ((tmp_path / ("x" * 256), own), "xxx cannot be read: File name too long"),
+        ((weights, tmp_path / ("x" * 256)), "xxx cannot be written: [Errno 36] File name too long"),
+        ((tmp_path / "reserved.pt", tmp_path / "x"), "a tensor is called '__metadata__', which files keep for"),
     ]
     for arguments, message in cases:
         assert message in refused(capsys, *arguments), arguments
     assert not (tmp_path / "x").exists()
     assert not list(tmp_path.glob("x*"))
+    assert not Path("s3:").exists()
 
 
 def test_nothing_in_a_file_is_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint import background
+from shardwise.checkpoint import background, manifest
 from shardwise.checkpoint.interchange.carried import Carried
 from shardwise.checkpoint.interchange.from_dcp import read_dcp
 from shardwise.checkpoint.interchange.from_pt import read_pt
@@ -18,8 +18,9 @@ from shardwise.checkpoint.interchange.to_pt import write_pt
 from shardwise.checkpoint.interchange.to_safetensors import write_checkpoint, write_hugging_face
 from shardwise.checkpoint.interchange.tree import sort_out
 from shardwise.checkpoint.joining import join
-from shardwise.checkpoint.storage import Location
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.storage import Location, is_url
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.suggest import nearest_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +69,20 @@ def convert(  # noqa: PLR0913 - options of a command
 
     Raises:
         CheckpointError: the source is no checkpoint, damaged, or holds what does not belong there; the target exists
-            or cannot be written.
+            or cannot be written; `files_from` is no directory. UnreadableError: the source is there and cannot be read.
+        UsageError: the target is a URL.
     """
     background.wait()
+    if is_url(target):
+        raise UsageError(f"{os.fspath(target)} is a URL, and a conversion writes to a path: copy it from there")
     end = Path(os.path.abspath(target))  # noqa: PTH100 - not through links
-    kind = kind_of(source)
-    goal = target_kind(kind, end, to)
-    try:
+    with manifest.reading(source):
+        kind = kind_of(source)
+        goal = target_kind(kind, end, to)
         carried = read(source, kind, model_only)
-        if files_from is not None:
-            carried = dataclasses.replace(carried, files=configuration_of(Path(files_from)))
+    if files_from is not None:
+        carried = dataclasses.replace(carried, files=_given_files(Path(files_from)))
+    try:
         if kind is Kind.PARTS and goal is Kind.SHARDWISE and not model_only:
             join(source, end)
         else:
@@ -100,6 +105,13 @@ def read(source: Location, kind: Kind, model_only: bool = False) -> Carried:
         except CheckpointError as error:
             raise error if str(source) in str(error) else CheckpointError(f"{source}: {error}") from None
     return dataclasses.replace(carried, optimizer=None) if model_only else carried
+
+
+def _given_files(directory: Path) -> dict[str, bytes]:
+    with manifest.reading(directory):
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory}, whose files are to go along, is no directory{nearest_path(directory)}")
+        return configuration_of(directory)
 
 
 def _write(carried: Carried, target: Path, kind: Kind, flat: bool, max_file_bytes: int) -> None:

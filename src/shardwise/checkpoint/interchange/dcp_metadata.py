@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint import manifest
 from shardwise.errors import CheckpointError
 from shardwise.sharded.boxes import Box, runs_of
 
@@ -78,14 +79,17 @@ class DcpMetadata:
 
 
 def read(directory: Path) -> DcpMetadata:
-    """Read `.metadata`. Raises CheckpointError, naming it, for a global that does not belong there, and for damage."""
+    """Read `.metadata`. Raises CheckpointError, naming it, for a global that does not belong there, and for damage.
+
+    UnreadableError if it is there and cannot be read; FileNotFoundError if it is not.
+    """
     path = directory / NAME
+    with manifest.reading(path):
+        data = path.read_bytes()
     try:
-        document = _Unpickler(path).load()
+        document = _Unpickler(path, data).load()
     except CheckpointError:
         raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     try:
@@ -108,8 +112,8 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.BytesIO(path.read_bytes()))
+    def __init__(self, path: Path, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
         self._path = path
         self._records: dict[tuple[str, str], type[_Record]] = {}
 

@@ -16,7 +16,7 @@ from shardwise.checkpoint.interchange.dcp_metadata import DcpTensor, Key
 from shardwise.checkpoint.interchange.torch_file import SavedTensor, dtype_name, read_stream
 from shardwise.checkpoint.interchange.tree import Tree
 from shardwise.checkpoint.safetensors_layout import StoredTensor
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnreadableError
 from shardwise.sharded.boxes import runs_of
 
 
@@ -31,6 +31,8 @@ def read_dcp(directory: Path) -> Tree:
     for key, place in metadata.objects.items():
         try:
             values[key] = read_stream(directory / place.file, place.start, place.nbytes)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             refused[key] = str(error)
     keys = {key: ".".join(map(str, key)) for key in metadata.tensors}

@@ -19,7 +19,8 @@ def read_pt(path: Path) -> Tree:
     """Everything in the file by the way to it; tensors stay in it. Raises CheckpointError."""
     document = read_stream(path)
     if not isinstance(document, Mapping):
-        raise CheckpointError(f"{path} holds a {type(document).__name__}, not a dict of tensors")
+        what = "tensor" if isinstance(document, SavedTensor) else type(document).__name__
+        raise CheckpointError(f"{path} holds a {what}, not a dict of tensors")
     found = dict(_leaves((), document))
     tensors = {key: value for key, value in found.items() if isinstance(value, SavedTensor)}
     values = {key: value for key, value in found.items() if not isinstance(value, SavedTensor)}

@@ -112,6 +112,11 @@ def inspect(location: Location, quick: bool = False, progress: Progress | None =
     does not answer. Damage is no error: it is in the result.
     """
     background.wait()
+    with manifest.reading(location):
+        return _inspect(location, quick, progress)
+
+
+def _inspect(location: Location, quick: bool, progress: Progress | None) -> Inspection | Partial | Run:
     path = Path(location)
     if not is_url(location) and path.is_dir():
         if path.suffix == commit.PARTIAL:
@@ -123,8 +128,7 @@ def inspect(location: Location, quick: bool = False, progress: Progress | None =
     found = {}
     damage: list[str] = []
     try:
-        with manifest.reading(location):
-            found = _found(location, kind)
+        found = _found(location, kind)
     except UnreadableError:
         raise
     except (CheckpointError, FileNotFoundError, NotADirectoryError) as error:

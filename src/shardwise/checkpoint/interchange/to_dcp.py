@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -56,7 +57,7 @@ def write_dcp(carried: Carried, target: Path, flat: bool) -> None:
         state = {**state.pop("model"), **state}
     partial = commit.begin(target)
     try:
-        with _quietly():
+        with _quietly(), _first_cause():
             save(state, storage_writer=_Writer(partial), planner=_Planner(), no_dist=True)
         commit.commit(target)
     except BaseException:
@@ -140,6 +141,16 @@ class _Planner(DefaultSavePlanner):
             assert write_item.index.offset is not None
             return found.part(tuple(write_item.index.offset))
         return super().resolve_data(write_item)
+
+
+@contextmanager
+def _first_cause() -> Iterator[None]:
+    """Raise what was raised inside, and not what torch puts around it for the ranks that it thinks of."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from None
 
 
 @contextmanager

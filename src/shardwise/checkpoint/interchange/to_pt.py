@@ -32,8 +32,9 @@ def write_pt(carried: Carried, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = commit.partial_of(target)
     try:
-        with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(nested_state(carried, lambda _, stored: _empty(stored)), partial)
+        without_data = torch.serialization.skip_data(materialize_fake_tensors=True)
+        with partial.open("wb") as file, FakeTensorMode(), without_data:  # a file of Python's says what is wrong
+            torch.save(nested_state(carried, lambda _, stored: _empty(stored)), file)
         _fill(partial, carried)
         commit.sync(partial)
         os.rename(partial, target)  # noqa: PTH104

@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from shardwise.checkpoint import manifest
 from shardwise.checkpoint.piece import DTYPES
 from shardwise.checkpoint.safetensors_layout import StoredTensor
 from shardwise.errors import CheckpointError
@@ -63,14 +66,28 @@ def read_stream(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
     """What was saved in bytes [start, start + nbytes) of a file, a `SavedTensor` in place of each tensor.
 
     Raises CheckpointError if that is no stream of torch's, of a version before 1.6, or holds anything but tensors,
-    containers and plain values: nothing of it is executed.
+    containers and plain values: nothing of it is executed. UnreadableError if the file is there and cannot be read.
     """
+    with _opened(path) as fd:
+        return _read_stream(fd, path, start, nbytes)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        with manifest.reading(path):
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} is missing") from None
+
+
+def _read_stream(fd: int, path: Path, start: int, nbytes: int | None) -> Any:
+    window = _Window(fd, start, os.fstat(fd).st_size - start if nbytes is None else nbytes)
     try:
-        window = _Window(fd, start, os.fstat(fd).st_size - start if nbytes is None else nbytes)
         if window.read(4) != b"PK\x03\x04":
             raise CheckpointError(
                 f"{path} is not a file of torch.save" + (f" at byte {start}" if start else "") + ", or one from before "
@@ -85,9 +102,9 @@ def read_stream(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
             f"{path} holds more than tensors and plain values, so it is not read: {_why(error)}"
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if window.failure is not None:  # torch makes of it that the file has no `read`
+            raise window.failure from None
         raise CheckpointError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
-    finally:
-        os.close(fd)
 
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:
@@ -101,15 +118,12 @@ def read_elements(path: Path, start: int, dtype: torch.dtype, numel: int) -> Ten
     """`numel` elements that lie one after another from byte `start` of a file, 1-D. Raises CheckpointError."""
     values = torch.empty(numel, dtype=dtype)
     into = values.view(torch.uint8).numpy().data if numel else memoryview(b"")
-    fd = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as fd:
         while into.nbytes:
             count = os.preadv(fd, [into], start)
             if not count:
                 raise CheckpointError(f"{path} ends at byte {start}, before tensor data that it holds")
             into, start = into[count:], start + count
-    finally:
-        os.close(fd)
     return values
 
 
@@ -142,6 +156,8 @@ class _Window(io.RawIOBase):
 
     def __init__(self, fd: int, start: int, nbytes: int) -> None:
         self._fd, self._start, self._nbytes, self._at = fd, start, max(0, nbytes), 0
+        self.failure: OSError | None = None
+        """What the operating system said."""
 
     def readable(self) -> bool:
         return True
@@ -159,6 +175,10 @@ class _Window(io.RawIOBase):
     def readinto(self, into: Any) -> int:
         view = memoryview(into).cast("B")
         wanted = min(view.nbytes, max(0, self._nbytes - self._at))
-        count = os.preadv(self._fd, [view[:wanted]], self._start + self._at) if wanted else 0
+        try:
+            count = os.preadv(self._fd, [view[:wanted]], self._start + self._at) if wanted else 0
+        except OSError as error:
+            self.failure = error
+            raise
         self._at += count
         return count
