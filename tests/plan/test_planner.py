@@ -38,7 +38,10 @@ def test_processes_find_what_one_finds(tmp_path: Path) -> None:
     arguments = {**ARGUMENTS, "strategy": ["full_shard", "no_shard"], "activation_checkpointing": ["none", "full"]}
 
     def verdicts(workers: int) -> list[tuple[Any, ...]]:
-        found = explore(Question(str(path), arguments, workers=workers)).candidates
+        told: list[tuple[int, int]] = []
+        question = Question(str(path), arguments, workers=workers)
+        found = explore(question, lambda done, total: told.append((done, total))).candidates
+        assert sorted(told) == [(done, len(found)) for done in range(1, len(found) + 1)]
         return [(c.job, c.verdict, c.binds, c.forecast and c.forecast.to_dict()) for c in found]
 
     assert verdicts(2) == verdicts(1)

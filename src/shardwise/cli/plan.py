@@ -38,7 +38,7 @@ _HELP = {
     "gpu": "Device: a packaged name or a hardware file. [h100-sxm-80gb]",
     "gpus": "Devices of each node. [8]",
     "nodes": "Nodes. [1]",
-    "interconnect": "Between nodes: a name, a file, or a rate such as 3200gbps.",
+    "interconnect": "Between nodes: a name, a file, or a rate such as 3200gbps (bits) or 400GBps (bytes).",
     "strategy": "One or several, such as full_shard,hybrid_shard. [searched]",
     "shard_group": "Ranks of one copy, for hybrid strategies. [searched]",
     "micro_batch": "Sequences a rank computes at once. [searched]",
