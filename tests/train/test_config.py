@@ -97,7 +97,7 @@ def test_the_last_override_wins(path: Path) -> None:
         ("train=1", "override 'train=1': train is a section; set one of its keys"),
         ("train.lr", "override 'train.lr' does not read section.key=value, such as train.lr=1e-4"),
         ("train.steps.x=1", "override 'train.steps.x=1': train.steps is a value, not a table"),
-        ("data.source=", "data.source = '': String should have at least 1 character"),
+        ("data.source=", "data.source = '': must have at least 1 character"),
         (f"train.seed={2**63}", f"train.seed = {2**63}: must be less than {2**63}"),
         ("train.steps=0", "train.steps = 0: must be greater than 0"),
         ("train.steps=ten", "train.steps = 'ten': must be an integer"),

@@ -357,7 +357,8 @@ def _reason(detail: ErrorDetails) -> str:
         return f"must match {detail['ctx']['pattern']}"
     if detail["type"] in ("too_long", "too_short"):
         return f"must have {detail['ctx'].get('max_length', detail['ctx'].get('min_length'))} items"
-    reason = detail["msg"].replace("Input should be ", "must be ").replace("must be a valid ", "must be a ")
+    reason = detail["msg"].replace("Input should be ", "must be ").replace("String should have ", "must have ")
+    reason = reason.replace("must be a valid ", "must be a ")
     return reason.replace("a integer", "an integer")
 
 
