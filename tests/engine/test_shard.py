@@ -417,7 +417,9 @@ def test_ignored_parameters_are_left_alone() -> None:
 def test_replacing_a_parameter_after_shard_raises() -> None:
     model: Any = sw.shard(seeded(Net))
     model.leave.weight = nn.Parameter(torch.zeros(3, 6))
-    with pytest.raises(UsageError, match=r"'leave.weight' was replaced"):
+    with pytest.raises(UsageError, match=r"'leave.weight' came into the model"):
+        model(batch(0))
+    with torch.no_grad(), pytest.raises(UsageError, match=r"'leave.weight' was replaced"):
         model(batch(0))
 
 

@@ -120,6 +120,24 @@ def test_writing_bumps_the_version_of_the_piece(sharded: ShardedParameter) -> No
             assert sharded.local._version > before
 
 
+def test_whoever_had_the_data_before_keeps_it(sharded: ShardedParameter) -> None:
+    """As an average of weights is swapped in and out: torch would leave the old memory to those who hold it."""
+    (average,) = rank_0_of_2(torch.full((4, 6), 7.0))
+    before = sharded.local.clone()
+    backup, detached = sharded.data, sharded.detach().detach()
+    sharded.data = average
+    assert torch.equal(sharded.local, average.local)
+    assert torch.equal(backup.local, before)
+    assert torch.equal(detached.local, before)
+    sharded.data = backup
+    assert torch.equal(sharded.local, before)
+    sharded.data, average.data = average.data, sharded.data
+    assert torch.equal(average.local, before)
+    assert torch.equal(sharded.local, torch.full_like(before, 7.0))
+    sharded.data.add_(1)  # and as long as nothing was assigned, it is the same memory
+    assert torch.equal(sharded.local, torch.full_like(before, 8.0))
+
+
 def test_data_copies_into_the_piece(sharded: ShardedParameter) -> None:
     parameter, memory = nn.Parameter(sharded), sharded.local
     expected = memory * 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from types import MemberDescriptorType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -40,53 +40,29 @@ class Call:
             self.entered = self.exited = False
 
 
-class Place(NamedTuple):
-    """Where a tensor stands among a call's arguments: a path of positions and keys."""
-
-    tensor: Tensor
-    in_kwargs: bool
-    path: tuple[Any, ...]
-
-    def replace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with `tensor` in this place; containers that are not on the path are the same objects."""
-        if self.in_kwargs:
-            return args, {**kwargs, self.path[0]: _replaced(kwargs[self.path[0]], self.path[1:], tensor)}
-        first = self.path[0]
-        return (*args[:first], _replaced(args[first], self.path[1:], tensor), *args[first + 1 :]), kwargs
-
-
-def _replaced(value: Any, path: tuple[Any, ...], tensor: Tensor) -> Any:
-    if not path:
-        return tensor
-    items = [_replaced(item, path[1:], tensor) if i == path[0] else item for i, item in enumerate(value)]
-    return tuple(items)
-
-
-def first_differentiable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Place | None:
+def first_differentiable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The first tensor that requires a gradient, among arguments and inside plain tuples (which nobody can be
     sharing and mutating, so one may be rebuilt)."""
-    for position, value in enumerate(args):
-        found = _find(value)
-        if found is not None:
-            return Place(found[0], False, (position, *found[1]))
-    for key, value in kwargs.items():
-        found = _find(value)
-        if found is not None:
-            return Place(found[0], True, (key, *found[1]))
-    return None
-
-
-def _find(value: Any) -> tuple[Tensor, tuple[int, ...]] | None:
-    if isinstance(value, Tensor):
-        return (value, ()) if value.requires_grad else None
-    if type(value) is tuple:
-        for position, item in enumerate(value):
-            found = _find(item)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return value
+        elif type(value) is tuple:
+            found = first_differentiable(value, {})
             if found is not None:
-                return found[0], (position, *found[1])
+                return found
     return None
+
+
+def exchange_input(value: Any, old: Tensor, new: Tensor) -> Any:
+    """`value`, an argument, with `new` wherever it is or holds `old`: what is one tensor to the module stays one.
+    Tuples without it are the same objects."""
+    if value is old:
+        return new
+    if type(value) is not tuple:
+        return value
+    items = tuple(exchange_input(item, old, new) for item in value)
+    return value if all(item is before for item, before in zip(items, value, strict=True)) else items
 
 
 def output_tensors(output: object, depth: int = 0) -> Iterator[Tensor]:

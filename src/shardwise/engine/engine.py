@@ -23,13 +23,14 @@ from torch.utils._pytree import tree_map
 
 from shardwise.comm.protocol import BufferKind
 from shardwise.engine.arena import Arena, Slot, size_classes
-from shardwise.engine.call import Call, exchange_tensors, first_differentiable, output_tensors
+from shardwise.engine.call import Call, exchange_input, exchange_tensors, first_differentiable, output_tensors
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.saved import SavedTensors
 from shardwise.engine.schedule import Event, Phase, Schedule
 from shardwise.engine.unit import Unit, UnitState
 from shardwise.errors import ConfigError, UsageError
+from shardwise.modules.newcomers import Newcomers
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 
@@ -73,6 +74,7 @@ class Engine:
         self._finisher: Callable[[], object] = _nothing
         """Weakly, the callback that autograd holds until the backward under way is over or has raised."""
         self._call_count = 0
+        self.newcomers = Newcomers()
 
     # Setting up ---------------------------------------------------------------------------------------------------
 
@@ -238,6 +240,7 @@ class Engine:
             self.saved.check()
         if not recompute and (unit is self.root or not self.depth):
             self._begin_step(unit)
+        self._check_autocast()
         self.plan()
         self._call_count += 1
         call = Call(unit, self._call_count, recompute)
@@ -318,7 +321,8 @@ class Engine:
         self.saved.drain()
         for other in self.units if unit is self.root else ():
             other.awaited.clear()
-        self._check_autocast()
+        if torch.is_grad_enabled():
+            self.newcomers.check()
         self._follow_requires_grad()
         if not any(other.awaited for other in self.units):
             self.schedule.begin((torch.is_grad_enabled(), unit.index, unit.module.training))
@@ -349,13 +353,14 @@ class Engine:
         node comes after everything else that the unit's forward recorded, and users of the same tensor outside the unit
         do not delay it.
         """
-        place = first_differentiable(args, kwargs)
-        if place is None:
+        tensor = first_differentiable(args, kwargs)
+        if tensor is None:
             return args, kwargs
-        marked = place.tensor.view_as(place.tensor)
+        marked = tensor.view_as(tensor)
         call.has_marker = True
         marked.register_hook(lambda grad: self._on_exit(call))
-        return place.replace(args, kwargs, marked)
+        kwargs = {key: exchange_input(value, tensor, marked) for key, value in kwargs.items()}
+        return exchange_input(args, tensor, marked), kwargs
 
     def _watch_outputs(self, call: Call, output: object) -> object:
         leaves = call.unit.leaf_ids

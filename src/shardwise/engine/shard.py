@@ -78,6 +78,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     precision, resharding = _settle(
         below, strategy, mesh, _checked_precision(precision), _checked_resharding(reshard_after_forward)
     )
+    ignored = list(ignored)
     skipped = {id(parameter) for parameter in ignored}
     plans = assign_parameters(
         model, choose_units(model, units), lambda p: id(p) in skipped or isinstance(p, ShardedParameter)
@@ -94,6 +95,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     engine = Engine(groups, strategy, precision, slots, keeps_params=not resharding)
     own = _build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
     engine.install(_in_module_order(model, own, old, groups))
+    engine.newcomers.watch(model, ignored)
     model.__dict__[_ENGINE] = engine
     for unit in engine.units:
         guard(unit.module)

@@ -1,10 +1,9 @@
-"""What happens around every optimizer step and every `zero_grad`, whichever optimizer it is.
+"""What happens around every optimizer step, every `zero_grad` and every backward, whichever optimizer it is.
 
 Before: parameters that the optimizer was given before `sw.shard` are exchanged for their sharded faces, and gradients
-that still wait to be reduced are an error. After: units
-whose weights were written get a newer version, since fused optimizers bump no tensor's version counter. `zero_grad`
-drops gradients that `sw.no_sync` left waiting as well as those in `.grad`; torch has no hooks around it, so that method
-of its optimizers is wrapped.
+that still wait to be reduced are an error. After: units whose weights were written get a newer version, since fused
+optimizers bump no tensor's version counter. `zero_grad` drops gradients that `sw.no_sync` left waiting as well as those
+in `.grad`, and the `inputs` of a backward are leaves; torch has no hooks around either, so both are wrapped.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.errors import UsageError
+from shardwise.sharded.inputs import to_leaves
 from shardwise.sharded.parameter import Owner, ShardedParameter
 from shardwise.sharded.waiting import drop_waiting
 
@@ -81,6 +81,7 @@ def _zero_and_drop(optimizer: Optimizer, set_to_none: bool = True) -> None:
     drop_waiting(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+torch.autograd.backward = to_leaves(torch.autograd.backward)
 Optimizer.zero_grad = _zero_and_drop  # type: ignore[assignment, method-assign]
 register_optimizer_step_pre_hook(_pre_step)
 register_optimizer_step_post_hook(_post_step)

@@ -211,6 +211,7 @@ class Unit:
             for i, leaf in enumerate(group.inner):
                 if leaf.requires_grad and id(leaf) not in self._hooked_leaves:
                     self._hooked_leaves.add(id(leaf))
+                    group.sharded[i].refuse_gradients()
                     leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
 
     def rebase(self, fqn: str, collectives: Collectives) -> None:

@@ -67,7 +67,8 @@ def same_cut(a: Placement, b: Placement) -> bool:
 def _same_elements(
     cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> ShardedParameter:
-    return cls(args[0].local, args[0].placement)
+    alias: ShardedParameter = args[0].without_autograd()
+    return alias
 
 
 def _as_real(

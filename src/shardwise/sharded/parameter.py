@@ -10,6 +10,7 @@ the global ones, while the memory is one rank's. Operations fall in three classe
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, Self
@@ -67,6 +68,10 @@ class ShardedParameter(Tensor):
     """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
     inner: torch.nn.Parameter | None = None  # type: ignore[assignment]
     """The leaf that modules compute with while the unit is gathered; None as for `unit`."""
+
+    _origin: ShardedParameter | None = None
+    """The tensor whose alias this is."""
+    _aliases: Sequence[weakref.ref[ShardedParameter]] = ()
 
     # No Python before the dispatcher: a third of the cost.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -139,6 +144,10 @@ class ShardedParameter(Tensor):
         self._grad_hooks[handle.id] = hook
         return handle
 
+    def refuse_gradients(self) -> None:
+        """From here on a gradient that autograd itself brings to this face is an error. Called by the engine."""
+        super().register_post_accumulate_grad_hook(_no_gradient_here)  # type: ignore[no-untyped-call]
+
     def take_grad_hooks(self, parameter: torch.nn.Parameter) -> None:
         """Have the post-accumulate hooks of `parameter` run here instead; their handles go on working."""
         hooks: Any = parameter._post_accumulate_grad_hooks
@@ -159,6 +168,13 @@ class ShardedParameter(Tensor):
             handler = _handlers[func] = elementwise.handler(func) or reductions.handler(func) or _refuse
         return handler(cls, func, args, kwargs or {})
 
+    def without_autograd(self) -> Self:
+        """An alias: the same piece, as `detach()` and `.data` give it."""
+        alias = type(self)(self.local, self.placement)
+        origin = alias._origin = self if self._origin is None else self._origin
+        origin._aliases = [*(held for held in origin._aliases if held() is not None), weakref.ref(alias)]
+        return alias
+
     @property
     def data(self) -> Tensor:
         """The same piece without autograd, as for any tensor."""
@@ -166,7 +182,11 @@ class ShardedParameter(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copies: the piece stays where the engine laid it. Other dtypes, devices and cuts are refused."""
+        """Copies: the piece stays where the engine laid it. Other dtypes, devices and cuts are refused.
+
+        Torch would take the other memory and leave this one to whoever got it from `.data` or `detach()` before; here
+        they are given a copy of what was in it.
+        """
         if value is self:
             return
         if value.dtype != self.local.dtype or value.device != self.device:
@@ -176,7 +196,12 @@ class ShardedParameter(Tensor):
                 "sw.shard(precision=...)"
             )
         with torch.no_grad():
-            self.detach().copy_(value)
+            for held in self._aliases:
+                alias = held()
+                if alias is not None:
+                    alias.local, alias._origin = self.local.clone(), None
+            self._aliases = []
+            self.copy_(value)
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:  # noqa: A002 - torch's name
         """For `torch.distributed.checkpoint.save`."""
@@ -217,6 +242,17 @@ class ShardedParameter(Tensor):
 
     def _no(self, operation: str, way_out: str) -> NoReturn:
         raise UsageError(f"{operation} of the sharded parameter {self.fqn!r} is not possible: {way_out}")
+
+
+def _no_gradient_here(face: Tensor) -> NoReturn:
+    """What autograd calls when it has put a gradient into a sharded face."""
+    assert isinstance(face, ShardedParameter)
+    face.grad = None
+    raise UsageError(
+        f"a gradient came to {face.fqn!r} from an operation outside its unit's forward (its norm in a loss, say): it "
+        "would be this rank's alone, not the mean over ranks. Compute with the parameter inside the forward of its "
+        "unit, use the optimizer's weight_decay, or add the gradient to .grad under torch.no_grad()"
+    )
 
 
 _SAVE = "call sw.checkpoint.save, or save sw.full_state_dict(model, cpu=True, rank0_only=True) (collective)"

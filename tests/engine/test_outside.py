@@ -1,0 +1,150 @@
+"""What users do with parameters and inputs around a unit, and would otherwise be wrong without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import UsageError
+from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
+
+
+class _Attention(nn.Module):
+    """Does something else when its arguments are one tensor, as attention modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cross = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], *, context: Tensor) -> Tensor:
+        assert (x is context) == (pair[0] is x) == (pair[1] is x)
+        return self.own(x) if x is context else self.cross(x) * context  # type: ignore[no-any-return]
+
+
+class _Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 6)
+        self.attention = _Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        other = x * 2
+        same = self.attention(x, (x, x), context=x)
+        return same + self.attention(x, (other, other), context=other)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_one_tensor_given_twice_stays_one() -> None:
+    Twins(_Attending, units={_Attention}).train(2)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_a_gradient_past_the_units_raises(strategy: str, before: bool) -> None:
+    """It would be this rank's own. Torch's own way of accumulating knows nothing of ranks."""
+    twins = Twins(strategy=strategy)
+    twins.train(1)
+    model = twins.sharded
+
+    def penalty(reduce: Any) -> Tensor:
+        return sum(reduce(p) for p in model.parameters())  # type: ignore[return-value]
+
+    for reduce in (torch.norm, torch.sum):
+        early = penalty(reduce) if before else None
+        loss = squares(model, batch(9))
+        with pytest.raises(UsageError, match=r"outside its unit's forward.*weight_decay"):
+            (loss + 0.1 * (penalty(reduce) if early is None else early)).backward()
+        model.zero_grad()
+    twins.train(1)
+
+
+@on_ranks(2)
+def test_gradients_of_parameters_thawed_later_are_refused_too() -> None:
+    model = sw.shard(seeded(lambda: Net(depth=1).requires_grad_(False)))
+    model.requires_grad_(True)
+    squares(model, batch(0)).backward()
+    with pytest.raises(UsageError, match="outside its unit's forward"):
+        next(model.parameters()).norm().backward()
+
+
+@on_ranks(2)
+def test_parameters_that_come_after_shard() -> None:
+    additions: list[Callable[[Any], object]] = [
+        lambda model: setattr(model, "leave", nn.Linear(6, 3)),
+        lambda model: setattr(model.blocks[1], "scale", nn.Parameter(torch.ones(6))),
+        lambda model: model.blocks.append(nn.Linear(6, 6)),
+    ]
+    for add in additions:
+        model = sw.shard(seeded(Net))
+        squares(model, batch(0)).backward()
+        add(model)
+        for _ in range(2):  # until it is mended
+            with pytest.raises(UsageError, match=r"came into the model after sw.shard"):
+                squares(model, batch(0))
+        with torch.no_grad():
+            squares(model, batch(0))
+
+
+@on_ranks(2)
+def test_frozen_parameters_may_come() -> None:
+    """A teacher, for example; but they may not be thawed."""
+    twins = Twins()
+    twins.sharded.teacher = seeded(Net).requires_grad_(False)
+    x = batch(0)
+    squares(twins.sharded, x).backward()
+    twins.sharded.teacher.enter.bias.requires_grad_(True)  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match=r"'teacher\.enter\.bias' came into the model"):
+        squares(twins.sharded, x)
+    del twins.sharded.teacher
+    twins.sharded.zero_grad()
+    twins.train(1)
+
+
+@on_ranks(2)
+def test_ignored_parameters_are_no_newcomers() -> None:
+    model = seeded(Net)
+    model.scale = nn.Parameter(torch.ones(3))
+    sw.shard(model, ignored=[model.scale])
+    model.other = nn.Identity()  # looked through again
+    squares(model, batch(0)).backward()
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+@on_ranks(2)
+def test_backward_to_given_inputs(kind: Any) -> None:
+    twins = Twins()
+    for _ in range(2):
+        loss = squares(twins.sharded, twins.batch())
+        loss.backward(inputs=kind(twins.sharded.parameters()))
+        twins.plain_backward([lambda m, r=r: squares(m, twins.batch(r)) for r in twins.every_rank])
+        twins.same_gradients()
+        twins.step()
+        twins.steps += 1
+    squares(twins.sharded, twins.batch()).backward(inputs=twins.sharded.leave.bias)  # type: ignore[union-attr]
+    assert [n for n, p in twins.sharded.named_parameters() if p.grad is not None] == ["leave.bias"]
+
+
+class _Mixed(nn.Module):
+    """Has the units in it computed in bf16, behind the root's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(depth=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.net(x).float()  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_autocast_inside_a_forward_raises() -> None:
+    model = sw.shard(seeded(_Mixed), units={Net})
+    with pytest.raises(UsageError, match=r"torch.autocast\('cpu'\)"):
+        model(batch(0))
