@@ -140,17 +140,6 @@ class Engine:
         return self.mesh.shard.rank == 0 and self.mesh.replicate.rank == 0
 
     @property
-    def sites(self) -> list[tuple[nn.Module, str]]:
-        """Every place in the module tree that holds a sharded parameter."""
-        return [
-            (site.module, site.name)
-            for unit in self.units
-            for group in unit.groups
-            for sites in group.sites
-            for site in sites
-        ]
-
-    @property
     def arenas(self) -> list[Arena[Unit]]:
         """Of gathered parameters."""
         return [arena for arena in (self._arena, self._secondary) if arena is not None]

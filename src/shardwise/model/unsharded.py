@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.engine import Engine
 from shardwise.engine.group import foreign_parameter
 from shardwise.engine.shard import require_engine
 from shardwise.errors import UsageError
@@ -42,11 +43,11 @@ def unsharded(model: nn.Module, writeback: bool = False, rank0_only: bool = Fals
                     full = full.cpu() if cpu else full
                     copies.append((sharded, nn.Parameter(full, requires_grad=sharded.requires_grad)))
     engine.suspended = True
-    _exchange(engine.sites, {id(sharded): full for sharded, full in copies})
+    _exchange(engine, {id(sharded): full for sharded, full in copies})
     try:
         yield
     finally:
-        _exchange(engine.sites, {id(full): sharded for sharded, full in copies})
+        _exchange(engine, {id(full): sharded for sharded, full in copies})
         engine.suspended = False
         if writeback:
             for sharded, full in copies:
@@ -54,14 +55,14 @@ def unsharded(model: nn.Module, writeback: bool = False, rank0_only: bool = Fals
                 sharded.local.copy_(full.detach().reshape(-1)[fragment.start : fragment.stop])
 
 
-def _exchange(sites: list[tuple[nn.Module, str]], faces: dict[int, nn.Parameter] | dict[int, ShardedParameter]) -> None:
-    if not faces:
-        return
-    for module, name in sites:
-        held = module._parameters.get(name)
+def _exchange(engine: Engine, faces: dict[int, nn.Parameter] | dict[int, ShardedParameter]) -> None:
+    """Have every place in the module tree that holds a sharded parameter hold its other face."""
+    groups = [group for unit in engine.units for group in unit.groups] if faces else []
+    for site in (site for group in groups for sites in group.sites for site in sites):
+        held = site.module._parameters.get(site.name)
         if id(held) not in faces:
-            raise foreign_parameter(name, held)
-        module._parameters[name] = faces[id(held)]  # type: ignore[assignment]
+            raise foreign_parameter(site.name, held)
+        site.module._parameters[site.name] = faces[id(held)]  # type: ignore[assignment]
 
 
 def full_state_dict(model: nn.Module, cpu: bool = True, rank0_only: bool = True) -> dict[str, Tensor]:
