@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise.errors import LayoutError
-from shardwise.modules.materialize import materialize
+from shardwise.modules.materialize import left_blank, materialize
 from tests.parity.architectures import ARCHITECTURES, without_dropout
 from tests.ranks import RankPools
 
@@ -232,7 +234,7 @@ def test_copied_layers_have_the_copied_numbers(ranks: RankPools, build: Build, w
 
 
 class KeepsOriginal(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, forgotten: int = 0) -> None:
         super().__init__()
         self.layer = nn.TransformerEncoderLayer(12, 4, 24, batch_first=True)
         self.encoder = nn.TransformerEncoder(self.layer, 2)
@@ -251,6 +253,89 @@ def test_layers_that_were_put_in_later_draw() -> None:
         return model
 
     assert differences(build) == []
+
+
+class Rewritten(nn.Module):
+    """A last layer of zeros, in a block whose argument nobody keeps."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 5), nn.Linear(5, width)
+        nn.init.zeros_(self.down.weight)
+
+
+class Rewriting(nn.Module):
+    """As nanoGPT does it: children made, then all of them written by `apply`, then some by name."""
+
+    def __init__(self, config: SimpleNamespace, scale: float = 1.0) -> None:
+        super().__init__()
+        self.config, self.scale = config, scale
+        self.gain = nn.Parameter(torch.ones(3) * 2)
+        self.blocks = nn.ModuleList(Rewritten(config.width) for _ in range(2))
+        self.copies = nn.ModuleList(copy.deepcopy(self.blocks[0]) for _ in range(2))
+        self.apply(self._init)
+        for name, parameter in self.named_parameters():
+            if name.endswith("down.weight"):
+                nn.init.normal_(parameter, std=0.1 * scale)
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(std=0.02)
+            nn.init.zeros_(module.bias)
+
+
+def rewriting() -> nn.Module:
+    return Rewriting(SimpleNamespace(width=4), scale=0.5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_constructors_that_rewrite_children_are_called_again(ranks: RankPools, world_size: int) -> None:
+    for build in (rewriting, rewriting_inside):
+        assert ranks(world_size).run(differences_unwarned, build) == [[]] * world_size
+
+
+def rewriting_inside() -> nn.Module:
+    return nn.Sequential(rewriting(), nn.Linear(3, 3), Everything())
+
+
+def differences_unwarned(build: Build) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return differences(build)
+
+
+class Through(nn.Module):
+    """Keeps something else than its argument, and writes through `.data`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width * 2
+        self.linear = nn.Linear(2, 2)
+        self.linear.weight.data.zero_()
+
+
+def test_what_a_constructor_did_and_cannot_be_done_again_is_said() -> None:
+    with pytest.warns(
+        UserWarning, match=r"Rewritten was built.*to 0\.down\.weight afterwards is lost.*reset_parameters"
+    ):
+        sw.shard(on_meta(lambda: nn.Sequential(Rewritten(3))))
+    with pytest.warns(UserWarning, match=r"Through was built.*did to the modules inside may be lost.*not those of an"):
+        sw.shard(on_meta(lambda: Through(3)))
+
+
+def test_what_was_written_after_building_is_said() -> None:
+    model: Any = on_meta(Everything)
+    nn.init.zeros_(model.final.weight)
+    with pytest.warns(UserWarning, match=r"Everything was built.*to final\.weight afterwards is lost"):
+        sw.shard(model)
+
+
+def test_what_is_going_to_be_written_is_no_loss() -> None:
+    model = on_meta(lambda: Rewritten(3))
+    with warnings.catch_warnings(), left_blank(name for name, _ in model.named_parameters()):
+        warnings.simplefilter("error")
+        sw.shard(model)
 
 
 class PartlyIgnored(nn.Module):
@@ -289,7 +374,7 @@ def test_ignored_parameters_get_their_numbers(ranks: RankPools, world_size: int)
 
 
 class Ignorable(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, forgotten: int = 0) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.scale = nn.Parameter(torch.ones(3))
@@ -326,7 +411,7 @@ def test_real_tensors_stay() -> None:
 
 
 class Forgetful(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, forgotten: int = 0) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.scale = nn.Parameter(torch.ones(3))

@@ -1,18 +1,18 @@
 """Giving a model built on the meta device its numbers, one unit's full weights at a time.
 
-How the model would have been built for real is recorded on a tape, without memory: a transformers model by calling its
-constructor again, any other module by `reset_parameters`, children first, as constructors do. Each unit's part of the
-tape is then replayed on real tensors. The numbers are those of the seeded unsharded build, whatever the world size; see
-docs/design/materialize.md.
+How the model would have been built for real is recorded on a tape, without memory: by calling constructors again where
+their arguments are known, any other module by `reset_parameters`, children first, as constructors do. Each unit's part
+of the tape is then replayed on real tensors. The numbers are those of the seeded unsharded build, whatever the world
+size, or a warning says that they are not; see docs/design/materialize.md.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from shardwise.errors import LayoutError
+from shardwise.modules.construction import is_transformer, may_rewrite, plain_constructor, transformer_again
 from shardwise.modules.site import inherit
 from shardwise.modules.tape import Tape
 from shardwise.modules.wrapping import UnitPlan
@@ -65,11 +66,12 @@ def materialize(
         _allocate(model, plans, device, shard)
         return
     tape = Tape()
-    recorded = record(model, tape)
+    recorded, doubtful = record(model, tape)
     blank = _blank.get()
     ours = {id(parameter) for plan in plans for _, parameter, _ in plan.parameters}
     blanks = {id(parameter) for plan in plans for fqn, parameter, _ in plan.parameters if fqn in blank}
     _check_written(model, blanks, tape, recorded)
+    _warn_of_lost(model, blanks, recorded, doubtful)
     slots = [
         slot
         for slot in _slots(model)
@@ -95,15 +97,17 @@ def materialize(
         tape.finish()
 
 
-def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
-    """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's."""
+def record(model: nn.Module, tape: Tape) -> tuple[dict[int, Tensor], list[nn.Module]]:
+    """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's, and
+    modules whose constructors seem to have done something that is not on the tape."""
     slots = list(_slots(model))
     with tape.recording():
         blanks: dict[int, Tensor] = {}
         for slot in slots:
             slot.put(blanks.setdefault(id(slot.tensor), _stand_in(slot.tensor)))
         try:
-            _Builder(tape, {id(slot.module) for slot in slots if slot.tensor.is_meta}).build(model, _by_reset)
+            builder = _Builder(tape, {id(slot.module) for slot in slots if slot.tensor.is_meta})
+            builder.build(model, _by_reset)
             recorded: dict[int, Tensor] = {}
             for slot in slots:
                 current = slot.current()
@@ -112,7 +116,7 @@ def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
         finally:
             for slot in slots:
                 slot.put(slot.tensor)
-    return recorded
+    return recorded, builder.doubtful
 
 
 class _Slot(NamedTuple):
@@ -177,27 +181,26 @@ class _Builder:
         """Recorded parameters that a module has initialised."""
         self._cloned: set[int] = set()
         """Layers that have the numbers of the layer that they are copies of."""
+        self.doubtful: list[nn.Module] = []
+        """Initialised one by one, although their constructors look as if they did more."""
 
     def build(
         self, module: nn.Module, initialise: Initialise, quiet: bool = False, before: Sequence[nn.Module] = ()
     ) -> None:
         """Record one module with all below it. `quiet`: a warning was given for a module around it. `before`: modules
         that stand beside it, recorded already."""
-        if id(module) in self._cloned:
+        if id(module) in self._cloned or not any(id(below) in self._blank for below in module.modules()):
             return
-        if _is_transformer(module):
-            if not any(id(below) in self._blank for below in module.modules()):
+        if is_transformer(module):
+            error = self._construct(module, partial(transformer_again, module))
+            if error is None:
                 return
-            try:
-                with self._tape.attempt():
-                    _adopt(module, _construct(module))
-            except Exception as error:  # whatever a constructor may raise
-                if not quiet:
-                    _warn(module, error)
-                quiet = True
-                initialise = module._init_weights  # type: ignore[assignment]
-            else:
-                return
+            if not quiet:
+                _warn(module, error)
+            quiet = True
+            initialise = module._init_weights  # type: ignore[assignment]
+        elif initialise is _by_reset and self._construct_plain(module):
+            return
         if isinstance(module, _CLONING):
             self._clone(module, initialise, before)
         children = list(module.children())
@@ -205,6 +208,26 @@ class _Builder:
             self.build(child, initialise, quiet, children[:position])
         if id(module) in self._blank or not (module._parameters or module._buffers):
             self._initialise(module, initialise)
+
+    def _construct(self, module: nn.Module, constructor: Callable[[], nn.Module]) -> Exception | None:
+        """Record a call of the module's constructor. Returns what kept it from being that."""
+        try:
+            with self._tape.attempt(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the first call gave them
+                _adopt(module, constructor())
+        except Exception as error:  # whatever a constructor may raise
+            return error
+        return None
+
+    def _construct_plain(self, module: nn.Module) -> bool:
+        """Record a call of the constructor of a module that has no numbers yet, if its arguments are known."""
+        has_numbers = any(below._parameters and id(below) not in self._blank for below in module.modules())
+        constructor = None if has_numbers else plain_constructor(module)
+        if constructor is not None and self._construct(module, constructor) is None:
+            return True
+        if may_rewrite(type(module)):
+            self.doubtful.append(module)
+        return False
 
     def _clone(self, module: nn.Module, initialise: Initialise, before: Sequence[nn.Module]) -> None:
         """Record the layers of a module that deep-copies the one it is given: that one draws, once."""
@@ -264,24 +287,6 @@ def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
             slot.tensor.copy_(value)
 
 
-def _is_transformer(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("_init_weights", "initialize_weights", "_from_config", "config"))
-
-
-def _construct(module: nn.Module) -> nn.Module:
-    """Call a transformers model's constructor as `from_config` does.
-
-    In the dtype that the configuration names, if the model is in that one; a model in another was built in the default
-    dtype and perhaps cast afterwards.
-    """
-    config = copy.deepcopy(module.config)
-    named = getattr(config, "dtype", None)
-    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    build: Any = type(module)
-    built: nn.Module = build._from_config(config, dtype=named if named in dtypes else torch.get_default_dtype())
-    return built
-
-
 def _adopt(module: nn.Module, built: nn.Module) -> None:
     """Put the tensors of a model that was built again in the places of the first one's."""
     ours, theirs = _shapes(module), _shapes(built)
@@ -323,6 +328,12 @@ def _one_line(error: Exception) -> str:
 # From the tape to the model ---------------------------------------------------------------------------------------
 
 
+_WAY_OUT = (
+    "give the module a reset_parameters() that does, keep its constructor's arguments as attributes of the same names "
+    "so that it can be called again, or build the model on a real device"
+)
+
+
 def _check_written(model: nn.Module, blanks: set[int], tape: Tape, recorded: dict[int, Tensor]) -> None:
     places = [
         (f"{prefix}.{slot.name}".lstrip("."), module, slot.name, slot.tensor)
@@ -333,9 +344,32 @@ def _check_written(model: nn.Module, blanks: set[int], tape: Tape, recorded: dic
     for fqn, module, name, tensor in places:
         if tensor.is_meta and tensor.numel() and not (id(tensor) in recorded and tape.is_written(recorded[id(tensor)])):
             raise LayoutError(
-                f"{type(module).__name__}.{name} ({fqn}) was built on the meta device and nothing initialised it: give "
-                "the module a reset_parameters() that does, or build the model on a real device"
+                f"{type(module).__name__}.{name} ({fqn}) was built on the meta device and nothing initialised it: "
+                f"{_WAY_OUT}"
             )
+
+
+def _warn_of_lost(
+    model: nn.Module, blanks: set[int], recorded: dict[int, Tensor], doubtful: Sequence[nn.Module]
+) -> None:
+    """Parameters that were written more often than the tape knows: each write in place counts, on the meta device too.
+    Those through `.data` do not, so constructors that look like more are spoken of as well."""
+    lost = [
+        fqn
+        for fqn, parameter in model.named_parameters()
+        if parameter.is_meta and id(parameter) not in blanks and parameter._version > recorded[id(parameter)]._version
+    ]
+    wanting = [module for module in doubtful if any(p.is_meta and id(p) not in blanks for p in module.parameters())]
+    if lost or wanting:
+        whose = ", ".join(dict.fromkeys(type(module).__name__ for module in wanting or [model]))
+        what = "what its constructor did to the modules inside may be lost"
+        if lost:
+            what = f"what was written to {', '.join(lost[:3])} afterwards is lost"
+        warnings.warn(
+            f"{whose} was built on the meta device, and {what}: where it is, the numbers are seeded and the same at "
+            f"any world size, but not those of an unsharded build. To have them, {_WAY_OUT}",
+            stacklevel=2,
+        )
 
 
 def _warn_of_drawn(model: nn.Module, plans: list[UnitPlan], tape: Tape, recorded: dict[int, Tensor]) -> None:

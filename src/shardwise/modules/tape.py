@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -118,6 +118,7 @@ class Tape(TorchDispatchMode):
         parts are replayed, also if an exception leaves."""
         before = torch.default_generator.get_state()
         self._sequence.mark(torch.default_generator, before)
+        FakeTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
         try:
             with torch.device("cpu"), torch.enable_grad(), self._fakes, self:
                 yield
@@ -125,6 +126,7 @@ class Tape(TorchDispatchMode):
             torch.default_generator.set_state(before)
             raise
         finally:
+            del FakeTensor.__deepcopy__
             self._warm = (0, {})
         self._sequence.end()
         torch.default_generator.set_state(before)
@@ -418,6 +420,16 @@ class _Sequence:
     def _drop(self, index: int) -> None:
         if self._expected is not None and self._expected[index] <= 0:
             self.known.pop(index, None)
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """`copy.deepcopy` of a recorded tensor. Torch's would copy the mode that records it too, and leave that."""
+    copied: Tensor | None = memo.get(id(tensor))
+    if copied is None:
+        copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        copied = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+        memo[id(tensor)] = copied
+    return copied
 
 
 def _touched(op: _Op) -> frozenset[int]:

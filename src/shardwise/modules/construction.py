@@ -1,0 +1,91 @@
+"""A module's constructor: how to call it again, and what it may have done that nothing else would do again."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_REWRITES = frozenset({"apply", "data", "deepcopy", "no_grad"})
+"""Names in a constructor that writes what its children have initialised; besides those with "init" in them and those
+of operations in place."""
+_MISSING = object()
+
+
+def is_transformer(module: nn.Module) -> bool:
+    """Whether it is a model of transformers, which its configuration builds again."""
+    return all(hasattr(module, name) for name in ("_init_weights", "initialize_weights", "_from_config", "config"))
+
+
+def transformer_again(module: nn.Module) -> nn.Module:
+    """Call a transformers model's constructor as `from_config` does.
+
+    In the dtype that the configuration names, if the model is in that one; a model in another was built in the default
+    dtype and perhaps cast afterwards.
+    """
+    config = copy.deepcopy(module.config)
+    named = getattr(config, "dtype", None)
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    build: Any = type(module)
+    built: nn.Module = build._from_config(config, dtype=named if named in dtypes else torch.get_default_dtype())
+    return built
+
+
+def plain_constructor(module: nn.Module) -> Callable[[], nn.Module] | None:
+    """What builds another module like this one: its class, with the arguments that it keeps as attributes of the same
+    names. None for torch's own, and where an argument is not to be found or is a module or tensor.
+
+    The call raises ValueError if the new module has other arguments than it was given: then the attributes were not
+    the arguments.
+    """
+    if _is_torchs(type(module)):
+        return None
+    _, *parameters = inspect.signature(type(module).__init__).parameters.values()
+    arguments: dict[str, Any] = {}
+    for parameter in parameters:
+        value = module.__dict__.get(parameter.name, _MISSING)
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if not named or value is _MISSING or any(isinstance(leaf, (nn.Module, Tensor)) for leaf in tree_leaves(value)):
+            return None
+        arguments[parameter.name] = value
+    return partial(_construct, type(module), arguments)
+
+
+def _construct(kind: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
+    built = kind(**copy.deepcopy(arguments))
+    for name, value in arguments.items():
+        kept = built.__dict__.get(name, _MISSING)
+        compares: object = type(value).__eq__  # by value, or only by identity: then nothing can be said
+        if type(kept) is not type(value) or (compares is not object.__eq__ and kept != value):
+            raise ValueError(f"{name}={value!r} is not what {kind.__name__} was built with")
+    return built
+
+
+def may_rewrite(kind: type[nn.Module]) -> bool:
+    """Whether a module's constructor looks as if it wrote what its children have initialised, and nothing says how to
+    do so again."""
+    if hasattr(kind, "reset_parameters") or hasattr(kind, "_reset_parameters"):
+        return False
+    constructors = [vars(base).get("__init__") for base in kind.__mro__ if not _is_torchs(base)]
+    names = {name for function in constructors if inspect.isfunction(function) for name in _names(function.__code__)}
+    names -= {"__init__", "requires_grad_"}
+    return any(name in _REWRITES or "init" in name or (name.endswith("_") and name[0] != "_") for name in names)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Globals and attributes that a function's code speaks of, and those of functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in {"torch", "builtins"}
