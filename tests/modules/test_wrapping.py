@@ -213,6 +213,19 @@ def test_a_model_without_parameters_raises() -> None:
         sw.shard(nn.Tanh())
 
 
+def test_a_part_of_a_sharded_model_is_sharded_already() -> None:
+    model = sw.shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    with pytest.raises(
+        LayoutError, match=r"Linear is sharded already, in the model that calls its parameter '1\.weight'"
+    ):
+        sw.shard(model[1])
+
+
+def test_lazy_parameters_raise() -> None:
+    with pytest.raises(LayoutError, match=r"1\.weight has no shape yet.*call the model once"):
+        sw.shard(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2)))
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -222,3 +222,14 @@ def test_optimizer_state_round_trips(options: dict[str, Any]) -> None:
             assert torch.equal(a.local, b.local)
 
     on_threads(2, rank)
+
+
+def test_what_each_rank_would_answer_for_itself_raises() -> None:
+    def on_rank(group: Any) -> None:
+        sharded = cut(group, [torch.ones(4)])[0]
+        with pytest.raises(UsageError, match=r"aten\.equal.*full_tensor\(\) of both"):
+            torch.equal(sharded, sharded)
+        with pytest.raises(UsageError, match="DistributedDataParallel around a sharded model is not needed"):
+            sharded.view(2, 2)
+
+    on_threads(2, on_rank)

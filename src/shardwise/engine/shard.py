@@ -84,7 +84,13 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         model, choose_units(model, units), lambda p: id(p) in skipped or isinstance(p, ShardedParameter)
     )
     if not below and not any(plan.parameters for plan in plans):
-        raise LayoutError(f"{type(model).__name__} has no parameters to shard")
+        theirs = [p.fqn for p in model.parameters() if isinstance(p, ShardedParameter)]
+        why = (
+            f"is sharded already, in the model that calls its parameter {theirs[0]!r}"
+            if theirs
+            else "has no parameters"
+        )
+        raise LayoutError(f"{type(model).__name__} {why}: nothing to shard")
     old = [unit for engine in below.values() for unit in engine.units]
     least = 2 + nesting(model, [*(plan.module for plan in plans), *(unit.module for unit in old)])
     if slots < least and resharding:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, LayoutError
 from shardwise.modules.site import Site
 
 Units = None | int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -39,7 +40,13 @@ def choose_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
         units: None = automatic; module classes; an int = the least numel of a unit; a callable (fqn, module) -> bool.
     Raises:
         ConfigError: none of the classes occurs in the model, or `units` is none of these.
+        LayoutError: a parameter has no shape yet.
     """
+    for fqn, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise LayoutError(
+                f"{fqn} has no shape yet, because its module is lazy: call the model once on an example before sw.shard"
+            )
     if units is None:
         return _automatic(model)
     if isinstance(units, bool) or (isinstance(units, int) and units < 1):

@@ -39,7 +39,7 @@ def handler(func: OpOverload) -> Handler | None:
         return _BY_NAME[name]
     if name in _FUSED or (name.startswith("aten::_foreach_") and name not in _NOT_FOREACH):
         return _OnLists(func)
-    if torch.Tag.pointwise in func.tags or name in _UNTAGGED:
+    if (torch.Tag.pointwise in func.tags and name != "aten::equal") or name in _UNTAGGED:
         return _Elementwise(func)
     return None
 

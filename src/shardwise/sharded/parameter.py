@@ -62,7 +62,9 @@ class ShardedParameter(Tensor):
     """
 
     local: Tensor
-    """This rank's piece: 1-D, row-major order. Writing to it writes the parameter; bump versions as usual."""
+    """This rank's piece: 1-D, row-major order. Writing to it in place writes the parameter. Every rank must do so,
+    those with an empty piece too: the write is what has a unit that is still gathered be gathered again, which all
+    ranks do together. A rank that skips its write computes with old weights while its peers wait for it."""
     placement: Placement
     unit: Owner | None = None
     """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
@@ -266,12 +268,16 @@ _WAYS_OUT: dict[str, str] = {
     "use sw.GradScaler",
     "aten::_local_scalar_dense": _LOOK,
     "aten::_foreach_powsum": "use torch._foreach_norm",
+    "aten::equal": "each rank would have an answer of its own: compare .full_tensor() of both (collective)",
 }
 _ANYTHING_ELSE = (
     "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. In a "
     "forward: the parameter is used outside its unit's forward, so make the module that uses it a unit "
     "(sw.shard(units=...)) or call through it. Elsewhere: use sw.unsharded(model), .full_tensor() (collective), or "
     ".local for this rank's piece"
+)
+_WAYS_OUT["aten::view"] = (
+    f"{_ANYTHING_ELSE}. DistributedDataParallel around a sharded model is not needed: backward reduces gradients"
 )
 _RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
 
