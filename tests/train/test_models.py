@@ -92,8 +92,8 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, message in [
         ("my_factory:mak", "my_factory has no mak; did you mean make"),
         ("no_such_module:make", "No module named 'no_such_module'"),
-        ("my_factory:width", "is a int, not a function"),
-        ("my_factory:sized", "is called without arguments and requires width, depth"),
+        ("my_factory:width", "is of type int, not a function"),
+        ("my_factory:sized", r"needs arguments \(width, depth\)"),
         ("half_a_module:make", r"half_a_module cannot be imported: SyntaxError: .*half_a_module\.py, line 1"),
         ("not_a_module:make", "not_a_module cannot be imported: AttributeError: .*Linaer"),
         ("my_factory:number", r"returned a int, not a torch\.nn\.Module"),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import PlanError
+from shardwise.modules.factory import load_factory
 from shardwise.suggest import did_you_mean, nearest_path
 
 Builder = Callable[[], nn.Module]
@@ -157,7 +155,7 @@ def resolve(model: ModelLike) -> Source:
     if os.path.exists(path):  # noqa: PTH110 - a name that is too long for a path is none
         return _from_path(path)
     if ":" in name and "/" not in name:
-        return _from_factory(name)
+        return Source(title=name, build=load_factory(name, f"MODEL {name!r}", PlanError), factory=name)
     hint = did_you_mean(name.lower(), _shapes()) or nearest_path(path)
     raise PlanError(
         f"MODEL {name!r} was not found{hint or '; the packaged shapes are ' + ', '.join(_shapes())}"
@@ -206,52 +204,6 @@ def _check_model_type(model_type: str, where: str) -> None:
             f"{where}: model_type {model_type!r} is unknown to transformers{did_you_mean(model_type, CONFIG_MAPPING)}; "
             "give code of your own as module:function"
         )
-
-
-def _from_factory(name: str) -> Source:
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise PlanError(f"MODEL {name!r} should read module:function")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        why = _one_line(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {_one_line(error)}"
-        raise PlanError(f"MODEL {name!r} cannot be imported: {why}") from error
-    if not hasattr(module, function_name):
-        raise PlanError(
-            f"MODEL {name!r}: {module_name} has no {function_name}{did_you_mean(function_name, vars(module))}"
-        )
-    factory = getattr(module, function_name)
-    if isinstance(factory, nn.Module) or not callable(factory):
-        raise PlanError(
-            f"MODEL {name!r} is of type {type(factory).__name__}, not a function: name one that builds the model"
-        )
-    return Source(title=name, build=_checked(name, _without_arguments(name, factory)), factory=name)
-
-
-def _without_arguments(name: str, factory: Callable[..., Any]) -> Callable[[], Any]:
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # of a builtin: calling it will say
-        return factory
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if needed:
-        raise PlanError(
-            f"MODEL {name!r} needs arguments ({', '.join(needed)}): name a function without, such as one that calls it"
-        )
-    return factory
-
-
-def _checked(name: str, factory: Callable[[], Any]) -> Builder:
-    def build() -> nn.Module:
-        model = factory()
-        if not isinstance(model, nn.Module):
-            raise PlanError(f"MODEL {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
-        return model
-
-    return build
 
 
 _NOT_THE_SHAPE = ("transformers_version", "dtype", "torch_dtype")

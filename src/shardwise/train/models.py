@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import inspect
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.modules.factory import load_factory
 from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train import paths
 from shardwise.train.config import ModelConfig
@@ -55,7 +52,8 @@ def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
     if config.weights is not None:
         _check_directory("model.weights", config.weights)
     if config.factory is not None:
-        return _stored_in(_call_factory(config.factory), DTYPES[config.dtype]).train()
+        build = load_factory(config.factory, f"model.factory={config.factory!r}", ConfigError)
+        return _stored_in(build(), DTYPES[config.dtype]).train()
     hf_config = _read_config(config, text)
     _check_fits(hf_config, text)
     return _build_transformer(hf_config, config).train()
@@ -141,39 +139,6 @@ def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
         raise ConfigError(
             f"data.seq_len={text.seq_len} is more than the model's max_position_embeddings={positions}; lower seq_len"
         )
-
-
-def _call_factory(name: str) -> nn.Module:
-    """Import `module:function`, also from the working directory, and call it."""
-    module_name, _, function_name = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(f"model.factory={name!r}: {module_name} cannot be imported: {_one_line(error)}") from error
-    factory = getattr(module, function_name, None)
-    if factory is None:
-        near = did_you_mean(function_name, vars(module))
-        raise ConfigError(f"model.factory={name!r}: {module_name} has no {function_name}{near}")
-    if not callable(factory):
-        raise ConfigError(f"model.factory={name!r} is a {type(factory).__name__}, not a function")
-    needed = _required(factory)
-    if needed:
-        raise ConfigError(f"model.factory={name!r} is called without arguments and requires {', '.join(needed)}")
-    model = factory()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model.factory={name!r} returned a {type(model).__name__}, not a torch.nn.Module")
-    return model
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    """Parameters without which it cannot be called; none where it does not say."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}]
 
 
 def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -1,0 +1,63 @@
+"""`module:function`: a model that code of the user's own builds."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import UserError
+from shardwise.suggest import did_you_mean
+
+_LONGEST = 240
+
+
+def load_factory(name: str, said: str, error: type[UserError]) -> Callable[[], nn.Module]:
+    """Import `module:function`, also from the working directory. Whatever it raises itself goes on to the caller.
+
+    Args:
+        name: "module:function".
+        said: what a message begins with: where the user wrote the name, and the name.
+        error: to raise where it names no function that can be called without arguments; so does the function that is
+            returned where the user's returns no module.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise error(f"{said} should read module:function")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as cause:
+        kind = "" if isinstance(cause, ImportError) else f"{type(cause).__name__}: "
+        why = f"{kind}{' '.join(str(cause).split())}"[:_LONGEST]
+        raise error(f"{said}: {module_name} cannot be imported: {why}") from cause
+    if not hasattr(module, function_name):
+        raise error(f"{said}: {module_name} has no {function_name}{did_you_mean(function_name, vars(module))}")
+    function = getattr(module, function_name)
+    if isinstance(function, nn.Module) or not callable(function):
+        raise error(f"{said} is of type {type(function).__name__}, not a function: name one that builds the model")
+    needed = _needed(function)
+    if needed:
+        raise error(f"{said} needs arguments ({', '.join(needed)}): name a function without, such as one that calls it")
+
+    def build() -> nn.Module:
+        model = function()
+        if not isinstance(model, nn.Module):
+            raise error(f"{said} returned a {type(model).__name__}, not a torch.nn.Module")
+        return model
+
+    return build
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Parameters without which it cannot be called; none where it does not say: calling it will."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}]
