@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -148,14 +150,25 @@ class _Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         pids = report.read_pids(self._directory)
-        if self.received or len(pids) < self._ranks:  # the second time, or before all ranks could listen
-            self.received = True
+        if self.received:  # the second time
             raise KeyboardInterrupt
         self.received = True
+        if len(pids) < self._ranks:
+            self._leave(pids)
         for pid in pids:
             with suppress(ProcessLookupError):  # ended by itself: torchrun is about to notice
                 os.kill(pid, signal.SIGINT)
         threading.Thread(target=self._end_stragglers, daemon=True).start()
+
+    def _leave(self, pids: list[int]) -> NoReturn:
+        """Not all ranks can listen yet, so there is nothing to save: end at once. A KeyboardInterrupt can get lost in
+        an import. (Ranks without a process id here end as their launcher does.)"""
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os.write(sys.stderr.fileno(), b"interrupted\n")
+        os._exit(Exit.INTERRUPTED)
 
     def _end_stragglers(self) -> None:
         """A rank that was interrupted outside the training loop leaves its peers waiting: do not wait with them."""
