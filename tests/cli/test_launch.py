@@ -200,6 +200,21 @@ def test_an_interrupt_before_the_ranks_listen(start: Start, delay_s: float) -> N
     assert "Traceback" not in ended.err
 
 
+def test_an_interrupt_while_ranks_import_is_no_failure(start: Start) -> None:
+    """As an extension module says that is imported again after an interrupt broke its first import off."""
+    scenario = """
+print("training", flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    raise ImportError("cannot load module more than once per process")
+"""
+    command = _start_and_wait(start, scenario)
+    command.interrupt()
+    ended = command.end(timeout_s=30)
+    assert (ended.status, ended.err) == (130, "interrupted\n")
+
+
 def test_a_failure_while_saving_is_not_an_interrupt(start: Start) -> None:
     command = _start_and_wait(start, SAVES_ON_INTERRUPT.replace("raise KeyboardInterrupt", "raise OSError('full')"))
     command.interrupt()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from shardwise.cli import report
@@ -25,7 +26,11 @@ def main() -> None:
     """
     directory, rank = Path(os.environ[report.ENVIRONMENT]), int(os.environ["RANK"])
     _end_with(int(os.environ[report.LAUNCHER]))
-    report.write_pid(directory, rank)
+    signal.signal(signal.SIGINT, _AtOnce(directory, rank))
+    try:
+        report.write_pid(directory, rank)
+    except FileNotFoundError:  # the launcher was interrupted and has removed it
+        os._exit(Exit.INTERRUPTED)
     faulthandler.enable()  # a crash in native code shows where it was
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's way to end a rank, even one that waits in native code
     try:
@@ -36,6 +41,22 @@ def main() -> None:
         if ending.consequence:
             report.await_cause(directory)
         _leave(Exit.DONE if ending.kind == "interrupted" else Exit.FAILED)
+
+
+class _AtOnce:
+    """Ends an interrupted rank where there is nothing to save. A KeyboardInterrupt would come out of whatever is being
+    imported, as something else perhaps."""
+
+    until_heard = True
+    """The training loop listens itself (`train.interruption`)."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory = directory
+        self._rank = rank
+
+    def __call__(self, number: int, frame: FrameType | None) -> NoReturn:
+        report.write(self._directory, report.describe(KeyboardInterrupt(), self._rank))
+        _leave(Exit.DONE)
 
 
 def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exit:

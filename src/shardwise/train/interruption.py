@@ -20,19 +20,25 @@ class Interruption:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Inside, the first signal that would raise KeyboardInterrupt is only noted; the second raises it at once."""
-        numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is signal.default_int_handler]
+        """Inside, the first signal that would raise KeyboardInterrupt, or whose handler is there `until_heard`, is only
+        noted; the second raises KeyboardInterrupt at once."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        ours = [n for n, handler in before.items() if _is_until_heard(handler)]
         if threading.current_thread() is not threading.main_thread():
-            numbers = []  # only the main thread handles signals
+            ours = []  # only the main thread handles signals
         try:
-            for number in numbers:
+            for number in ours:
                 signal.signal(number, self._note)
             yield
         finally:
-            for number in numbers:
-                signal.signal(number, signal.default_int_handler)
+            for number in ours:
+                signal.signal(number, before[number])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+
+
+def _is_until_heard(handler: object) -> bool:
+    return handler is signal.default_int_handler or getattr(handler, "until_heard", False)
