@@ -41,7 +41,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """And theirs for torch's."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to make, and training waits for them
 class Piece:
     """Elements [start, start + local.numel()) of a tensor of the global `shape`, row-major."""
 
@@ -76,6 +76,8 @@ class Piece:
 
     def to_write(self, peers: Peers) -> Piece | None:
         """What of it this rank writes, 1-D, if anything: replicas share the work. Shares its memory where it can."""
+        if peers.replicas == 1 and not self.is_whole:
+            return self if self.tensor.numel() else None
         elements = share(self.held, peers.replicas, peers.replica)
         if self.is_whole:
             elements = self.held if peers.is_first else Range(0, 0)
