@@ -1,3 +1,7 @@
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -43,3 +47,33 @@ def test_alone_there_is_no_process_group() -> None:
         assert ranks.gather([1.0]) == [[1.0]]
         assert ranks.hear("I") == ["I"]
         assert ranks.first_says(True)
+
+
+NO_THREADS_LEFT = """
+import os
+import torch
+import shardwise as sw
+from shardwise.train.ranks import started
+
+def of_gloo():
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    return [name for name in names if "gloo" in name]
+
+def train():
+    model = sw.shard(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    model(torch.ones(1, 4)).sum().backward()
+
+with started():
+    train()
+    assert of_gloo()
+assert not of_gloo(), of_gloo()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are looked up in /proc")
+def test_no_thread_of_gloo_outlives_the_run(tmp_path: Path) -> None:
+    """One that holds a tensor as the interpreter ends aborts the process, now and then."""
+    (tmp_path / "run.py").write_text(NO_THREADS_LEFT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run([*torchrun, str(tmp_path / "run.py")], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported while there is a group, its functions' defaults would keep the group
 
 from shardwise.errors import PeerError
 
@@ -103,6 +105,10 @@ def started() -> Iterator[Ranks]:
         yield Ranks(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, device)
     finally:
         if launched:
+            # A sharded model holds its process group, and itself in cycles. While anything holds the group its threads
+            # run on, and one that meets the interpreter's end aborts the process: "terminate called without an active
+            # exception".
+            gc.collect()
             dist.destroy_process_group()
 
 
