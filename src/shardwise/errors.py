@@ -78,3 +78,12 @@ class OutOfMemory(ShardwiseError, RuntimeError):
 
 class CollectiveTimeout(ShardwiseError, RuntimeError):
     """A peer did not arrive at a collective in time, or its process is gone."""
+
+
+_LONGEST_LINE = 240
+
+
+def one_line(error: BaseException, with_type: bool = False) -> str:
+    """What an error says, on one line and not too long, to go into a message of ours. `with_type`: its type first."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}"[:_LONGEST_LINE] if with_type else said[:_LONGEST_LINE]

@@ -13,20 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import RankPools
+from tests.tiny import GPT2
 
 ROOT = Path(__file__).parents[2]
-CONFIG = """
-[model.config]
-model_type = "gpt2"
-n_embd = 16
-n_layer = 2
-n_head = 2
-
-[data]
-source = "texts/*.txt"
-seq_len = 16
-eval_fraction = 0.2
-
+CONFIG = f"""{GPT2}
 [train]
 steps = 5
 micro_batch = 2

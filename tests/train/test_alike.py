@@ -12,19 +12,9 @@ from shardwise.errors import ConfigError
 from shardwise.train import trainer
 from shardwise.train.config import load
 from tests.ranks import RankPools
+from tests.tiny import GPT2
 
-TINY = """
-[model.config]
-model_type = "gpt2"
-n_embd = 16
-n_layer = 1
-n_head = 2
-
-[data]
-source = "texts/*.txt"
-seq_len = 16
-eval_fraction = 0.2
-
+TINY = f"""{GPT2}
 [train]
 steps = 2
 """

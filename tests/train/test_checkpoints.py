@@ -27,19 +27,9 @@ from shardwise.train.trainer import Trainer
 from tests.checkpoint.test_asynchronous import fail_in_thread, held
 from tests.checkpoint.test_unreadable import away
 from tests.ranks import RankPools
+from tests.tiny import GPT2
 
-TINY = """
-[model.config]
-model_type = "gpt2"
-n_embd = 16
-n_layer = 2
-n_head = 2
-
-[data]
-source = "texts/*.txt"
-seq_len = 16
-eval_fraction = 0.2
-
+TINY = f"""{GPT2}
 [train]
 steps = 6
 micro_batch = 2

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.place import Place
 from shardwise.checkpoint.provenance import Provenance
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.errors import CheckpointError, UsageError, one_line
 
 Shape = tuple[int, ...]
 
@@ -99,7 +99,7 @@ def _converted(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple
 def _refused(model: nn.Module, name: str, error: Exception) -> UsageError:
     return UsageError(
         f"transformers converts tensors of {type(model).__name__} on their way to its files, and {name!r} cannot be "
-        f"written in place ({_one_line(error)}): save sw.full_state_dict(model) with its save_pretrained"
+        f"written in place ({one_line(error, with_type=True)}): save sw.full_state_dict(model) with its save_pretrained"
     )
 
 
@@ -196,9 +196,6 @@ class _Conversion:
         except Exception as error:
             raise CheckpointError(
                 f"transformers computes {target!r} of {type(self._model).__name__} from what is stored, and its bytes "
-                f"cannot be read in place ({_one_line(error)}): have from_pretrained load the model before sw.shard"
+                f"cannot be read in place ({one_line(error, with_type=True)}): have from_pretrained load the model "
+                "before sw.shard"
             ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]

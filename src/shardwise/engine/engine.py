@@ -74,7 +74,8 @@ class Engine:
         self._finisher: Callable[[], object] = _nothing
         """Weakly, the callback that autograd holds until the backward under way is over or has raised."""
         self._call_count = 0
-        self.newcomers = Newcomers()
+        self.newcomers: Newcomers
+        """Set when the model is sharded."""
 
     # Setting up ---------------------------------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Engine:
             self.saved.check()
         if not recompute and (unit is self.root or not self.depth):
             self._begin_step(unit)
-        self._check_autocast()
+        self._check_autocast(unit)
         self.plan()
         self._call_count += 1
         call = Call(unit, self._call_count, recompute)
@@ -322,14 +323,12 @@ class Engine:
                 unit.hook_gradients()
                 self._planned = False
 
-    def _check_autocast(self) -> None:
+    def _check_autocast(self, unit: Unit) -> None:
         kind = self.mesh.device.type
         if not torch.is_autocast_enabled(kind):
             return
         compute = torch.get_autocast_dtype(kind)
-        if compute is not torch.float32 and any(
-            group.dtypes.compute is torch.float32 for unit in self.units for group in unit.groups
-        ):
+        if compute is not torch.float32 and any(group.dtypes.compute is torch.float32 for group in unit.groups):
             raise UsageError(
                 f"torch.autocast({kind!r}) over fp32 units keeps a cast copy of every weight alive until backward; "
                 f'give sw.shard precision=sw.Precision(param="{str(compute).removeprefix("torch.")}") instead'

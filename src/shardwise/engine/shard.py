@@ -17,6 +17,7 @@ from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.guard import guard
 from shardwise.modules.materialize import materialize, on_meta
+from shardwise.modules.newcomers import Newcomers
 from shardwise.modules.site import Site
 from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.precision import Precision
@@ -101,7 +102,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     engine = Engine(groups, strategy, precision, slots, keeps_params=not resharding)
     own = _build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
     engine.install(_in_module_order(model, own, old, groups))
-    engine.newcomers.watch(model, ignored)
+    engine.newcomers = Newcomers(model, ignored)
     model.__dict__[_ENGINE] = engine
     for unit in engine.units:
         guard(unit.module)

@@ -10,10 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, one_line
 from shardwise.suggest import did_you_mean
-
-_LONGEST = 240
 
 
 def load_factory(name: str, said: str, error: type[UserError]) -> Callable[[], nn.Module]:
@@ -33,8 +31,7 @@ def load_factory(name: str, said: str, error: type[UserError]) -> Callable[[], n
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as cause:
-        kind = "" if isinstance(cause, ImportError) else f"{type(cause).__name__}: "
-        why = f"{kind}{' '.join(str(cause).split())}"[:_LONGEST]
+        why = one_line(cause, with_type=not isinstance(cause, ImportError))
         raise error(f"{said}: {module_name} cannot be imported: {why}") from cause
     if not hasattr(module, function_name):
         raise error(f"{said}: {module_name} has no {function_name}{did_you_mean(function_name, vars(module))}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, one_line
 from shardwise.modules.construction import is_transformer, may_rewrite, plain_constructor, transformer_again
 from shardwise.modules.site import inherit
 from shardwise.modules.tape import Tape
@@ -268,7 +268,7 @@ class _Builder:
         except Exception as error:
             raise LayoutError(
                 f"{type(module).__name__} was built on the meta device and its initialisation cannot be recorded "
-                f"({_one_line(error)}): build the model on a real device"
+                f"({one_line(error, with_type=True)}): build the model on a real device"
             ) from error
         for slot in tied:
             slot.put(slot.tensor)
@@ -315,14 +315,10 @@ def _by_reset(module: nn.Module) -> None:
 def _warn(module: nn.Module, error: Exception) -> None:
     warnings.warn(
         f"{type(module).__name__} was built on the meta device and cannot be built again from its configuration "
-        f"({_one_line(error)}). Its modules are initialised one by one: the numbers are seeded "
+        f"({one_line(error, with_type=True)}). Its modules are initialised one by one: the numbers are seeded "
         "and the same at any world size, but not those of an unsharded build",
         stacklevel=2,
     )
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]
 
 
 # From the tape to the model ---------------------------------------------------------------------------------------

@@ -36,30 +36,25 @@ register_module_module_registration_hook(_Registrations.add)
 class Newcomers:
     """Those of one sharded model."""
 
-    def __init__(self) -> None:
-        self._model = nn.Module()
-        self._ignored: list[nn.Parameter] = []
-        self._count = 0
-        """Registrations when the model was looked through last."""
-        self._frozen: list[tuple[str, nn.Parameter]] = []
-
-    def watch(self, model: nn.Module, ignored: Iterable[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, ignored: Iterable[nn.Parameter]) -> None:
         """`model` has just been sharded, but for `ignored`."""
         self._model = model
         self._ignored = list(ignored)
         self._count = _Registrations.count
+        """When the model was looked through last."""
+        self._found: list[tuple[str, nn.Parameter]] = []
 
     def check(self) -> None:
         """Raise UsageError, with its name, for a plain parameter that wants a gradient. Frozen ones may come."""
         if self._count != _Registrations.count:
             known = {id(parameter) for parameter in self._ignored}
-            self._frozen = [
+            self._found = [
                 (fqn, parameter)
                 for fqn, parameter in self._model.named_parameters()
                 if not isinstance(parameter, ShardedParameter) and id(parameter) not in known
             ]
             self._count = _Registrations.count
-        for fqn, parameter in self._frozen:
+        for fqn, parameter in self._found:
             if parameter.requires_grad:
                 self._count = -1  # look again: it may be gone by then
                 raise UsageError(

@@ -23,7 +23,7 @@ from shardwise.engine.arena import Slot, storage_key
 from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine, shard
 from shardwise.engine.unit import Unit, UnitState
-from shardwise.errors import PlanError, UserError
+from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model.recompute import checkpoint_units
 from shardwise.plan.compilation import kept_bytes
 from shardwise.plan.events import Phase
@@ -284,14 +284,10 @@ def _explained() -> Iterator[None]:
         raise
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise PlanError(
-            f"the model's code decides by its tensors' values ({_one_line(error)}), which a dry run has not: give it a "
+            f"the model's code decides by its tensors' values ({one_line(error)}), which a dry run has not: give it a "
             "path of fixed shapes, or plan a model without it"
         ) from error
     except UnsupportedOperatorException as error:
-        raise PlanError(f"the model cannot be run dry: {_one_line(error)} has no shape function") from error
+        raise PlanError(f"the model cannot be run dry: {one_line(error)} has no shape function") from error
     except Exception as error:
-        raise PlanError(f"the model cannot be run dry: {type(error).__name__}: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:240]
+        raise PlanError(f"the model cannot be run dry: {one_line(error, with_type=True)}") from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, one_line
 from shardwise.modules.factory import load_factory
 from shardwise.suggest import did_you_mean, nearest_path
 
@@ -189,7 +189,7 @@ def _from_path(path: Path) -> Source:
     except OSError as error:
         raise PlanError(f"MODEL {str(path)!r}: {file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"MODEL {str(path)!r}: {file} is no JSON: {_one_line(error)}") from None
+        raise PlanError(f"MODEL {str(path)!r}: {file} is no JSON: {one_line(error)}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise PlanError(f'MODEL {str(path)!r}: {file} has no "model_type", so transformers cannot tell what it is')
     _check_model_type(config["model_type"], str(file))
@@ -250,7 +250,7 @@ def _explained(model_type: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, ImportError, StrictDataclassError) as error:
-        raise PlanError(f"transformers cannot build this {model_type}: {_one_line(error)}") from None
+        raise PlanError(f"transformers cannot build this {model_type}: {one_line(error)}") from None
 
 
 def _model_class(config: Any) -> Callable[[Any, str], nn.Module]:
@@ -266,7 +266,3 @@ def _model_class(config: Any) -> Callable[[Any, str], nn.Module]:
         if type(config) in auto._model_mapping:
             return lambda filled, attention: auto.from_config(filled, attn_implementation=attention)
     raise ValueError(f"it has no model for {type(config).__name__}")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:240]

@@ -20,7 +20,7 @@ def to_leaves(backward: Callable[..., None]) -> Callable[..., None]:
     """`torch.autograd.backward`, but that in `inputs` a sharded model's parameter means the leaf of its unit."""
 
     @wraps(backward)
-    def to_leaves(
+    def backward_to_leaves(
         tensors: Any,
         grad_tensors: Any = None,
         retain_graph: bool | None = None,
@@ -36,7 +36,7 @@ def to_leaves(backward: Callable[..., None]) -> Callable[..., None]:
             inputs = [_leaf(item) for item in inputs]
         backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
-    return to_leaves
+    return backward_to_leaves
 
 
 def _leaf(item: Any) -> Any:

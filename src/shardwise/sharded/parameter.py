@@ -263,22 +263,21 @@ _ADDRESS = (
     "it, cannot copy pieces: call torch.distributed.checkpoint.save, or sw.checkpoint.save(asynchronous=True)"
 )
 _LOOK = "use .full_tensor() (collective) for the whole, .local for this rank's piece"
-_WAYS_OUT: dict[str, str] = {
-    "aten::_amp_foreach_non_finite_check_and_unscale_": "torch's GradScaler would let ranks disagree about a step: "
-    "use sw.GradScaler",
-    "aten::_local_scalar_dense": _LOOK,
-    "aten::_foreach_powsum": "use torch._foreach_norm",
-    "aten::equal": "each rank would have an answer of its own: compare .full_tensor() of both (collective)",
-}
 _ANYTHING_ELSE = (
     "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. In a "
     "forward: the parameter is used outside its unit's forward, so make the module that uses it a unit "
     "(sw.shard(units=...)) or call through it. Elsewhere: use sw.unsharded(model), .full_tensor() (collective), or "
     ".local for this rank's piece"
 )
-_WAYS_OUT["aten::view"] = (
-    f"{_ANYTHING_ELSE}. DistributedDataParallel around a sharded model is not needed: backward reduces gradients"
-)
+_WAYS_OUT: dict[str, str] = {
+    "aten::_amp_foreach_non_finite_check_and_unscale_": "torch's GradScaler would let ranks disagree about a step: "
+    "use sw.GradScaler",
+    "aten::_local_scalar_dense": _LOOK,
+    "aten::_foreach_powsum": "use torch._foreach_norm",
+    "aten::equal": "each rank would have an answer of its own: compare .full_tensor() of both (collective)",
+    "aten::view": f"{_ANYTHING_ELSE}. DistributedDataParallel around a sharded model is not needed: backward reduces "
+    "gradients",
+}
 _RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
 
 

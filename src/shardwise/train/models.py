@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, one_line
 from shardwise.modules.factory import load_factory
 from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train import paths
@@ -71,7 +71,7 @@ def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.M
         if config.weights is not None and (Path(config.weights) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(config.weights, local_files_only=True)
     except Exception as error:  # whatever its code makes of a value that it does not check
-        raise ConfigError(f"[model]: transformers cannot build it: {_one_line(error)}") from error
+        raise ConfigError(f"[model]: transformers cannot build it: {one_line(error, with_type=True)}") from error
     built: nn.Module = model
     return built
 
@@ -95,7 +95,9 @@ def _config_at(name: str) -> PreTrainedConfig:
     try:
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
     except Exception as error:
-        raise ConfigError(f"model.path={name!r} is no configuration of transformers: {_one_line(error)}") from error
+        raise ConfigError(
+            f"model.path={name!r} is no configuration of transformers: {one_line(error, with_type=True)}"
+        ) from error
     return loaded
 
 
@@ -123,7 +125,7 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
     try:
         filled: PreTrainedConfig = config_class(**values)
     except Exception as error:
-        raise ConfigError(f"model.config is not right for {model_type!r}: {_one_line(error)}") from error
+        raise ConfigError(f"model.config is not right for {model_type!r}: {one_line(error, with_type=True)}") from error
     return filled
 
 
@@ -151,8 +153,3 @@ def _check_directory(key: str, name: str) -> None:
     with paths.reading(key, name):
         if not Path(name).is_dir():
             raise ConfigError(f"{key}={name!r}: no such directory{nearest_path(Path(name))}")
-
-
-def _one_line(error: Exception) -> str:
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}"[:240]
