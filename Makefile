@@ -20,8 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/shardwise train recipes/quickstart.toml
 
+# Two files of tests at a time, each with ranks of its own. Plain pytest runs one.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,14 +126,18 @@ def test_sixteen_bytes_a_parameter() -> None:
 
 
 def test_bytes_sent_beside_data_parallelism() -> None:
-    """1.5 times as many for full_shard, as many for shard_grad_op; exactly it is a sum over units."""
-    deep = {**LLAMA, "num_hidden_layers": 40}
-    sent = {
-        strategy: forecast(deep, precision=BF16, strategy=strategy, seq_len=16).bytes_sent_per_rank
-        for strategy in ("no_shard", "shard_grad_op", "full_shard")
-    }
-    assert sent["full_shard"] / sent["no_shard"] == pytest.approx(1.5, rel=0.02)
-    assert sent["shard_grad_op"] / sent["no_shard"] == pytest.approx(1.0, rel=0.01)
+    """For a further block, 1.5 times as many under full_shard and as many under shard_grad_op."""
+
+    def further(strategy: str) -> int:
+        few, more = (
+            forecast({**LLAMA, "num_hidden_layers": layers}, precision=BF16, strategy=strategy, seq_len=16)
+            for layers in (2, 5)
+        )
+        return more.bytes_sent_per_rank - few.bytes_sent_per_rank
+
+    replicated = further("no_shard")
+    assert further("full_shard") / replicated == pytest.approx(1.5, rel=0.002)
+    assert further("shard_grad_op") / replicated == pytest.approx(1.0, rel=0.002)
 
 
 @pytest.mark.slow
@@ -156,31 +158,7 @@ def test_llama_2_70b_on_128_gpus() -> None:
 @pytest.mark.slow
 def test_llama_2_70b_with_adam_does_not_fit_on_eight_gpus() -> None:
     """16 bytes of 69 G parameters over 8 GPUs are 138 GB each, before anything is computed."""
-    f = forecast("llama-2-70b", gpu="a100-sxm-80gb", precision=BF16, seq_len=512, activation_checkpointing="full")
+    f = forecast("llama-2-70b", gpu="a100-sxm-80gb", precision=BF16, seq_len=512)
     state = sum(f.memory[kind] for kind in ("param_shards", "grad_shards", "optimizer"))
     assert state / GB == pytest.approx(138, abs=1)
     assert not f.fits
-
-
-_BIG = """
-import json, resource, time
-import shardwise as sw
-from shardwise.plan.forecast import forecast
-f = forecast("llama-3-405b", nodes=128, precision=sw.Precision(param="bf16", reduce="bf16"), seq_len=8192,
-             activation_checkpointing="full")
-print(json.dumps({"cpu_s": time.process_time(), "rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-                  "parameters": f.parameters}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_llama_3_405b_on_1024_gpus() -> None:
-    """In less than 90 s of this machine and 8 GiB."""
-    run = subprocess.run([sys.executable, "-c", _BIG], capture_output=True, text=True, timeout=550)
-    assert run.returncode == 0, run.stderr[-2000:]
-    said = json.loads(run.stdout.splitlines()[-1])
-    print(said)
-    assert said["parameters"] == pytest.approx(405.9e9, rel=0.001)
-    assert said["cpu_s"] < 90
-    assert said["rss_kib"] < 8 * 2**20

@@ -1,3 +1,5 @@
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -71,9 +73,16 @@ assert not of_gloo(), of_gloo()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are looked up in /proc")
-def test_no_thread_of_gloo_outlives_the_run(tmp_path: Path) -> None:
+def test_no_thread_of_gloo_outlives_the_run() -> None:
     """One that holds a tensor as the interpreter ends aborts the process, now and then."""
-    (tmp_path / "run.py").write_text(NO_THREADS_LEFT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run([*torchrun, str(tmp_path / "run.py")], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", NO_THREADS_LEFT]
+    both = [subprocess.Popen(command, env={**os.environ, **place, "RANK": rank}) for rank in "01"]
+    try:
+        assert [process.wait(120) for process in both] == [0, 0]
+    finally:
+        for process in both:
+            process.kill()

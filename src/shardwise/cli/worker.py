@@ -1,10 +1,12 @@
 """What one rank runs: `python -m shardwise.cli.worker TASK PATH`, started by `cli.launch` through torchrun."""
 
+import atexit
 import ctypes
 import faulthandler
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,10 +21,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Train or calibrate as this rank; on any error leave a report and end at once.
+    """Train or calibrate as this rank, and end at once; on any error leave a report first.
 
-    `os._exit` because a rank whose peers are gone can hang in the destructors of its communicators. An interrupted
-    rank ends with status 0: the others may still be saving, and torchrun ends all of them at the first other status.
+    `os._exit` because a rank whose peers are gone can hang in the destructors of its communicators, and because Python
+    takes a second to unload torch. An interrupted rank ends with status 0: the others may still be saving, and torchrun
+    ends all of them at the first other status.
     """
     directory, rank = Path(os.environ[report.ENVIRONMENT]), int(os.environ["RANK"])
     _end_with(int(os.environ[report.LAUNCHER]))
@@ -41,6 +44,11 @@ def main() -> None:
         if ending.consequence:
             report.await_cause(directory)
         _leave(Exit.DONE if ending.kind == "interrupted" else Exit.FAILED)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()  # an asynchronous save that failed ends the rank with its own status
+    _leave(Exit.DONE)
 
 
 class _AtOnce:
