@@ -41,6 +41,10 @@ def _ordinary(model: nn.Module, settings: dict[str, Any]) -> Trainer:
     return Trainer(step, {**settings, "optimizer": "torch AdamW, fused", "backend": dist.get_backend()})
 
 
+def _alone(model: GPT, job: Job) -> Trainer:
+    return _ordinary(model, {"communication": "none: every rank trains a replica of its own, on its own data"})
+
+
 def _ddp(model: GPT, job: Job) -> Trainer:
     settings: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 25}
     wrapped = nn.parallel.DistributedDataParallel(model, **settings)
@@ -129,7 +133,10 @@ def _shardwise(model: GPT, job: Job) -> Trainer:
     return _ordinary(model, {"strategy": job.strategy, "units": "automatic", "collectives": collectives})
 
 
+ALONE = "alone"
+"""What the arithmetic takes with the other ranks at theirs, forward and backward, and AdamW on all parameters."""
 _BUILDERS: dict[str, Callable[[GPT, Job], Trainer]] = {
+    ALONE: _alone,
     "ddp": _ddp,
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,

@@ -19,7 +19,7 @@ if not __package__:  # started as a file
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "src")]
 
 from benchmarks import expected, facts, report
-from benchmarks.engines import ENGINES, missing
+from benchmarks.engines import ALONE, ENGINES, missing
 from benchmarks.gpt import GPTShape
 from benchmarks.job import LEARNING_RATE, Job
 from benchmarks.launch import JobFailed, environment, run, run_job
@@ -132,6 +132,15 @@ def targets(summaries: Summaries, job: Job) -> list[Target]:
     return found
 
 
+def above_alone(summaries: Summaries) -> list[str]:
+    """What each engine adds to the replicas that never talk, as one line; none without them."""
+    if ALONE not in summaries:
+        return []
+    floor = median(summaries[ALONE].step_s)
+    added = [f"{name} {median(s.step_s) - floor:+.3f} s" for name, s in summaries.items() if name != ALONE]
+    return [f"A step beside one of replicas that never talk ({floor:.3f} s): {', '.join(added)}."] if added else []
+
+
 def results_table(summaries: Summaries) -> str:
     header = [
         "engine",
@@ -195,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.no_bytes:
         failures += count_bytes(summaries, job)
     checked = targets(summaries, job)
-    notes += failures
+    notes += [*failures, *above_alone(summaries)]
     notes.append(f"A process that only imports torch.distributed peaks at {baseline / GIB:.2f} GiB of RSS.")
     sections = [
         report.facts_line(machine),

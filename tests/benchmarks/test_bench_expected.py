@@ -1,7 +1,10 @@
 """The table of bytes, by hand."""
 
+from benchmarks import peers
+from benchmarks.engines import ALONE
 from benchmarks.expected import Unit, gpt_units, sent_bytes
 from benchmarks.gpt import GPT, GPTShape
+from benchmarks.summary import EngineSummary
 
 
 def test_parameters_and_slices_are_padded_to_16_bytes() -> None:
@@ -37,3 +40,12 @@ def test_the_gpt_is_the_same_on_every_rank() -> None:
     shape = GPTShape(layers=1, width=16, heads=2, vocab=32, seq=8)
     first, second = GPT(shape), GPT(shape)
     assert all(a.equal(b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_engines_are_compared_with_replicas_that_never_talk() -> None:
+    steps = {ALONE: [2.0, 1.0, 3.0], "fsdp2": [5.0, 4.0, 4.5], "shardwise": [1.5, 2.5, 1.75]}
+    summaries = {name: EngineSummary(name, step_s=step_s) for name, step_s in steps.items()}
+    line = "A step beside one of replicas that never talk (2.000 s): fsdp2 +2.500 s, shardwise -0.250 s."
+    assert peers.above_alone(summaries) == [line]
+    del summaries[ALONE]
+    assert peers.above_alone(summaries) == []
