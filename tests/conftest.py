@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 # Before anything imports torch: the same sums in a test's process as on its ranks.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("SHARDWISE_POISON", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job: runs would not hear it either
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
