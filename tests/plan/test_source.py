@@ -150,6 +150,7 @@ def test_what_is_no_model_is_one_line(
 @pytest.mark.parametrize(
     ("model", "line"),
     [
+        ({**TINY, "num_hidden_layers": -1}, "there is no such llama: num_hidden_layers=-1 is less than 0"),
         ({**TINY, "num_hidden_layers": "three"}, "transformers cannot build this llama: "),
         ("builtins:dict", "'builtins:dict' returned a dict, not a torch.nn.Module"),
     ],

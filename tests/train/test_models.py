@@ -113,6 +113,11 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({**TINY, "hidden_size": "wide"}, "not right for 'llama'.*hidden_size"),
         ({"model_type": "clip_vision_model"}, "transformers cannot build it"),
         ({**TINY, "hidden_act": "nope"}, "transformers cannot build it: KeyError: 'nope'"),
+        ({**TINY, "num_hidden_layers": -1}, "no such llama: num_hidden_layers=-1 is less than 0"),
+        (
+            {**TINY, "num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_attention_heads=4 is no multiple of num_key_value_heads=3",
+        ),
         ({**TINY, "hidden_size": 0}, "transformers cannot build it: ZeroDivisionError"),
         ({**TINY, "num_attention_heads": 0}, "not right for 'llama': ZeroDivisionError"),
     ],

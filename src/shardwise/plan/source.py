@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwise.errors import PlanError, one_line
 from shardwise.modules.factory import load_factory
+from shardwise.modules.sizes import impossible_size
 from shardwise.suggest import did_you_mean, nearest_path
 
 Builder = Callable[[], nn.Module]
@@ -230,7 +231,12 @@ def _filled(config: Mapping[str, Any]) -> Any:
     values = json.loads(json.dumps(config))  # transformers takes nested tables for its own
     model_type = values.pop("model_type")
     with _explained(model_type):
-        return CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if key not in _NOT_THE_SHAPE})
+        filled = CONFIG_MAPPING[model_type](
+            **{key: value for key, value in values.items() if key not in _NOT_THE_SHAPE}
+        )
+    if wrong := impossible_size(filled):
+        raise PlanError(f"there is no such {model_type}: {wrong}")
+    return filled
 
 
 def _build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
@@ -245,12 +251,10 @@ def _build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
 @contextmanager
 def _explained(model_type: str) -> Iterator[None]:
     """What transformers says against a configuration, in one line."""
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
         yield
-    except (ValueError, TypeError, ImportError, StrictDataclassError) as error:
-        raise PlanError(f"transformers cannot build this {model_type}: {one_line(error)}") from None
+    except Exception as error:  # whatever its code makes of a value that it does not check
+        raise PlanError(f"transformers cannot build this {model_type}: {one_line(error, with_type=True)}") from error
 
 
 def _model_class(config: Any) -> Callable[[Any, str], nn.Module]:

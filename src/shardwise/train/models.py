@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, one_line
 from shardwise.modules.factory import load_factory
+from shardwise.modules.sizes import impossible_size
 from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train import paths
 from shardwise.train.config import ModelConfig
@@ -46,8 +47,8 @@ def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
             `vocab_size`, the ids of the special tokens and, where smaller than `seq_len`, `max_position_embeddings`.
 
     Raises:
-        ConfigError: a path, model type, key or factory that does not exist (with the nearest that does), or a model
-            too small for the vocabulary or the sequences.
+        ConfigError: a path, model type, key or factory that does not exist (with the nearest that does), a model too
+            small for the vocabulary or the sequences, or one that cannot be.
     """
     if config.weights is not None:
         _check_directory("model.weights", config.weights)
@@ -130,6 +131,8 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
 
 
 def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
+    if wrong := impossible_size(hf_config):
+        raise ConfigError(f"[model]: there is no such {hf_config.model_type}: {wrong}")
     vocab_size = getattr(hf_config, "vocab_size", None)
     if vocab_size is not None and vocab_size < text.vocab_size:
         raise ConfigError(
