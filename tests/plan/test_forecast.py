@@ -162,3 +162,31 @@ def test_llama_2_70b_with_adam_does_not_fit_on_eight_gpus() -> None:
     state = sum(f.memory[kind] for kind in ("param_shards", "grad_shards", "optimizer"))
     assert state / GB == pytest.approx(138, abs=1)
     assert not f.fits
+
+
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 8, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize("precision", [BF16, sw.Precision()], ids=["bf16", "fp32"])
+def test_experts_are_computed_with_and_idle_ones_are_no_work(precision: sw.Precision) -> None:
+    """Three products of hidden x intermediate for every expert of a token: once forward, twice backward."""
+    tokens, expert = 2 * 64, 3 * 64 * 96
+    few, more = (
+        forecast(
+            {**MIXTRAL, "num_experts_per_tok": chosen},
+            precision=precision,
+            seq_len=64,
+            micro_batch=2,
+            accumulation=2,
+            activation_checkpointing="none",
+        )
+        for chosen in (2, 4)
+    )
+    assert more.parameters == few.parameters
+    assert more.flops_per_rank - few.flops_per_rank == 2 * 6 * tokens * 2 * 2 * expert  # layers, accumulation
+    facts = few.recording.facts
+    met = few.parameters - 2 * (8 - 2) * expert
+    further = few.parameters - 2 * (8 - 4) * expert
+    attention = 12 * facts.layers * facts.width * 64
+    few_share, more_share = (f.mfu / f.tokens_per_s_per_gpu for f in (few, more))
+    assert more_share / few_share == pytest.approx((6 * further + attention) / (6 * met + attention), rel=1e-9)

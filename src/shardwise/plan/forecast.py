@@ -14,10 +14,11 @@ from shardwise.plan.collectives import Cluster
 from shardwise.plan.cost import Cost, cost_of
 from shardwise.plan.dryrun import record
 from shardwise.plan.engines import replay
-from shardwise.plan.events import Allocate, Event, Phase
+from shardwise.plan.events import Allocate, Event, Kernel, Phase
 from shardwise.plan.hardware import Hardware, find_device, find_interconnect
 from shardwise.plan.job import Job
 from shardwise.plan.mfu import Dimensions, mfu
+from shardwise.plan.operations import GROUPED
 from shardwise.plan.peers import ordered_as
 from shardwise.plan.recording import Recording
 from shardwise.plan.roofline import DEFAULT, Roofline
@@ -68,7 +69,8 @@ class Forecast:
     step_time_s: float
     tokens_per_s_per_gpu: float
     mfu: float
-    """6 N + 12 L d s operations a token over the dense peak of the compute dtype."""
+    """6 N + 12 L d s operations a token over the dense peak of the compute dtype; N without the experts that a
+    token is not sent to."""
     exposed_comm_s: float
     """Time of a step in which computation stands still for communication."""
     bytes_sent_per_rank: int
@@ -166,7 +168,7 @@ def forecast_of(recording: Recording) -> Forecast:
     timeline = _timeline(recording)
     tokens_per_s = facts.tokens_per_rank(job) / timeline.step_time_s
     compute = _SHORT.get(str(job.precision.param or job.precision.master), "fp32")
-    dimensions = Dimensions(facts.params, facts.embeddings, facts.layers, facts.width)
+    dimensions = Dimensions(facts.params - _idle_params(recording), facts.embeddings, facts.layers, facts.width)
     return Forecast(
         job=job,
         parameters=facts.params,
@@ -188,6 +190,17 @@ def forecast_of(recording: Recording) -> Forecast:
         price_per_hour=job.price_per_hour if job.price_per_hour is not None else _listed_price(hardware),
         recording=recording,
     )
+
+
+def _idle_params(recording: Recording) -> int:
+    """Parameters of experts that a token is not sent to: what grouped products hold beyond what they compute with."""
+    tokens = recording.facts.sequence * recording.job.micro_batch
+    idle = 0.0
+    for event in recording.events:
+        if isinstance(event, Kernel) and event.phase is Phase.FORWARD and event.name in GROUPED and event.matmul:
+            groups, _, n, k = event.matmul
+            idle += groups * n * k - event.flops / (2 * tokens)
+    return round(idle / recording.job.accumulation)
 
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}

@@ -2,7 +2,7 @@
 
 The field counts differently. Here every parameter is counted and attention in full, as if nothing were masked:
 6 N + 12 L d s operations a token (Chowdhery and others, 2022, appendix B; forward once, backward twice), over the dense
-peak of the compute dtype. Recomputed operations do not count.
+peak of the compute dtype. Recomputed operations do not count, nor do experts that a token is not sent to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Dimensions:
     """What the formulas need of a model."""
 
     parameters: int
-    """All of them, tied ones once."""
+    """All that a token meets, tied ones once: of a mixture of experts, its share of the experts."""
     embeddings: int
     """Parameters of input embeddings: looked up, not multiplied. 0 where they are tied to the head."""
     layers: int

@@ -72,6 +72,8 @@ def operation_of(func: Any) -> Operation | None:
     if attention:
         matmul = _attention_shape(backward="backward" in name)
     flops: Callable[..., int] | None = flop_registry.get(packet)
+    if name in GROUPED:
+        matmul, flops = GROUPED[name]
     if attention:
         flops = _attention_flops(backward="backward" in name)
     work = Work.ATTENTION if attention else Work.MATMUL if flops is not None or matmul is not None else Work.MEMORY
@@ -119,6 +121,44 @@ _MATMULS: dict[str, Callable[..., tuple[int, int, int, int]]] = {
     "bmm": _bmm,
     "baddbmm": lambda _, a, b, *rest, **__: _bmm(a, b),
 }
+
+
+# Products grouped by expert -------------------------------------------------------------------------------------------
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> tuple[int, int, int, int]:
+    """A batch of products, one a group; the dim that is divided into groups as if evenly."""
+    if a.dim() == 3:
+        groups, columns = a.shape[0], b.shape[-1]
+        return groups, a.shape[1], columns if b.dim() == 3 else _share(columns, groups), a.shape[2]
+    if b.dim() == 3:
+        return b.shape[0], _share(a.shape[0], b.shape[0]), b.shape[2], a.shape[1]
+    groups = 1 if offs is None else offs.shape[0]
+    return groups, a.shape[0], b.shape[1], _share(a.shape[1], groups)
+
+
+def _share(size: int, groups: int) -> int:
+    return max(1, -(-size // groups))
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """However the divided dim is dealt out."""
+    flops = 2 * a.numel() * b.shape[-1]
+    return flops // a.shape[0] if a.dim() == 3 and b.dim() == 2 else flops
+
+
+def _both_gradients(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> tuple[int, int, int, int]:
+    groups, m, n, k = _grouped(a, b, offs)
+    return 2 * groups, m, n, k
+
+
+GROUPED: dict[str, tuple[Callable[..., tuple[int, int, int, int]], Callable[..., int]]] = {
+    "_grouped_mm": (_grouped, _grouped_flops),
+    "grouped_mm_fallback": (_grouped, _grouped_flops),
+    "grouped_mm_fallback_backward": (_both_gradients, lambda *args, **_: 2 * _grouped_flops(*args)),
+}
+"""torch's and transformers' products of mixtures of experts: [rows, k] x [groups, k, n], where `offs` divides the rows; or
+with the columns, or the inner dim, divided."""
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
