@@ -108,6 +108,8 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         (["config.json", "--global-batch", "-3"], "--global-batch -3: a whole number from 1 on"),
         (["config.json", "--units", "0"], "--units 0: a whole number from 1 on"),
         (["config.json", "--workers", "-1"], "--workers -1: a whole number from 1 on"),
+        (["config.json", "--quick"], "--quick is for a calibration: add --calibrate, or leave --quick out"),
+        (["config.json", "--output", "x.toml"], "--output is for a calibration: add --calibrate"),
         (["--calibrate", "--ranks", "-2"], "--ranks -2: a whole number from 1 on; leave it out for the usual"),
         (["config.json", "--config", "."], "cannot write .: it is a directory; name a file"),
         (["config.json", "--trace", "t.png"], "t.png: a trace is written as .json (Perfetto, chrome://tracing)"),

@@ -16,6 +16,7 @@ from shardwise.modules.sizes import impossible_size
         ({"num_attention_heads": [4, 8], "num_key_value_heads": None}, None),
         ({"num_hidden_layers": -1}, "num_hidden_layers=-1 is less than 0"),
         ({"num_attention_heads": 0, "num_key_value_heads": 0}, "num_attention_heads=0 is less than 1"),
+        ({"hidden_size": -4}, "hidden_size=-4 is less than 1"),
         ({"num_attention_heads": 4, "num_key_value_heads": 0}, "num_key_value_heads=0 is less than 1"),
         ({"num_attention_heads": 4, "num_key_value_heads": 8}, "num_attention_heads=4 is no multiple of"),
     ],

@@ -52,6 +52,14 @@ def test_rows_of_jsonl(tmp_path: Path) -> None:
     assert chat.whole
 
 
+def test_an_empty_table_has_no_rows(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", {"text": "one"})
+    (tmp_path / "b.jsonl").touch()
+    assert [document.segments[0].text for document in read_documents(str(tmp_path / "*.jsonl"))] == ["one"]
+    with pytest.raises(ConfigError, match=r"holds no text in 1 file\(s\)"):
+        list(read_documents(str(tmp_path / "b.jsonl")))
+
+
 def test_rows_of_parquet(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -118,6 +118,21 @@ def test_a_finished_run_says_so_and_is_left_alone(capsys: pytest.CaptureFixture[
     assert Path("runs/tiny/metrics.jsonl").read_text() == before
 
 
+def test_a_run_says_when_most_of_its_tokens_are_padding(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "of their tokens are learnt, the rest is padding or prompts; all take time"
+    run_alone("train.steps=1")
+    assert said not in capsys.readouterr().out
+    long = [
+        "data.seq_len=8000",
+        "data.eval_fraction=0",
+        "train.eval_every=0",
+        "train.micro_batch=1",
+        "train.global_batch=1",
+    ]
+    run_alone("train.steps=1", "log.name=long", *long)
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_the_number_of_ranks_and_micro_batches_does_not_change_the_losses(ranks: RankPools, strategy: str) -> None:
     run_alone("log.name=alone", "train.micro_batch=8")

@@ -125,6 +125,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
     _check_counts({"--global-batch": global_batch, "--units": units, "--workers": workers, "--ranks": ranks})
     if calibrate:
         return _calibrate(ranks or 0, output, quick, debug)
+    _refuse_for_a_plan({"--quick": quick, "--ranks": ranks is not None, "--output": output != CALIBRATED})
     if model is None:
         raise UserError("MODEL is missing: shardwise plan llama-3-8b --gpus 8 (see shardwise plan --help)")
     if offload != "none":
@@ -261,6 +262,12 @@ def _check_writable(*paths: Path | None) -> None:
             raise PlanError(f"cannot write {path}: it is a directory; name a file")
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise PlanError(f"cannot write {path}: it may not be written to; name another file")
+
+
+def _refuse_for_a_plan(given: Mapping[str, bool]) -> None:
+    for name, is_given in given.items():
+        if is_given:
+            raise UserError(f"{name} is for a calibration: add --calibrate, or leave {name} out")
 
 
 def _words(option: str, given: str | None) -> list[str] | None:

@@ -157,8 +157,8 @@ GROUPED: dict[str, tuple[Callable[..., tuple[int, int, int, int]], Callable[...,
     "grouped_mm_fallback": (_grouped, _grouped_flops),
     "grouped_mm_fallback_backward": (_both_gradients, lambda *args, **_: 2 * _grouped_flops(*args)),
 }
-"""torch's and transformers' products of mixtures of experts: [rows, k] x [groups, k, n], where `offs` divides the rows; or
-with the columns, or the inner dim, divided."""
+"""Products of mixtures of experts, torch's and transformers': [rows, k] x [groups, k, n], where `offs` divides the
+rows; or with the columns, or the inner dim, divided."""
 
 
 # Attention ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -230,13 +231,18 @@ def _filled(config: Mapping[str, Any]) -> Any:
 
     values = json.loads(json.dumps(config))  # transformers takes nested tables for its own
     model_type = values.pop("model_type")
+    _check_sizes(model_type, SimpleNamespace(**values))  # before transformers divides by them
     with _explained(model_type):
         filled = CONFIG_MAPPING[model_type](
             **{key: value for key, value in values.items() if key not in _NOT_THE_SHAPE}
         )
-    if wrong := impossible_size(filled):
-        raise PlanError(f"there is no such {model_type}: {wrong}")
+    _check_sizes(model_type, filled)
     return filled
+
+
+def _check_sizes(model_type: str, config: object) -> None:
+    if wrong := impossible_size(config):
+        raise PlanError(f"there is no such {model_type}: {wrong}")
 
 
 def _build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
@@ -254,6 +260,10 @@ def _explained(model_type: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever its code makes of a value that it does not check
+        if "scaled_dot_product_attention" in str(error):
+            raise PlanError(
+                f'{model_type} has no fused attention in transformers: plan it with attention "eager"'
+            ) from error
         raise PlanError(f"transformers cannot build this {model_type}: {one_line(error, with_type=True)}") from error
 
 

@@ -88,7 +88,7 @@ class DataConfig(Section):
     format: Annotated[Literal["text", "jsonl", "parquet"] | None, NoneWord] = None
     """How the files are read; none = by suffix. Rows of jsonl and parquet files give their `text` field."""
     tokenizer: str = "bytes"
-    """"bytes" (256 byte values and one end-of-text token) or a directory with a tokenizer."""
+    """"bytes" (256 byte values and one end-of-text token, in a vocabulary of 320) or a directory with a tokenizer."""
     seq_len: PositiveInt = 512
     """Tokens per sequence."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,6 +124,7 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
     positions = blank.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if positions not in values and getattr(blank, positions, text.seq_len) < text.seq_len:
         values.setdefault("max_position_embeddings", text.seq_len)
+    _check_sizes(model_type, SimpleNamespace(**values))  # before transformers divides by them
     try:
         filled: PreTrainedConfig = config_class(**values)
     except Exception as error:
@@ -131,8 +133,7 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
 
 
 def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
-    if wrong := impossible_size(hf_config):
-        raise ConfigError(f"[model]: there is no such {hf_config.model_type}: {wrong}")
+    _check_sizes(hf_config.model_type, hf_config)
     vocab_size = getattr(hf_config, "vocab_size", None)
     if vocab_size is not None and vocab_size < text.vocab_size:
         raise ConfigError(
@@ -144,6 +145,11 @@ def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
         raise ConfigError(
             f"data.seq_len={text.seq_len} is more than the model's max_position_embeddings={positions}; lower seq_len"
         )
+
+
+def _check_sizes(model_type: str, config: object) -> None:
+    if wrong := impossible_size(config):
+        raise ConfigError(f"[model]: there is no such {model_type}: {wrong}")
 
 
 def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -85,6 +85,8 @@ def _read_file(file: Path, file_format: str) -> Iterator[Document]:
 
 def _read_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
     """The rows of a table, through `datasets`, which keeps them in memory-mapped files and not in RAM."""
+    if not file.stat().st_size:  # datasets fails at it in a way of its own
+        return
     import datasets
     from datasets.exceptions import DatasetGenerationError
 

@@ -41,6 +41,9 @@ from shardwise.train.schedule import Schedule
 from shardwise.train.sharding import needs_loss_scaling, shard_model
 from shardwise.train.tokenizer import files_of
 
+_FEW_TARGETS = 0.5
+"""Of the tokens in rows: with fewer that are learnt, the run says so."""
+
 
 def run(config: Config) -> None:
     """Train as a configuration says and write `runs/<name>/`. Every rank calls this, under torchrun or alone.
@@ -317,6 +320,9 @@ class Trainer:
             f"{self.config.data.source}: {len(train):,} rows of {seq_len} tokens to train on, "
             f"{len(held_out):,} held out"
         )
+        share = train.target_tokens / (len(train) * (seq_len - 1))
+        if share < _FEW_TARGETS:
+            self.console.say(f"{share:.0%} of their tokens are learnt, the rest is padding or prompts; all take time")
         if train.truncated:
             self.console.say(f"{train.truncated} examples are longer than seq_len={seq_len} and lose their end")
 
