@@ -75,6 +75,22 @@ def test_optimizers_are_matched_by_name(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_names_of_an_optimizers_parameters_stay_in_its_own_order(tmp_path: Path) -> None:
+    """torch keeps them beside the parameters, by position; dcp.save of the optimizer's state_dict goes by them."""
+    model = sw.shard(Net())
+    optimizer = torch.optim.AdamW(list(reversed(list(model.named_parameters()))), lr=0.05)
+    step(model, optimizer, 0)
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    other = sw.shard(Net())
+    named, plain = torch.optim.AdamW(other.named_parameters()), torch.optim.AdamW(other.parameters())
+    for fresh in (named, plain):
+        sw.checkpoint.load(tmp_path / "c", other, fresh)
+        assert fresh.param_groups[0]["lr"] == 0.05
+    assert named.param_groups[0]["param_names"] == [name for name, _ in other.named_parameters()]
+    assert "param_names" not in plain.param_groups[0]
+
+
+@on_ranks(2)
 def test_masters_of_another_dtype_take_their_state_along(tmp_path: Path) -> None:
     model = sw.shard(Net().to(torch.bfloat16))
     optimizer = adamw(model.parameters())

@@ -18,6 +18,10 @@ from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
 
 
+_BY_POSITION = {"params", "param_names"}
+"""Of a group: parameters, and their names in the same order, which is this optimizer's own."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
     """What is saved: JSON, and tensors named `<fqn>.<state name>`."""
@@ -62,7 +66,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     pieces: list[Piece] = []
     named = named_groups(model, optimizer)
     for group, members in zip(optimizer.param_groups, named, strict=True):
-        options = {key: _option(key, value) for key, value in group.items() if key != "params"}
+        options = {key: _option(key, value) for key, value in group.items() if key not in _BY_POSITION}
         groups.append({**options, "fqns": [fqn for fqn, _ in members]})
         for fqn, parameter in members:
             state[fqn] = {}
@@ -110,7 +114,7 @@ def _dtype_name(tensor: Tensor) -> str:
 def restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Write a saved group's options into a group of the same kind of optimizer."""
     for key, value in saved.items():
-        if key == "fqns":
+        if key == "fqns" or key in _BY_POSITION:
             continue
         before = group.get(key)
         if isinstance(before, Tensor):
