@@ -17,7 +17,6 @@ from shardwise.engine.stepping import SHARDED_FACE
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
 
-
 _BY_POSITION = {"params", "param_names"}
 """Of a group: parameters, and their names in the same order, which is this optimizer's own."""
 
