@@ -116,3 +116,19 @@ def test_state_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"'scale\.row' of shape \(5,\)"):
         sw.checkpoint.save(tmp_path / "c", model, optimizer)
     assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
+def test_state_that_has_no_parameter_or_is_a_dict_is_refused_by_name(tmp_path: Path) -> None:
+    model, optimizer = build(Case("full_shard", 2))
+    step(model, optimizer, 0)
+    for key, said in (("global", "state of 'global'"), (torch.zeros(3), r"state of a tensor of shape \(3,\)")):
+        optimizer.state[key] = {"k": 1}
+        with pytest.raises(UsageError, match=said):
+            sw.checkpoint.save(tmp_path / "c", model, optimizer)
+        optimizer.state[key] = {}  # as it is after a look at it
+        optimizer.state[next(iter(optimizer.state))]["config"] = {"a": 1}
+        with pytest.raises(UsageError, match=r"'scale\.config' is a dict"):
+            sw.checkpoint.save(tmp_path / "c", model, optimizer)
+        del optimizer.state[next(iter(optimizer.state))]["config"]
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)

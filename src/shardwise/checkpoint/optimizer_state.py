@@ -58,7 +58,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     """Everything that the optimizer knows. Local; shares its tensors' memory.
 
     Raises UsageError, naming it, for state or an option that can be saved neither as JSON nor as a tensor of its
-    parameter's shape.
+    parameter's shape, and for state of anything but a parameter.
     """
     groups: list[dict[str, Any]] = []
     state: dict[str, dict[str, Any]] = {}
@@ -71,9 +71,23 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
             state[fqn] = {}
             for name, value in optimizer.state.get(parameter, {}).items():
                 state[fqn][name] = _value(f"{fqn}.{name}", value, parameter, pieces)
+    _check_owners(optimizer, named)
     dtypes = {fqn: _dtype_name(parameter) for members in named for fqn, parameter in members}
     kind = type(optimizer).__name__
     return OptimizerState({"class": kind, "groups": groups, "dtypes": dtypes, "state": state}, pieces)
+
+
+def _check_owners(optimizer: Optimizer, named: list[list[tuple[str, Tensor]]]) -> None:
+    """State is saved by parameter; what else there is would be lost."""
+    owners = {id(parameter) for members in named for _, parameter in members}
+    for key, values in optimizer.state.items():
+        if id(key) in owners or (isinstance(values, dict) and not values):  # looking makes empty ones
+            continue
+        what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+        raise UsageError(
+            f"this {type(optimizer).__name__} has state of {what}, which is no parameter of its groups, so that it "
+            "cannot be saved by name: keep it in a group's options, or save it as `extra`"
+        )
 
 
 def _option(key: str, value: Any) -> Any:
@@ -89,6 +103,10 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any
     if isinstance(value, Tensor) and type(value) is type(parameter) is ShardedParameter:
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
+    if isinstance(value, dict):  # in the document these stand for tensors
+        raise UsageError(
+            f"optimizer state {name!r} is a dict, which cannot be saved: keep its values as state of their own"
+        )
     if not isinstance(value, Tensor):
         check_json(value, f"optimizer state {name!r}")
         return copy.deepcopy(value)
@@ -110,11 +128,14 @@ def _dtype_name(tensor: Tensor) -> str:
 # Giving it back -------------------------------------------------------------------------------------------------------
 
 
+def options_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group without the names of its parameters, which may be grouped otherwise now."""
+    return {key: value for key, value in saved.items() if key not in {"fqns", *_BY_POSITION}}
+
+
 def restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Write a saved group's options into a group of the same kind of optimizer."""
-    for key, value in saved.items():
-        if key == "fqns" or key in _BY_POSITION:
-            continue
+    for key, value in options_of(saved).items():
         before = group.get(key)
         if isinstance(before, Tensor):
             before.fill_(value)
