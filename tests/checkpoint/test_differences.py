@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UsageError
 from tests.checkpoint.states import everything, same, step
 from tests.engine.rig import Net, adamw, on_ranks
 
@@ -105,3 +105,105 @@ def test_no_checkpoint_and_a_truncated_one(tmp_path: Path) -> None:
     torch.distributed.barrier()
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
         sw.checkpoint.load(tmp_path / "c", model)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    model = sw.shard(Net(depth=4))
+    other = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    step(model, other, 0)
+    before = everything(model, other)
+    options = {key: value for key, value in other.param_groups[0].items() if key != "params"}
+    loaded = sw.checkpoint.load(tmp_path / "c", model, other, strict=False)
+    states = tuple(f"optimizer state of {name}" for name, _ in Net(depth=4).named_parameters())
+    assert (loaded.missing, loaded.unexpected) == (states, states)
+    after = everything(model, other)
+    assert not torch.equal(after["enter.weight"], before["enter.weight"])
+    same(after, before, [name for name in before if name.endswith("momentum_buffer")])
+    assert {key: value for key, value in other.param_groups[0].items() if key != "params"} == options
+
+
+@on_ranks(2)
+def test_parameters_that_were_grouped_otherwise(tmp_path: Path) -> None:
+    def grouped(model: nn.Module, *rates: float) -> torch.optim.Optimizer:
+        named = list(model.named_parameters())
+        size = -(-len(named) // len(rates))
+        parts = [named[i * size : (i + 1) * size] for i in range(len(rates))]
+        return torch.optim.AdamW([{"params": part, "lr": rate} for part, rate in zip(parts, rates, strict=True)])
+
+    def resumed(path: Path, strict: bool) -> tuple[sw.checkpoint.Loaded, torch.optim.Optimizer]:
+        model = sw.shard(Net())
+        optimizer = grouped(model, 9.0)
+        loaded = sw.checkpoint.load(path, model, optimizer, strict=strict)
+        names = [parameter.fqn for parameter in optimizer.param_groups[0]["params"]]
+        assert optimizer.param_groups[0]["param_names"] == names
+        assert len(optimizer.state) == len(names)
+        return loaded, optimizer
+
+    for name, rates in (("alike", (0.1, 0.1)), ("apart", (0.1, 0.2))):
+        model = sw.shard(Net())
+        optimizer = grouped(model, *rates)
+        step(model, optimizer, 0)
+        sw.checkpoint.save(tmp_path / name, model, optimizer)
+    for strict in (True, False):
+        loaded, optimizer = resumed(tmp_path / "alike", strict)
+        assert (loaded.missing, optimizer.param_groups[0]["lr"]) == ((), 0.1)
+    with pytest.raises(
+        CheckpointError, match=r"parameters of 2 groups of .*, with options that differ, 'enter\.weight'"
+    ):
+        resumed(tmp_path / "apart", strict=True)
+    loaded, optimizer = resumed(tmp_path / "apart", strict=False)
+    assert (loaded.missing, optimizer.param_groups[0]["lr"]) == (("options of the optimizer's group 0",), 9.0)
+
+
+class Beside(Net):
+    """With one buffer."""
+
+    def __init__(self, beside: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("beside", beside)
+
+
+@pytest.mark.parametrize(
+    ("stored", "here"),
+    [
+        (torch.tensor([2.7, 1e10]), torch.zeros(2, dtype=torch.int32)),
+        (torch.tensor([3, 4]), torch.zeros(2)),
+        (torch.tensor([1 + 2j, 3]), torch.zeros(2)),
+        (torch.tensor([1.0, 2.0]), torch.zeros(2, dtype=torch.complex64)),
+    ],
+    ids=["float to int", "int to float", "complex to real", "real to complex"],
+)
+@on_ranks(2)
+def test_another_kind_of_numbers_is_refused(stored: Tensor, here: Tensor, tmp_path: Path) -> None:
+    sw.checkpoint.save(tmp_path / "c", sw.shard(Beside(stored)))
+    model = sw.shard(Beside(here))
+    before = everything(model, adamw(model.parameters()))
+    for strict in (True, False):
+        with pytest.raises(
+            CheckpointError, match=r"'beside' is stored as torch\.\w+ and 'beside' is of torch\.\w+ here"
+        ):
+            sw.checkpoint.load(tmp_path / "c", model, strict=strict)
+    same(everything(model, adamw(model.parameters())), before)
+
+
+@on_ranks(2)
+def test_complex_numbers_are_given_back(tmp_path: Path) -> None:
+    stored = torch.tensor([1 + 2j, 3])
+    sw.checkpoint.save(tmp_path / "c", sw.shard(Beside(stored)))
+    for load in (sw.checkpoint.load, sw.checkpoint.load_pretrained):
+        model = sw.shard(Beside(torch.zeros(2, dtype=torch.complex64)))
+        load(tmp_path / "c", model)
+        assert torch.equal(model.get_buffer("beside"), stored)
+
+
+@on_ranks(2)
+def test_an_expanded_buffer_is_refused_by_name(tmp_path: Path) -> None:
+    sw.checkpoint.save(tmp_path / "c", sw.shard(Beside(torch.ones(4))))
+    model = sw.shard(Beside(torch.zeros(1).expand(4)))
+    before = everything(model, adamw(model.parameters()))
+    for load in (sw.checkpoint.load, sw.checkpoint.load_pretrained):
+        with pytest.raises(UsageError, match=r"'beside' of shape \(4,\) is expanded"):
+            load(tmp_path / "c", model)
+    same(everything(model, adamw(model.parameters())), before)

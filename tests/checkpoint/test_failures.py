@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,37 @@ def test_no_collective_carries_weights(tmp_path: Path) -> None:
     told = [event for event in events(engine)[before:] if event.op not in {"release", "claim"}]
     assert {event.op for event in told} == {"control"}
     assert sum(event.bytes_sent for event in told) < 512
+
+
+@on_ranks(2)
+def test_ranks_that_load_different_things_are_told(tmp_path: Path) -> None:
+    model, optimizer = build(CASE)
+    step(model, optimizer, 0)
+    for number in range(2):
+        sw.checkpoint.save(tmp_path / str(number), model, optimizer, step=number)
+        step(model, optimizer, number + 1)
+    before = everything(model, optimizer)
+    mine, first = tmp_path / str(dist.get_rank()), dist.get_rank() == 0
+    said = r"ranks disagree about what to load: call sw\.checkpoint\.load with the same checkpoint"
+    with pytest.raises(MismatchError, match=said):
+        sw.checkpoint.load(mine, model)
+    with pytest.raises(MismatchError, match=said):
+        sw.checkpoint.load(tmp_path / "0", model, optimizer if first else None)
+    with pytest.raises(MismatchError, match=said):
+        sw.checkpoint.load(tmp_path / "0", model, optimizer, strict=first)
+    with pytest.raises(MismatchError, match=r"call sw\.checkpoint\.load_pretrained with the same path"):
+        sw.checkpoint.load_pretrained(mine, model)
+    same(everything(model, optimizer), before)
+
+
+@on_ranks(2)
+def test_copies_of_one_checkpoint_may_lie_elsewhere(tmp_path: Path) -> None:
+    model, optimizer = build(CASE)
+    before = everything(model, optimizer)
+    sw.checkpoint.save(tmp_path / "0", model, optimizer)
+    if dist.get_rank() == 0:
+        shutil.copytree(tmp_path / "0", tmp_path / "1")
+    dist.barrier()
+    step(model, optimizer, 0)
+    sw.checkpoint.load(tmp_path / str(dist.get_rank()), model, optimizer)
+    same(everything(model, optimizer), before)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint.pretrained import Pretrained, blank_for, load_pretrained
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, MismatchError
 from tests.checkpoint.states import Buffered
 from tests.engine.cases import Case
 from tests.engine.rig import on_ranks, unwarned
@@ -362,3 +362,19 @@ def test_nothing_is_drawn_that_is_going_to_be_read(tmp_path: Path) -> None:
         assert torch.equal(buffer, source.get_buffer(name)), name
     sw.shard(built(architecture, meta=True))
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+@on_ranks(2)
+def test_ranks_that_read_other_files_are_told(tmp_path: Path) -> None:
+    model = sw.shard(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)))
+    mine = tmp_path / str(dist.get_rank())
+    mine.mkdir()
+    stored = {name: torch.ones(value.shape) for name, value in model.state_dict().items()}
+    other = {**stored, "another": torch.ones(2)} if mine.name == "1" else stored
+    save_file(other, mine / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    with pytest.raises(MismatchError, match=r"call sw\.checkpoint\.load_pretrained with the same path"):
+        sw.checkpoint.load_pretrained(mine, model, strict=False)
+    assert not torch.equal(sw.full_state_dict(model, rank0_only=False)["0.bias"], torch.ones(2))
+    sw.checkpoint.load_pretrained(tmp_path / "0", model)
+    assert torch.equal(sw.full_state_dict(model, rank0_only=False)["0.bias"], torch.ones(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, UsageError
-from tests.checkpoint.states import build, everything, same, step
+from tests.checkpoint.states import State, build, everything, same, step
 from tests.engine.cases import Case
 from tests.engine.rig import Net, adamw, on_ranks
 
@@ -132,3 +133,81 @@ def test_state_that_has_no_parameter_or_is_a_dict_is_refused_by_name(tmp_path: P
             sw.checkpoint.save(tmp_path / "c", model, optimizer)
         del optimizer.state[next(iter(optimizer.state))]["config"]
     sw.checkpoint.save(tmp_path / "c", model, optimizer)
+
+
+class Counting(nn.Linear):
+    """With a number that only its extra state knows."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(4, 6)
+        self.count = count
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.count])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.count = int(state)
+
+
+def counting(count: int) -> nn.Module:
+    model = Net()
+    model.enter = Counting(count)
+    return sw.shard(model)
+
+
+@on_ranks(2)
+def test_extra_state_is_given_back(tmp_path: Path) -> None:
+    sw.checkpoint.save(tmp_path / "c", counting(7))
+    for load in (sw.checkpoint.load, sw.checkpoint.load_pretrained):
+        model = counting(0)
+        load(tmp_path / "c", model)
+        assert model.enter.count == 7
+    sw.checkpoint.save(tmp_path / "by rank", counting(torch.distributed.get_rank()))
+    model = counting(9)
+    sw.checkpoint.load(tmp_path / "by rank", model)
+    assert model.enter.count == torch.distributed.get_rank()
+
+
+def hooked(hook: Callable[[nn.Module, State, str], None]) -> nn.Module:
+    """Its `enter` gives the state_dict what `hook` makes of it."""
+    model = Net()
+    model.enter.register_buffer("seen", torch.ones(2))
+    model.enter.plain = torch.ones(3)  # neither a parameter nor a buffer, but the module's
+    model.enter.register_state_dict_post_hook(lambda module, state, prefix, _: hook(module, state, prefix))
+    return sw.shard(model)
+
+
+def copying(module: nn.Module, state: State, prefix: str) -> None:
+    state[f"{prefix}seen"] = state[f"{prefix}seen"] * 2
+
+
+@on_ranks(2)
+def test_copies_in_the_state_dict_are_refused_by_name(tmp_path: Path) -> None:
+    model = hooked(copying)
+    with pytest.raises(UsageError, match=r"'enter\.seen' in the model's state_dict is a copy"):
+        sw.checkpoint.save(tmp_path / "c", model)
+    assert list(tmp_path.iterdir()) == []
+    sw.checkpoint.save(tmp_path / "c", hooked(lambda module, state, prefix: None))
+    for load in (sw.checkpoint.load, sw.checkpoint.load_pretrained):
+        with pytest.raises(UsageError, match=r"'enter\.seen' in the model's state_dict is a copy"):
+            load(tmp_path / "c", model)
+
+
+@on_ranks(2)
+def test_what_hooks_show_otherwise_is_loaded(tmp_path: Path) -> None:
+    def renaming(module: nn.Module, state: State, prefix: str) -> None:
+        for name in [name for name in state if name.startswith(prefix)]:
+            state[f"renamed.{name}"] = state.pop(name).detach()
+        seen = state[f"renamed.{prefix}seen"]
+        state["first"], state["last"], state["nothing"] = seen[:1], seen[1:], torch.zeros(0)
+        state["plain"] = module.plain
+
+    model = hooked(renaming)
+    before = sw.full_state_dict(model, rank0_only=False)
+    sw.checkpoint.save(tmp_path / "c", model)
+    other = hooked(renaming)
+    with torch.no_grad():
+        for tensor in (*other.parameters(), *other.buffers(), other.enter.plain):
+            tensor.zero_()
+    sw.checkpoint.load(tmp_path / "c", other)
+    same(sw.full_state_dict(other, rank0_only=False), before)

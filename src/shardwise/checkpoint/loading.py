@@ -14,12 +14,17 @@ from shardwise.checkpoint import by_rank, optimizer_state, tensor_files, trainin
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.matching import Matched, Wanted, match
 from shardwise.checkpoint.peers import Peers, settle
-from shardwise.checkpoint.piece import DTYPES, piece_of
+from shardwise.checkpoint.piece import DTYPES, give_extra_state, piece_of
 from shardwise.checkpoint.place import Place
 from shardwise.checkpoint.safetensors_layout import StoredTensor
 from shardwise.checkpoint.storage import Location, check_location
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
+
+_DISAGREE = (
+    "ranks disagree about what to load: call sw.checkpoint.load with the same checkpoint and strict, and with an "
+    "optimizer of the same class and groups or without one, on every rank"
+)
 
 
 class Loaded(dict[str, Any]):
@@ -43,8 +48,8 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
         path: a committed checkpoint, or its URL; saved by any number of ranks under any strategy.
         model: sharded. Its parameters and buffers are overwritten, cast to the dtypes that it keeps them in.
         optimizer: of the model's parameters, in any groups and order: state and options are matched by fqn. Of the
-            class that was saved. With one, this is taken as a resumption: at the world size of the save, random states
-            (Python's, numpy's and torch's) are restored too.
+            class that was saved; with strict=False one of another class is left as it is. With one, this is taken as a
+            resumption: at the world size of the save, random states (Python's, numpy's and torch's) are restored too.
         strict: False loads what fits and reports the rest in the result, instead of raising.
 
     Returns:
@@ -53,8 +58,9 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, none or another kind of optimizer in it, or entries that are
-            missing, unexpected or of another shape: all named, before anything is overwritten. On every rank, whoever
-            failed.
+            missing, unexpected, of another shape or another kind of numbers: all named, before anything is overwritten.
+            UsageError: something in the model's state_dict that cannot be read into. MismatchError: ranks load
+            different things. On every rank, whoever failed.
 
     Sizes, headers and `training.json` are checked, checksums of tensors are not: `verify` reads everything. Each rank
     reads only its own bytes.
@@ -71,19 +77,30 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             reading.expect_optimizer(model, optimizer, strict)
         if strict:
             reading.raise_differences()
+        reading.check_dtypes()
         wanted = [*reading.model_pieces, *reading.optimizer_pieces]
         rows = by_rank.own_rows(wanted, reading.by_rank_files.tensors, peers)
+    peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
         engine.release_all()
         tensor_files.read(reading.contents, reading.model_files, reading.model_pieces)
         tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces)
         tensor_files.read(reading.contents, reading.by_rank_files, rows)
+        give_extra_state(model, [piece for piece, _ in reading.model_pieces])
         if optimizer is not None:
             reading.restore(optimizer)
             states = reading.training["rng"]
             if len(states) == peers.world_size:
                 training_state.restore_random_state(states[peers.rank], engine.mesh.device)
     return reading.result()
+
+
+def _describe(model: nn.Module, optimizer: Optimizer | None) -> str:
+    """What must be the same of it on every rank."""
+    if optimizer is None:
+        return "no optimizer"
+    groups = optimizer_state.named_groups(model, optimizer)
+    return f"{type(optimizer).__name__}|{[[fqn for fqn, _ in members] for members in groups]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,36 +151,53 @@ class _Reading:
 
     def expect_optimizer(self, model: nn.Module, optimizer: Optimizer, strict: bool) -> None:
         """Match the optimizer's parameters with the saved groups and state by fqn."""
-        saved = self.training["optimizer"]
-        if saved is None and strict:
-            raise CheckpointError(f"{self.contents} was saved without an optimizer: load it without one")
-        if saved is None:
-            saved = {"class": _UNKNOWN, "groups": [], "state": {}, "dtypes": {}}
-        kind = type(optimizer).__name__
-        if strict and saved["class"] not in {kind, _UNKNOWN}:
-            raise CheckpointError(
-                f"{self.contents} was saved with {saved['class']}, and this is {kind}, to which its state and options "
-                "may mean something else: load it without an optimizer, or take what fits with strict=False"
-            )
+        saved = self._saved_for(type(optimizer).__name__, strict)
         groups_of = {fqn: number for number, group in enumerate(saved["groups"]) for fqn in group["fqns"]}
-        stored = self.optimizer_files.tensors
-        left = dict(saved["state"])
-        named = optimizer_state.named_groups(model, optimizer)
-        for number, (group, members) in enumerate(zip(optimizer.param_groups, named, strict=True)):
-            found = {groups_of[fqn] for fqn, _ in members if fqn in groups_of}
-            if len(found) > 1:
-                raise CheckpointError(
-                    f"group {number} of the optimizer has parameters of {len(found)} groups of {self.contents}, with "
-                    f"options of their own, {members[0][0]!r} among them: group parameters as they were"
-                )
-            self._options += [(group, saved["groups"][position]) for position in found]
+        left = dict.fromkeys((self.training["optimizer"] or {"state": ()})["state"])
+        for number, (group, members) in enumerate(
+            zip(optimizer.param_groups, optimizer_state.named_groups(model, optimizer), strict=True)
+        ):
+            fqns = [fqn for fqn, _ in members]
+            found = sorted({groups_of[fqn] for fqn in fqns if fqn in groups_of})
+            self._expect_options(number, fqns, group, [saved["groups"][position] for position in found], strict)
             for fqn, parameter in members:
-                if fqn in left:
+                if fqn in saved["state"]:
                     member = _Member(fqn, parameter, group, optimizer.state.get(parameter, {}))
-                    self._expect_state(member, left.pop(fqn), stored)
+                    self._expect_state(member, saved["state"][fqn], self.optimizer_files.tensors)
+                    del left[fqn]
                 else:
                     self._matched.missing.append(f"optimizer state of {fqn}")
         self._matched.unexpected.update((f"optimizer state of {fqn}", fqn) for fqn in left)
+
+    def _saved_for(self, kind: str, strict: bool) -> dict[str, Any]:
+        """What was saved that an optimizer of this kind can take: nothing of another kind's."""
+        saved: dict[str, Any] | None = self.training["optimizer"]
+        if saved is not None and saved["class"] in {kind, _UNKNOWN}:
+            return saved
+        if saved is None and strict:
+            raise CheckpointError(f"{self.contents} was saved without an optimizer: load it without one")
+        if saved is not None and strict:
+            raise CheckpointError(
+                f"{self.contents} was saved with {saved['class']}, and this is {kind}, to which its state and options "
+                "may mean something else: load it without an optimizer, or with strict=False, which leaves it as it is"
+            )
+        return {"groups": [], "state": {}}
+
+    def _expect_options(
+        self, number: int, fqns: list[str], group: dict[str, Any], saved: list[dict[str, Any]], strict: bool
+    ) -> None:
+        """Options for one group from the saved groups of its parameters, if these have the same."""
+        options = [optimizer_state.options_of(one) for one in saved]
+        if all(one == options[0] for one in options):
+            self._options += [(group, one) for one in saved[:1]]
+        elif strict:
+            raise CheckpointError(
+                f"group {number} of the optimizer has parameters of {len(saved)} groups of {self.contents}, with "
+                f"options that differ, {fqns[0]!r} among them: group parameters as they were, or keep this group's "
+                "options with strict=False"
+            )
+        else:
+            self._matched.missing.append(f"options of the optimizer's group {number}")
 
     def _expect_state(self, member: _Member, saved: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
         values: dict[str, Any] = {}
@@ -192,6 +226,10 @@ class _Reading:
         """State that was kept in the parameter's dtype stays in the parameter's dtype when that changes."""
         follows = saved == self.training["optimizer"]["dtypes"].get(fqn)
         return parameter.dtype if follows else DTYPES[saved]
+
+    def check_dtypes(self) -> None:
+        """Raise CheckpointError for a tensor of the model that the stored numbers cannot be cast to."""
+        self._matched.check_dtypes(self.contents, self.model_files.tensors)
 
     def raise_differences(self) -> None:
         """Raise CheckpointError if anything does not fit."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from shardwise.checkpoint.naming import find
-from shardwise.checkpoint.piece import Piece, pieces_to_read
+from shardwise.checkpoint.piece import DTYPES, Piece, pieces_to_read
 from shardwise.checkpoint.place import Place
 from shardwise.checkpoint.safetensors_layout import StoredTensor
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UsageError
 
 _SHOWN = 8
 
@@ -41,6 +42,16 @@ class Matched:
             self.wrong_shape.append(f"{piece.name} (here {piece.shape}, stored {shape})")
         return shape == piece.shape
 
+    def check_dtypes(self, where: object, stored: Mapping[str, StoredTensor]) -> None:
+        """Raise CheckpointError if numbers would be taken for something else, and not just rounded."""
+        for piece, place in self.wanted:
+            dtype = DTYPES[stored[place.name].dtype]
+            if _numbers(dtype) != _numbers(piece.tensor.dtype):
+                raise CheckpointError(
+                    f"{where}: {place.name!r} is stored as {dtype} and {piece.name!r} is of {piece.tensor.dtype} here: "
+                    "one cannot be cast to the other"
+                )
+
     def raise_differences(self, where: object, instead: str) -> None:
         """Raise CheckpointError, naming what does not fit, if anything does not. `instead` is the way out."""
         found = (
@@ -60,7 +71,8 @@ class Matched:
 def match(model: nn.Module, stored: Mapping[str, StoredTensor]) -> Matched:
     """Match a sharded model's state_dict with stored tensors. Local.
 
-    Raises CheckpointError for one that would have to be computed from what is stored, UsageError for what is no tensor.
+    Raises CheckpointError for one that would have to be computed from what is stored, UsageError for what is no tensor
+    or cannot be written to.
     """
     pieces = pieces_to_read(model)
     shapes = {name: piece.shape for piece in pieces for name in piece.names}
@@ -71,10 +83,25 @@ def match(model: nn.Module, stored: Mapping[str, StoredTensor]) -> Matched:
         if not names:
             matched.missing.append(piece.name)
         elif matched.fits(piece, found.shapes[names[0]]):
+            _check_writable(piece)
             matched.wanted += [(piece, place) for place in found.places[names[0]]]
             same = [name for name in names[1:] if found.shapes[name] == piece.shape]
             matched.also += [(piece, found.places[name]) for name in same]
     return matched
+
+
+def _check_writable(piece: Piece) -> None:
+    strides = zip(piece.tensor.stride(), piece.tensor.shape, strict=True)
+    if piece.tensor.numel() and any(stride == 0 and size > 1 for stride, size in strides):
+        raise UsageError(
+            f"{piece.name!r} of shape {piece.shape} is expanded: several of its elements are one number in memory, so "
+            "it cannot be read into. Register it as tensor.contiguous()"
+        )
+
+
+def _numbers(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Which kind of numbers: complex, real or whole."""
+    return dtype.is_complex, dtype.is_floating_point
 
 
 def shown(names: Iterable[str]) -> str:

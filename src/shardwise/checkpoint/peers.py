@@ -63,15 +63,12 @@ class Peers:
         """Rank 0's number (not negative) on every rank."""
         return self._highest([number if self.is_first else 0])[0]
 
-    def agree(self, plan: str) -> None:
-        """Raise MismatchError on every rank unless all ranks give the same text."""
+    def agree(self, plan: str, otherwise: str) -> None:
+        """Raise MismatchError on every rank, saying `otherwise`, unless all ranks give the same text."""
         digest = xxhash.xxh3_64_intdigest(plan.encode()) >> (64 - _POSITIVE_BITS)
         highest, lowest = self._highest([digest, 2**_POSITIVE_BITS - digest])
         if highest != 2**_POSITIVE_BITS - lowest:
-            raise MismatchError(
-                "ranks disagree about the checkpoint: call it with the same path, step and max_file_bytes, and with "
-                "models and optimizers that have the same parameters, state and options, on every rank"
-            )
+            raise MismatchError(otherwise)
 
     def alike(self, numbers: list[int]) -> list[bool]:
         """For each of equally many numbers, in [0, 2^62), whether it is the same on every rank."""

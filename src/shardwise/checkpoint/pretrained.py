@@ -20,13 +20,17 @@ from shardwise.checkpoint.hugging_face import INDEX, SINGLE, weights_of
 from shardwise.checkpoint.matching import Matched, match, shown
 from shardwise.checkpoint.naming import find, is_transformers
 from shardwise.checkpoint.peers import Peers, settle
-from shardwise.checkpoint.piece import DTYPES
+from shardwise.checkpoint.piece import give_extra_state
 from shardwise.checkpoint.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.tensor_files import TensorFiles
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
 from shardwise.modules.materialize import left_blank
 
+_DISAGREE = (
+    "ranks disagree about what to load: call sw.checkpoint.load_pretrained with the same path and strict on every "
+    "rank, where each finds the same files"
+)
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -64,8 +68,9 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
 
     Raises:
         CheckpointError: no such directory, a damaged one, only pickles in it, quantized weights, tied weights that
-            differ, or names and shapes that do not fit: all named, before anything is overwritten. On every rank,
-            whoever failed.
+            differ, or names, shapes and kinds of numbers that do not fit: all named, before anything is overwritten.
+            UsageError: something in the model's state_dict that cannot be read into. MismatchError: ranks read files
+            whose headers differ. On every rank, whoever failed.
 
     Each rank reads the bytes of its own elements and no others, in place where dtypes agree, else 32 MiB at a time.
     """
@@ -80,13 +85,16 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
         heads = _excuse(model, weights, matched)
         if strict:
             matched.raise_differences(where, "strict=False loads what fits and reports the rest")
-        _check_dtypes(weights, matched)
+        matched.check_dtypes(where, weights.files.tensors)
         compared_bytes = _check_ties(weights, matched)
+    headers = [(name, file.nbytes, file.header) for name, file in weights.files.files.items()]
+    peers.agree(f"{headers}|{weights.sums}|{strict}", _DISAGREE)
     if heads and peers.is_first:
         warnings.warn(f"{where} was written by another class than {type(model).__name__}: {heads}", stacklevel=3)
     with peers.together(f"{where} cannot be loaded"):
         engine.release_all()
         read = tensor_files.read(weights.opened, weights.files, matched.wanted)
+        give_extra_state(model, [piece for piece, _ in matched.wanted])
     return Pretrained(
         tuple(matched.missing),
         tuple(matched.unexpected),
@@ -131,6 +139,11 @@ class _Weights:
     opened: Contents | Directory
     files: TensorFiles
     configuration: dict[str, Any]
+
+    @property
+    def sums(self) -> str:
+        """What a checkpoint's manifest says of its files; nothing of another directory's."""
+        return str(self.opened.manifest) if isinstance(self.opened, Contents) else ""
 
     @classmethod
     def at(cls, path: Location) -> _Weights:
@@ -227,18 +240,6 @@ def _in_base(model: Any, name: str) -> bool:
     base = getattr(model, prefix, model) if prefix else model
     inside = base is not model and name.startswith(f"{prefix}.")
     return inside or name.removeprefix(f"{prefix}.").split(".")[0] in dict(base.named_children())
-
-
-def _check_dtypes(weights: _Weights, matched: Matched) -> None:
-    """Numbers may be rounded, but not taken for something else."""
-    stored = weights.files.tensors
-    for piece, place in matched.wanted:
-        dtype = DTYPES[stored[place.name].dtype]
-        if dtype.is_floating_point != piece.tensor.dtype.is_floating_point or dtype.is_complex:
-            raise CheckpointError(
-                f"{weights.directory}: {place.name!r} is stored as {dtype} and {piece.name!r} is of "
-                f"{piece.tensor.dtype} here: one cannot be cast to the other"
-            )
 
 
 def _check_ties(weights: _Weights, matched: Matched) -> int:
