@@ -11,6 +11,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
+from shardwise.plan.events import Kernel, Work
 from shardwise.plan.forecast import Forecast, forecast
 from shardwise.plan.hardware import Figure, find_device, write_device
 from shardwise.policy.kinds import KINDS
@@ -190,3 +191,18 @@ def test_experts_are_computed_with_and_idle_ones_are_no_work(precision: sw.Preci
     attention = 12 * facts.layers * facts.width * 64
     few_share, more_share = (f.mfu / f.tokens_per_s_per_gpu for f in (few, more))
     assert more_share / few_share == pytest.approx((6 * further + attention) / (6 * met + attention), rel=1e-9)
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    """As in multi-head latent attention: no flash kernel, and its two products have widths of their own."""
+    latent = {
+        **LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "num_hidden_layers": 1, "q_lora_rank": 32,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 0,
+    }  # fmt: skip
+    events = forecast(latent, precision=BF16, seq_len=64, activation_checkpointing="none").recording.events
+    flops = {e.name: e.flops for e in events if isinstance(e, Kernel) and e.work is Work.ATTENTION}
+    name, keys, values = "_scaled_dot_product_efficient_attention", 16 + 8, 16
+    square = 2 * 4 * 64 * 64 // 2  # multiply and add, heads, half of the scores
+    assert flops == {name: square * (keys + values), f"{name}_backward": square * (3 * keys + 2 * values)}

@@ -5,8 +5,8 @@ functions here are exchanged for the operations that a GPU would be given:
 
 | function | on a GPU | a CPU would |
 |---|---|---|
-| attention, bf16 or fp16, no mask | flash: saves q, k, v, output, fp32 row sums | save the same |
-| attention with a mask, or in fp32 | memory-efficient: saves the mask too | materialise scores |
+| attention, bf16 or fp16, no mask, heads of one width | flash: saves q, k, v, output, fp32 row sums | save the same |
+| other attention | memory-efficient: saves the mask too | materialise scores |
 | dropout | keeps a byte an element | keep a factor of the input's dtype |
 | rms_norm | saves its input and fp32 1 / rms per row | materialise fp32 intermediates |
 """
@@ -71,7 +71,8 @@ def attention(  # noqa: PLR0913 - torch's signature
     """The kernel that torch's dispatcher prefers on an NVIDIA GPU. [batch, heads, seq_len, head_dim]."""
     width = query.shape[-1]
     aten = torch.ops.aten
-    if attn_mask is None and query.dtype in _HALF and width <= _FLASH_WIDTH and query.ndim == 4:
+    fits_flash = query.ndim == 4 and query.dtype in _HALF and width <= _FLASH_WIDTH and value.shape[-1] == width
+    if attn_mask is None and fits_flash:
         padded = -(-width // 8) * 8
         if padded != width:
             scale = 1 / math.sqrt(width) if scale is None else scale

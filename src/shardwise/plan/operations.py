@@ -166,19 +166,17 @@ rows; or with the columns, or the inner dim, divided."""
 _CAUSAL_SHARE = 0.5
 """Of the square of scores that a kernel computes under a causal mask."""
 
-_BACKWARD_PRODUCTS = 5
-"""Matrix products of fused attention's backward, which computes the scores again; forward has 2."""
-
 
 def _attention_flops(backward: bool) -> Callable[..., int]:
     """Flops that a fused kernel executes: under a causal mask half of the square. [batch, heads, seq_len, head_dim]."""
 
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        query, key = args[1:3] if backward else args[:2]
+        query, key, value = args[1:4] if backward else args[:3]
         batch, heads, queries, width = query.shape
-        products = _BACKWARD_PRODUCTS if backward else 2
+        # Scores and their sum of values; backward computes the scores again, then four gradients.
+        widths = 3 * width + 2 * value.shape[-1] if backward else width + value.shape[-1]
         causal = kwargs.get("is_causal", any(arg is True for arg in args))
-        return int(products * 2 * batch * heads * queries * key.shape[-2] * width * (_CAUSAL_SHARE if causal else 1))
+        return int(2 * batch * heads * queries * key.shape[-2] * widths * (_CAUSAL_SHARE if causal else 1))
 
     return flops
 
