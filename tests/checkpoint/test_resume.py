@@ -42,6 +42,41 @@ def test_losses_go_on_bit_exactly(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
+    """Of the random states too, of which some are tensors only on their way into the file."""
+    case = Case("full_shard", 2)
+    model, optimizer = build(case, Dropping)
+    step(model, optimizer, 0)
+    with torch.device("meta"):
+        sw.checkpoint.save(tmp_path / "c", model, optimizer, step=1)
+        sw.checkpoint.save(tmp_path / "d", model, optimizer, step=1, asynchronous=True)
+        sw.checkpoint.wait(model)
+    losses = [step(model, optimizer, index) for index in (2, 3)]
+    drawn = random.random(), np.random.standard_normal(3).tolist()
+    for name in ("c", "d"):
+        other, fresh = build(case, Dropping, seed=50)
+        with torch.device("meta"):
+            assert sw.checkpoint.load(tmp_path / name, other, fresh).step == 1
+        assert [step(other, fresh, index) for index in (2, 3)] == losses
+        assert (random.random(), np.random.standard_normal(3).tolist()) == drawn
+
+
+@on_ranks(2)
+def test_what_is_loaded_in_inference_mode_trains(tmp_path: Path) -> None:
+    case = Case("full_shard", 2)
+    model, optimizer = build(case)
+    step(model, optimizer, 0)
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    losses = [step(model, optimizer, index) for index in (2, 3)]
+    other, fresh = build(case, seed=50)
+    with torch.inference_mode():
+        sw.checkpoint.load(tmp_path / "c", other, fresh)
+        assert torch.is_inference_mode_enabled()
+    assert not any(value.is_inference() for state in fresh.state.values() for value in state.values())
+    assert [step(other, fresh, index) for index in (2, 3)] == losses
+
+
+@on_ranks(2)
 def test_gathered_weights_of_before_are_not_used_after(tmp_path: Path) -> None:
     case = Case("shard_grad_op", 2)
     model, optimizer = build(case)

@@ -49,7 +49,7 @@ def own_rows(
         warnings.warn(
             f"shardwise: {len(rows) - len(fitting)} tensors differed between ranks when they were saved, by another "
             f"number of ranks, {lost!r} among them: every rank has rank 0's",
-            stacklevel=4,
+            stacklevel=5,
         )
     return [(row, row.places[0]) for row in fitting]
 
@@ -62,5 +62,5 @@ def _row(piece: Piece, peers: Peers) -> Piece:
 
 def _checksum(piece: Piece) -> int:
     """Not negative, and less than 2^62."""
-    data = piece.tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
+    data = piece.tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
     return int(xxhash.xxh3_64_intdigest(data.numpy().data)) >> 2

@@ -19,7 +19,7 @@ class HostMemory:
     """One buffer, as large as the largest copy so far; pinned where pieces lie on a GPU."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +36,7 @@ class HostMemory:
             nbytes = round_up(nbytes + piece.tensor.nbytes, _ALIGN_BYTES)
         devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type == "cuda"}
         if nbytes > self.nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # first gone, so that both are never there
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # first gone, so that both are never there
             self._buffer = _room(nbytes, pinned=bool(devices))
         copies = []
         for piece, start in zip(pieces, starts, strict=True):
@@ -50,7 +50,7 @@ class HostMemory:
 def _room(nbytes: int, pinned: bool) -> Tensor:
     """Of its own mapping, in huge pages where there are any: a fresh small page costs more than to fill it."""
     if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without

@@ -40,6 +40,7 @@ class Loaded(dict[str, Any]):
     """In both with different shapes, which are named: left as they were."""
 
 
+@torch.inference_mode(False)  # what is made here is trained on later
 @torch.no_grad()
 def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, strict: bool = True) -> Loaded:
     """Read a checkpoint into a sharded model, and an optimizer. Every rank must call this.

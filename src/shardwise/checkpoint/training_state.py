@@ -100,7 +100,7 @@ def restore_random_state(states: Mapping[str, Any], device: torch.device) -> Non
 
 def _python_state() -> list[Any]:
     kind, numbers, spare = random.getstate()
-    return [kind, _encode(torch.tensor(numbers, dtype=torch.uint32).view(torch.uint8)), spare]
+    return [kind, _encode(torch.tensor(numbers, dtype=torch.uint32, device="cpu").view(torch.uint8)), spare]
 
 
 def _numpy_state() -> list[Any]:

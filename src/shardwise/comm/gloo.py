@@ -42,8 +42,8 @@ class GlooCollectives(PrivateBuffers):
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._sequence = 0
         self._sum = RankOrderSum()
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        self._small = torch.empty(SMALL_BYTES, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._small = torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cpu")
         self._reducing: Work = FINISHED  # the one reduction that may be using the staging memory
 
     @property
@@ -96,7 +96,7 @@ class GlooCollectives(PrivateBuffers):
         post.wait_sent()
 
     def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1))
+        self.all_reduce(torch.zeros(1, device="cpu"))
 
     def _post(self, op: str) -> _Post:
         self._sequence += 1
@@ -115,7 +115,7 @@ class GlooCollectives(PrivateBuffers):
         self._reducing.wait()
         if not self._staging.numel():
             with torch.inference_mode(False):
-                self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+                self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu")
         self._reducing = _Reduce(post, jobs, self.rank, self._staging, self._sum)
         return self._reducing
 

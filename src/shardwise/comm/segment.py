@@ -102,7 +102,7 @@ def make_private(shared: Tensor) -> None:
 
 def exchange(group: dist.ProcessGroup, values: list[int]) -> list[list[int]]:
     """Every rank's integers, by rank. Every rank must call this, with equally many."""
-    mine = torch.tensor(values, dtype=torch.int64)
+    mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     everybody = [torch.empty_like(mine) for _ in range(group.size())]
     try:
         group.allgather([everybody], [mine]).wait()

@@ -72,7 +72,7 @@ class ScaledAddition:
     def _memory(self, dtype: torch.dtype, numel: int) -> Tensor:
         if dtype not in self._scratch or self._scratch[dtype].numel() < numel:
             with torch.inference_mode(False):
-                self._scratch[dtype] = torch.empty(numel, dtype=dtype)
+                self._scratch[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
         return self._scratch[dtype][:numel]
 
 

@@ -65,7 +65,7 @@ class Gradients:
         """Bytes in a reduce slot that each unit has asked for so far, at most."""
         self._own: dict[Unit, Slot[Unit]] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._flags = self._moving = torch.zeros(0, dtype=torch.uint8)
+        self._flags = self._moving = torch.zeros(0, dtype=torch.uint8, device="cpu")
         """One byte a parameter, on the host (pinned where that helps) and where collectives want them."""
         self.sync = True
         """Whether backward reduces; `no_sync` turns it off."""
@@ -104,7 +104,9 @@ class Gradients:
         count = sum(len(group.sharded) for unit in units for group in unit.groups)
         self._moving = torch.zeros(count, dtype=torch.uint8, device=self._mesh.device)
         through_host = self._moving.device.type != "cpu" and not self._mesh.is_dry
-        self._flags = torch.zeros(count, dtype=torch.uint8, pin_memory=True) if through_host else self._moving
+        self._flags = (
+            torch.zeros(count, dtype=torch.uint8, device="cpu", pin_memory=True) if through_host else self._moving
+        )
 
     def _plan_arena(self, units: Sequence[Unit], nesting: int) -> None:
         """Slots for the most that each unit has had to reduce, so that freezing and thawing in turn (a GAN's two

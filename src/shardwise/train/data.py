@@ -152,5 +152,5 @@ def _micro_batch(rows: PackedRows, indices: Sequence[int]) -> MicroBatch:
     exists = [index < len(rows) for index in indices]
     index = [index if there else 0 for index, there in zip(indices, exists, strict=True)]
     input_ids = torch.from_numpy(rows.ids[index]).long()
-    is_target = torch.from_numpy(rows.is_target[index]) & torch.tensor(exists)[:, None]
+    is_target = torch.from_numpy(rows.is_target[index]) & torch.tensor(exists, device="cpu")[:, None]
     return MicroBatch(input_ids, torch.where(is_target, input_ids, IGNORED))

@@ -66,7 +66,7 @@ class DcpTensors:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Gathered from the chunks that have it."""
         tensor = self._tensors[name]
-        found = torch.empty(stop - start, dtype=getattr(torch, tensor.dtype))
+        found = torch.empty(stop - start, dtype=getattr(torch, tensor.dtype), device="cpu")
         for number, (box, _) in enumerate(tensor.chunks):
             at = 0
             for run in runs_of(tensor.shape, box):

@@ -37,7 +37,7 @@ class SafetensorsTensors:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         file, layout = self._files[name]
-        values = torch.empty(stop - start, dtype=DTYPES[self.stored[name].dtype])
+        values = torch.empty(stop - start, dtype=DTYPES[self.stored[name].dtype], device="cpu")
         path = f"{self._place}/{file}"
         if values.numel():
             try:

@@ -54,5 +54,5 @@ def _value(carried: Carried, value: Any, tensor: Callable[[Tensors, StoredTensor
     if not isinstance(value, dict):
         return value
     if "scalar" in value:
-        return torch.full(value["shape"], value["scalar"], dtype=DTYPES[value["dtype"]])
+        return torch.full(value["shape"], value["scalar"], dtype=DTYPES[value["dtype"]], device="cpu")
     return tensor(carried.state, carried.state.stored[value["tensor"]])

@@ -48,7 +48,7 @@ class Rearranged:
         if name not in self.made:
             return self.source.read(name, start, stop)
         stored = self.stored[name]
-        found = torch.empty(stop - start, dtype=DTYPES[stored.dtype])
+        found = torch.empty(stop - start, dtype=DTYPES[stored.dtype], device="cpu")
         for source, runs, span in self.made[name]:
             if span.start >= stop or span.stop <= start:
                 continue
