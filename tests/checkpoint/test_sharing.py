@@ -121,3 +121,40 @@ def test_pieces_that_are_not_written_as_they_lie(tmp_path: Path) -> None:
             assert mine.dtype == torch.float64
             full = [t.full_tensor() if isinstance(t, sw.ShardedParameter) else t for t in (value, mine)]
             assert torch.equal(full[0].double(), full[1]), name
+
+
+@on_ranks(2)
+def test_conjugated_and_negated_views_are_what_they_say(tmp_path: Path) -> None:
+    """Their memory holds something else. Also where ranks differ, and where what is read goes into such a view."""
+
+    class Views(Net):
+        def __init__(self, start: int) -> None:
+            super().__init__()
+            numbers = (torch.arange(12.0) + start).view(torch.complex64)
+            self.register_buffer("conjugated", numbers.conj())
+            self.register_buffer("negated", numbers.view(2, 3).conj().imag)
+            self.register_buffer("flat", torch._neg_view(numbers.imag + torch.distributed.get_rank()))
+            self.weight = nn.Parameter(numbers.conj())
+
+    model = sw.shard(Views(0))
+    names = ("conjugated", "negated", "flat", "weight")
+    expected = {name: value for name, value in full(model).items() if name in names}
+    assert torch.equal(expected["weight"], torch.arange(12.0).view(torch.complex64).conj())
+    for number, options in enumerate(({}, {"asynchronous": True}, {"url": True})):
+        url = options.pop("url", False)
+        path = tmp_path / f"{number}"
+        sw.checkpoint.save(f"file://{path}" if url else path, model, **options)
+        sw.checkpoint.wait(model)
+        verify(path)
+        other = sw.shard(Views(50))
+        sw.checkpoint.load(path, other)
+        loaded = full(other)
+        for name, value in expected.items():
+            assert torch.equal(loaded[name], value), (number, name)
+
+
+def full(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value.full_tensor() if isinstance(value, sw.ShardedParameter) else value.detach()
+        for name, value in model.state_dict(keep_vars=True).items()
+    }

@@ -167,7 +167,8 @@ def _chunks(piece: Piece, runs: Runs) -> Iterator[tuple[int, memoryview]]:
     """Elements of a stored tensor and their bytes, without a copy where they lie in this process's memory in order."""
     flat = piece.tensor.reshape(-1)
     for part in runs.stretches(_step(flat, runs)):
-        yield int(part.here[0]), _bytes(_at(flat, part).cpu().contiguous())
+        values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # else their bytes say something else
+        yield int(part.here[0]), _bytes(values.contiguous())
 
 
 def _at(flat: Tensor, part: Runs) -> Tensor:
@@ -263,11 +264,12 @@ def _fill(reading: _Reading, layout: TensorFile, piece: Piece, place: Place) -> 
     dtype, target = DTYPES[layout.tensors[place.name].dtype], piece.tensor
     flat = target.view(-1) if target.is_contiguous() else target.flatten()  # one, or a copy
     runs = piece.held_at(place)
-    in_place = target.is_contiguous() and len(runs) == 1 and flat.dtype == dtype and flat.device.type == "cpu"
-    step = _PART_BYTES // dtype.itemsize if in_place else _step(torch.empty(0, dtype=dtype), runs)
+    as_stored = flat.dtype == dtype and flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
+    in_place = target.is_contiguous() and len(runs) == 1 and as_stored
+    step = _PART_BYTES // dtype.itemsize if in_place else _step(torch.empty(0, dtype=dtype, device="cpu"), runs)
     staged_bytes = 0
     for part in runs.stretches(step):
-        chunk = _at(flat, part) if in_place else torch.empty(part.numel, dtype=dtype)
+        chunk = _at(flat, part) if in_place else torch.empty(part.numel, dtype=dtype, device="cpu")
         start = int(part.here[0])
         at = layout.byte_range(place.name, start, start).start
         if in_place:

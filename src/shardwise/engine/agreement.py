@@ -80,7 +80,7 @@ def _extremes(mine: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
 
 
 def _checksum(tensor: Tensor) -> int:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
     return int(xxhash.xxh3_64_intdigest(data.numpy().data)) >> (64 - _HASH_BITS)
 
 

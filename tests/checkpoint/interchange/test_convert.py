@@ -211,6 +211,107 @@ def test_files_of_weights_alone(key: str | None, tmp_path: Path) -> None:
     assert training["extra"] == ({"epoch": 3} if key else None)
 
 
+@pytest.mark.parametrize("way", ["dcp", "pt"])
+def test_views_that_are_conjugated_or_negated_when_they_are_read(way: str, tmp_path: Path) -> None:
+    """torch saves what they are views of, and a mark."""
+    numbers = torch.arange(12.0).view(torch.complex64).view(2, 3)
+    weights = {
+        "conjugated": numbers.conj(),
+        "turned": numbers.conj().t(),
+        "negated": numbers.clone().conj().imag,
+        "negated_whole": torch._neg_view(torch.arange(4.0)),
+        "both": torch._neg_view(numbers.conj()),
+        "plain": numbers,
+    }
+    assert weights["negated"].is_neg()
+    source = tmp_path / ("weights.pt" if way == "pt" else "weights")
+    if way == "pt":
+        torch.save(weights, source)
+    else:
+        dcp.save(weights, checkpoint_id=source, no_dist=True)
+    convert(source, tmp_path / "own")
+    alike(
+        load_file(tmp_path / "own" / "model.safetensors"),
+        {n: t.resolve_conj().resolve_neg() for n, t in weights.items()},
+    )
+
+
+@pytest.mark.parametrize("way", ["dcp", "pt"])
+@pytest.mark.parametrize("value", [torch.tensor(7), torch.tensor(0.5), torch.arange(3.0)], ids=["int", "float", "1-D"])
+def test_a_tensor_called_step_in_a_state_dict_is_the_models(value: Tensor, way: str, tmp_path: Path) -> None:
+    weights = {"step": value, "w": torch.ones(3)}
+    source = tmp_path / ("weights.pt" if way == "pt" else "weights")
+    if way == "pt":
+        torch.save(weights, source)
+    else:
+        dcp.save(weights, checkpoint_id=source, no_dist=True)
+    assert convert(source, tmp_path / "own").step == 0
+    alike(load_file(tmp_path / "own" / "model.safetensors"), weights)
+
+
+def test_a_step_beside_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {"step": torch.tensor(3), "w": torch.ones(3)}
+    for name, value, left_out in (
+        ("number", 7, ()),
+        ("tensor", torch.tensor(7), ()),
+        ("vector", torch.ones(3), ("step",)),
+    ):
+        torch.save({"model": weights, "step": value}, tmp_path / f"{name}.pt")
+        found = convert(tmp_path / f"{name}.pt", tmp_path / name)
+        assert (found.step, found.left_out) == (0 if left_out else 7, left_out)
+        alike(load_file(tmp_path / name / "model.safetensors"), weights)
+    assert "tensor called 'step'" in refused(capsys, tmp_path / "number", tmp_path / "dcp", "--to", "dcp", "--flat")
+    torch.save({"w": torch.ones(3), "step": 7}, tmp_path / "bare.pt")
+    assert convert(tmp_path / "bare.pt", tmp_path / "bare").step == 7
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_state_that_is_one_number_stays_one_for_parameters_that_are_numbers(
+    kind: Callable[..., torch.optim.Optimizer], alone: bool, tmp_path: Path
+) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    build = Scale if alone else Buffered
+    torch.manual_seed(5)
+    plain = build()
+    optimizer = kind([(name, p) for name, p in plain.named_parameters() if p.requires_grad and p.numel()])
+    train(plain, optimizer)
+    torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "full.pt")
+    convert(tmp_path / "full.pt", tmp_path / "own")
+    model = sw.shard(build())
+    resumed = kind([p for p in model.parameters() if p.requires_grad and p.numel()])
+    sw.checkpoint.load(tmp_path / "own", model, resumed)
+    alike(everything(model, resumed), whole(plain, optimizer))
+    train(plain, optimizer)
+    train(model, resumed)
+    alike(everything(model, resumed), whole(plain, optimizer))
+
+
+class Scale(nn.Module):
+    """Of one 0-d parameter: nothing beside it says which of its state are numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "full.pt")
+    with torch.device("meta"):
+        for number, to in enumerate(("shardwise", "dcp", "shardwise", "pt", "shardwise")):
+            source = tmp_path / ("full.pt" if not number else f"{number - 1}")
+            convert(source, tmp_path / f"{number}", to)
+    alike(stored(tmp_path / "4"), whole(model, optimizer))
+
+
 def test_a_file_from_gpus_is_read_without_one(tmp_path: Path) -> None:
     with torch._subclasses.FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save({"w": torch.empty(4, device="cuda:0")}, tmp_path / "gpu.pt")

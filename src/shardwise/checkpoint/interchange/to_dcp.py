@@ -28,6 +28,7 @@ from shardwise.checkpoint.interchange.carried import PART_BYTES, Carried, Tensor
 from shardwise.checkpoint.interchange.nested import nested_state
 from shardwise.checkpoint.piece import DTYPES
 from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.errors import CheckpointError
 from shardwise.sharded.boxes import Box, boxes_of
 
 _FILE = f"__0_0{DEFAULT_SUFFIX}"
@@ -54,7 +55,13 @@ def write_dcp(carried: Carried, target: Path, flat: bool) -> None:
             }
         )
     if flat:
-        state = {**state.pop("model"), **state}
+        model = state.pop("model")
+        taken = sorted(model.keys() & state.keys())
+        if taken:
+            raise CheckpointError(
+                f"the model has a tensor called {taken[0]!r}, which is taken at the top level: convert without --flat"
+            )
+        state = {**model, **state}
     partial = commit.begin(target)
     try:
         with _quietly(), _first_cause():

@@ -39,6 +39,10 @@ class SavedTensor:
     stride: tuple[int, ...]
     offset: int
     """Elements before its first one in the storage."""
+    is_conj: bool = False
+    """What lies there is yet to be conjugated."""
+    is_neg: bool = False
+    """What lies there is yet to be negated."""
 
     @property
     def is_contiguous(self) -> bool:
@@ -55,11 +59,18 @@ class SavedTensor:
         """
         first = self.start + self.offset * self.dtype.itemsize
         if self.is_contiguous:
-            return read_elements(self.path, first + start * self.dtype.itemsize, self.dtype, stop - start)
+            return self._resolved(
+                read_elements(self.path, first + start * self.dtype.itemsize, self.dtype, stop - start)
+            )
         extent = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)) + 1
         extent = 0 if 0 in self.shape else extent
         storage = read_elements(self.path, first, self.dtype, extent)
-        return torch.as_strided(storage, self.shape, self.stride).reshape(-1)[start:stop].contiguous()
+        return self._resolved(torch.as_strided(storage, self.shape, self.stride).reshape(-1)[start:stop].contiguous())
+
+    def _resolved(self, values: Tensor) -> Tensor:
+        """What is meant by them: views such as `x.conj()` are saved as the bytes of `x` and a mark."""
+        values = values.conj_physical() if self.is_conj else values
+        return values.neg() if self.is_neg else values
 
 
 def read_stream(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
@@ -116,7 +127,7 @@ def dtype_name(dtype: torch.dtype, name: str) -> str:
 
 def read_elements(path: Path, start: int, dtype: torch.dtype, numel: int) -> Tensor:
     """`numel` elements that lie one after another from byte `start` of a file, 1-D. Raises CheckpointError."""
-    values = torch.empty(numel, dtype=dtype)
+    values = torch.empty(numel, dtype=dtype, device="cpu")
     into = values.view(torch.uint8).numpy().data if numel else memoryview(b"")
     with _opened(path) as fd:
         while into.nbytes:
@@ -140,9 +151,8 @@ def _without_fakes(path: Path, start: int, value: Any) -> Any:
             raise CheckpointError(f"{path} holds a sparse or quantized tensor, which cannot be converted")
         storage: Any = value.untyped_storage()
         at = start + storage._checkpoint_offset
-        return SavedTensor(
-            path, at, value.dtype, tuple(value.shape), tuple(value.stride()), int(value.storage_offset())
-        )
+        shape, stride, offset = tuple(value.shape), tuple(value.stride()), int(value.storage_offset())
+        return SavedTensor(path, at, value.dtype, shape, stride, offset, value.is_conj(), value.is_neg())
     if isinstance(value, dict):
         return {key: _without_fakes(path, start, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -22,8 +22,9 @@ from shardwise.errors import CheckpointError
 _MODEL = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizers")
 _STEPS = (("step",), ("train_state", "step"), ("training_state", "step"))
-_NUMBERS = frozenset({"step"})
-"""Of optimizer state: one number each, whatever the shape of the parameter."""
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Of the state of torch's optimizers: one number each, also where a parameter is a number itself."""
+_INTEGERS = frozenset({"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"})
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class _Sorting:
         self._values = {_under(wrapper, key): value for key, value in tree.values.items()}
         self._refused = {_under(wrapper, key): why for key, why in tree.refused.items()}
         self._left_out: list[str] = []
+        self._has_sections = any(
+            key[0] in {*_MODEL, *_OPTIMIZER} and len(key) > 1 for key in (*self._keys, *self._values)
+        )
 
     def carried(self, with_optimizer: bool) -> Carried:
         file_names = self._values.pop((FILE_NAMES,), None)
@@ -77,13 +81,19 @@ class _Sorting:
         """Names of the model's tensors, taken out of the keys."""
         prefix = next((k for k in _MODEL if any(key[0] == k and len(key) > 1 for key in self._keys)), None)
         if prefix is None:
-            found = [key for key in self._keys if len(key) == 1 and key not in _STEPS]
+            found = [key for key in self._keys if len(key) == 1 and not self._is_step(key)]
             names: dict[str, Key] = {str(key[0]): key for key in found}
         else:
             names = {".".join(map(str, key[1:])): key for key in self._keys if key[0] == prefix and len(key) > 1}
         if not names:
             raise CheckpointError("it has no model: neither tensors at its top level nor below 'model' or 'state_dict'")
         return {name: self._keys.pop(key) for name, key in names.items()}
+
+    def _is_step(self, key: Key) -> bool:
+        """Whether a tensor is the training's step. In a state_dict alone it is the model's, whatever its name."""
+        saved = self._tree.tensors.stored[self._keys[key]]
+        is_number = saved.shape == () and saved.dtype in _INTEGERS
+        return key in _STEPS and is_number and (len(key) > 1 or self._has_sections)
 
     def _is_optimizers(self, key: Key) -> bool:
         return len(key) > 1 and key[0] in _OPTIMIZER
@@ -110,7 +120,7 @@ class _Sorting:
     def _step(self) -> int:
         for key in _STEPS:
             value = self._values.get(key)
-            if key in self._keys:
+            if key in self._keys and self._is_step(key):
                 value = _number(self._tree.tensors, self._keys[key])
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 if key == ("step",):
@@ -164,11 +174,12 @@ class _Optimizer:
         self._read_groups()
         state: dict[str, dict[str, Any]] = {fqn: {} for group in self._groups for fqn in group["fqns"]}
         named: dict[str, str] = {}
+        numbers = self._numbers(tensors)
         for key, name in tensors.items():
             fqn, kind = self._owner(key)
             saved = self._source.stored[name]
-            shape = self._source.stored[self._model[fqn]].shape if fqn in self._model else None
-            if saved.shape == shape and kind not in _NUMBERS:
+            shape = self._shape(fqn)
+            if saved.shape == shape and not (shape == () and kind in numbers):
                 named[f"{fqn}.{kind}"] = name
                 state.setdefault(fqn, {})[kind] = {"tensor": f"{fqn}.{kind}"}
             elif saved.numel == 1:
@@ -185,6 +196,19 @@ class _Optimizer:
                 state.setdefault(fqn, {})[kind] = value
         dtypes = {fqn: self._source.stored[self._model[fqn]].dtype for fqn in state if fqn in self._model}
         return {"class": "unknown", "groups": self._groups, "dtypes": dtypes, "state": state}, named
+
+    def _shape(self, fqn: str) -> tuple[int, ...] | None:
+        return self._source.stored[self._model[fqn]].shape if fqn in self._model else None
+
+    def _numbers(self, tensors: Mapping[Key, str]) -> set[str]:
+        """State that is one number for each parameter: told by parameters that are no numbers themselves."""
+        numbers: set[str] = set()
+        shaped: set[str] = set()
+        for key, name in tensors.items():
+            fqn, kind = self._owner(key)
+            if self._shape(fqn) != ():
+                (shaped if self._source.stored[name].shape else numbers).add(kind)
+        return numbers | (_NUMBERS - shaped)
 
     def _owner(self, key: Key) -> tuple[str, str]:
         """(fqn, name) of one value of the state."""
