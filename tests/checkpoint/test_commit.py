@@ -10,7 +10,7 @@ import pytest
 from shardwise.checkpoint import commit, latest, manifest
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.storage import LocalDirectory
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnreadableError
 
 
 def committed(path: Path, step: int) -> Path:
@@ -33,6 +33,18 @@ def test_the_latest_is_the_highest_step_that_was_committed(tmp_path: Path) -> No
     assert latest(tmp_path / "checkpoints") == newest
     other = committed(tmp_path / "mine", 1001)
     assert latest(tmp_path) == other
+
+
+def test_directories_in_the_place_of_files_make_no_checkpoint(tmp_path: Path) -> None:
+    newest = committed(tmp_path / "step-000001", 1)
+    (tmp_path / "step-000002" / "manifest.json").mkdir(parents=True)
+    other = committed(tmp_path / "mine", 3)
+    (other / "training.json").unlink()
+    (other / "training.json").mkdir()
+    assert latest(tmp_path) == newest
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: it is a directory$") as caught:
+        manifest.verify(tmp_path / "step-000002")
+    assert not isinstance(caught.value, UnreadableError)
 
 
 def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:

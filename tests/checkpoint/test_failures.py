@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -158,10 +160,33 @@ def test_mistakes_of_one_rank_are_everybodys(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already"):
         sw.checkpoint.save(tmp_path / "c", model, optimizer)
     verify(tmp_path / "c")
-    for name in ("c.partial", "step-000001.damaged", "a\0b", "/"):
-        with pytest.raises(UsageError, match="cannot be a checkpoint's name"):
+    for name, reason in (
+        ("c.partial", "names in .partial for unfinished"),
+        ("step-000001.damaged", "names in .partial for unfinished"),
+        ("a\0b", "null character"),
+        ("/", "root of the file system"),
+    ):
+        with pytest.raises(UsageError, match=f"cannot be a checkpoint's name: .*{reason}"):
             sw.checkpoint.save(tmp_path / name, model, optimizer)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    model = sw.shard(nn.Linear(3, 3))
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters()), [2, 3])
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    cases: list[tuple[dict[Any, Any], str]] = [
+        ({"best": math.nan}, r"\['best'\] is NaN;"),
+        ({"schedule": scheduler.state_dict()}, r"\['schedule'\]\['milestones'\] is a dict with the key 2;"),
+        ({"a": [1, {"b": (1, 2)}]}, r"\['a'\]\[1\]\['b'\] is of type tuple;"),
+        ({1: 2}, "it is a dict with the key 1;"),
+        (endless, r"\['a'\]"),
+    ]
+    for extra, said in cases:
+        with pytest.raises(UsageError, match=rf"^extra cannot be saved as JSON: {said}"):
+            sw.checkpoint.save(tmp_path / "c", model, extra=extra)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_order_of_arguments_is_told() -> None:

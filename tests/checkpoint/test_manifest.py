@@ -101,6 +101,12 @@ def test_a_damaged_manifest_is_an_error_of_one_line(directory: Path, text: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_is_no_checkpoint(directory: Path) -> None:
+    for path in (directory / "manifest.json", directory / "manifest.json" / "below"):
+        with pytest.raises(CheckpointError, match=r"is no directory, so it is no checkpoint$"):
+            verify(path)
+
+
 def test_no_manifest_is_no_checkpoint(directory: Path) -> None:
     (directory / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):

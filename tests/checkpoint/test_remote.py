@@ -200,6 +200,14 @@ def test_what_is_there_is_left_alone(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_names_that_latest_passes_over_are_refused(tmp_path: Path) -> None:
+    model = sw.shard(Net())
+    for name in ("step-000001.partial", "step-000001.damaged", "step-000001.partial/"):
+        with pytest.raises(UsageError, match=r"cannot be a checkpoint's name: `latest` and the trainer take names in"):
+            sw.checkpoint.save(f"objects://{tmp_path}/{name}", model)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_in_memory() -> None:
     model, optimizer = build(ALONE)
     before = everything(model, optimizer)

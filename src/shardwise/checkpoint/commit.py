@@ -129,5 +129,5 @@ def _step(directory: Directory) -> int | None:
         return int(named[1])
     try:
         return int(json.loads(directory.read("training.json"))["step"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError, TypeError):
         return None

@@ -149,6 +149,12 @@ def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
         if directory.names():
             what = "has no manifest.json, so it is not a committed checkpoint"
         raise CheckpointError(f"{directory} {what}") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{directory} is no directory, so it is no checkpoint") from None
+    except UnreadableError as error:
+        if not isinstance(error.__cause__, IsADirectoryError):
+            raise
+        raise CheckpointError(f"{path} is damaged: it is a directory") from None
     try:
         document = json.loads(text.decode(), object_pairs_hook=_without_repetition)
         if document["format"] != _FORMAT or document["checksum"] != _CHECKSUM:
@@ -180,7 +186,7 @@ def _check_own_sum(directory: Directory, document: Mapping[str, Any]) -> None:
 
 
 def is_there(directory: Directory) -> bool:
-    """Whether a checkpoint was committed in `directory`. A manifest that is not all there yet does not count.
+    """Whether a checkpoint was committed in `directory`. A manifest that is not all there yet, or no file, is none.
 
     Raises UnreadableError where that cannot be told.
     """
@@ -189,6 +195,10 @@ def is_there(directory: Directory) -> bool:
             json.loads(directory.read(NAME))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
+    except UnreadableError as error:
+        if isinstance(error.__cause__, IsADirectoryError):
+            return False
+        raise
     return True
 
 

@@ -187,15 +187,19 @@ def _take_along(files: Mapping[str, bytes], writing: _Writing) -> None:
 
 
 def _target(path: Location) -> Target:
-    if is_url(path):
-        return InParts(RemoteDirectory.of(os.fspath(path)))
+    refusal = f"{os.fspath(path)!r} cannot be a checkpoint's name"
+    if "\0" in os.fspath(path):
+        raise UsageError(f"{refusal}: no name has a null character in it")
     absolute = Path(os.path.abspath(path))  # noqa: PTH100 - not through links: the last name is what is renamed
-    if not absolute.name or "\0" in str(path) or absolute.suffix in {commit.PARTIAL, commit.DAMAGED}:
+    target = InParts(RemoteDirectory.of(os.fspath(path))) if is_url(path) else InPlace(absolute)
+    if not target.name:
+        raise UsageError(f"{refusal}: it is the root of the file system; save to a directory below it")
+    if target.name.endswith((commit.PARTIAL, commit.DAMAGED)):
         raise UsageError(
-            f"{os.fspath(path)!r} cannot be a checkpoint's name: `latest` and the trainer take names in "
-            f"{commit.PARTIAL} for unfinished saves and names in {commit.DAMAGED} for damaged ones"
+            f"{refusal}: `latest` and the trainer take names in {commit.PARTIAL} for unfinished saves and names in "
+            f"{commit.DAMAGED} for damaged ones"
         )
-    return InPlace(absolute)
+    return target
 
 
 def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int) -> _Writing:

@@ -18,6 +18,8 @@ from shardwise.errors import CheckpointError, UsageError
 
 NAME = "training.json"
 _FORMAT = 1
+_DEEPEST = 20
+"""Levels of a value that an error leads into."""
 
 
 def package_version() -> str:
@@ -29,15 +31,37 @@ def package_version() -> str:
 
 
 def check_json(value: object, what: str) -> None:
-    """Raise UsageError unless JSON gives the value back as it is."""
-    try:
-        same = json.loads(json.dumps(value)) == value
-    except (TypeError, ValueError):
-        same = False
-    if not same:
+    """Raise UsageError, naming what is in its way, unless JSON gives the value back as it is."""
+    if not _survives(value):
         raise UsageError(
-            f"{what} cannot be saved as JSON: use dicts with string keys, lists, strings, numbers, booleans and None"
+            f"{what} cannot be saved as JSON: {_fault(value)}; use dicts with string keys, lists, strings, numbers, "
+            "booleans and None"
         )
+
+
+def _survives(value: object) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _fault(value: object) -> str:
+    """What JSON does not give back, and where in the value it is."""
+    way = ""
+    for _ in range(_DEEPEST):  # what contains itself has no end
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        where, found = next(((f"[{key!r}]", item) for key, item in inner if not _survives(item)), ("", None))
+        if not where:
+            break
+        way, value = way + where, found
+    way = way or "it"
+    if isinstance(value, dict):
+        key = next((key for key in value if not isinstance(key, str)), None)
+        return f"{way} is a dict with the key {key!r}"
+    if isinstance(value, float):
+        return f"{way} is NaN"  # which equals nothing, so that nobody could tell whether it came back
+    return f"{way} is of type {type(value).__name__}"
 
 
 def describe(step: int, optimizer: Mapping[str, Any] | None, rng: list[Any], extra: object) -> dict[str, Any]:
