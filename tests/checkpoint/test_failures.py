@@ -145,6 +145,8 @@ def test_ranks_that_want_different_things_are_told(tmp_path: Path) -> None:
         sw.checkpoint.save(tmp_path / "c", model, optimizer, step=dist.get_rank())
     with pytest.raises(MismatchError, match="same path, step"):
         sw.checkpoint.save(tmp_path / "c", model, optimizer if dist.get_rank() else None)
+    with pytest.raises(MismatchError, match="same path, step, asynchronous"):
+        sw.checkpoint.save(tmp_path / "c", model, optimizer, asynchronous=bool(dist.get_rank()))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -36,8 +36,8 @@ _SIGHT_S = 5.0
 """How long a rank waits for rank 0's token to come in sight: network file systems cache names for a moment."""
 _CREATED = ".created"
 _DISAGREE = (
-    "ranks disagree about the checkpoint: call it with the same path, step and max_file_bytes, and with models and "
-    "optimizers that have the same parameters, state and options, on every rank"
+    "ranks disagree about the checkpoint: call it with the same path, step, asynchronous and max_file_bytes, and "
+    "with models and optimizers that have the same parameters, state and options, on every rank"
 )
 
 _host_memory: weakref.WeakKeyDictionary[Engine, HostMemory] = weakref.WeakKeyDictionary()
@@ -88,7 +88,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
         writing = _plan(target, model, optimizer, peers, max_file_bytes)
         _take_along(files or {}, writing)
         writing.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
-    peers.agree(f"{target.name}|{step}|{writing.describe()}", _DISAGREE)
+    peers.agree(f"{target.name}|{step}|{bool(asynchronous)}|{writing.describe()}", _DISAGREE)
     rows = by_rank.differing(writing.whole, peers)
     if rows:
         writing.kinds.append(Kind(tensor_files.plan(by_rank.STEM, rows, max_file_bytes), rows))
