@@ -86,7 +86,7 @@ def test_runs_are_killed_at_random_moments(tmp_path: Path) -> None:
 def test_unknown_engine_is_one_line() -> None:
     done = _run("peers.py", "--engines", "fsdp3")
     assert done.returncode == 1
-    assert done.stderr.startswith("unknown engine 'fsdp3'; known are ddp")
+    assert done.stderr.startswith("unknown engine 'fsdp3'; known are alone, ddp")
 
 
 def test_targets_compare_round_by_round() -> None:

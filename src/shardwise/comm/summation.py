@@ -62,10 +62,8 @@ class RankOrderSum:
     def _scratch_for(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Tensor]:
         if dtype not in self._scratch or self._scratch[dtype][0].numel() < numel:
             with torch.inference_mode(False):
-                self._scratch[dtype] = (
-                    torch.empty(numel, dtype=dtype, device="cpu"),
-                    torch.empty(numel, dtype=dtype, device="cpu"),
-                )
+                one, other = (torch.empty(numel, dtype=dtype, device="cpu") for _ in range(2))
+                self._scratch[dtype] = (one, other)
         return self._scratch[dtype]
 
 

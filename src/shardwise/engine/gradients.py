@@ -104,9 +104,7 @@ class Gradients:
         count = sum(len(group.sharded) for unit in units for group in unit.groups)
         self._moving = torch.zeros(count, dtype=torch.uint8, device=self._mesh.device)
         through_host = self._moving.device.type != "cpu" and not self._mesh.is_dry
-        self._flags = (
-            torch.zeros(count, dtype=torch.uint8, device="cpu", pin_memory=True) if through_host else self._moving
-        )
+        self._flags = self._moving.cpu().pin_memory() if through_host else self._moving
 
     def _plan_arena(self, units: Sequence[Unit], nesting: int) -> None:
         """Slots for the most that each unit has had to reduce, so that freezing and thawing in turn (a GAN's two
