@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shardwise.errors import UserError
+
 _LEAST = {
     "num_hidden_layers": 0,
     "num_attention_heads": 1,
@@ -10,6 +12,12 @@ _LEAST = {
     "intermediate_size": 1,
     "vocab_size": 1,
 }
+
+
+def check_sizes(model_type: str, config: object, error: type[UserError]) -> None:
+    """Raise `error` for a configuration that no model of the type can have; see `impossible_size`."""
+    if wrong := impossible_size(config):
+        raise error(f"there is no such {model_type}: {wrong}")
 
 
 def impossible_size(config: object) -> str | None:

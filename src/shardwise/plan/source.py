@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.errors import PlanError, one_line
 from shardwise.modules.factory import load_factory
-from shardwise.modules.sizes import impossible_size
+from shardwise.modules.sizes import check_sizes
 from shardwise.suggest import did_you_mean, nearest_path
 
 Builder = Callable[[], nn.Module]
@@ -231,18 +231,13 @@ def _filled(config: Mapping[str, Any]) -> Any:
 
     values = json.loads(json.dumps(config))  # transformers takes nested tables for its own
     model_type = values.pop("model_type")
-    _check_sizes(model_type, SimpleNamespace(**values))  # before transformers divides by them
+    check_sizes(model_type, SimpleNamespace(**values), PlanError)  # before transformers divides by them
     with _explained(model_type):
         filled = CONFIG_MAPPING[model_type](
             **{key: value for key, value in values.items() if key not in _NOT_THE_SHAPE}
         )
-    _check_sizes(model_type, filled)
+    check_sizes(model_type, filled, PlanError)
     return filled
-
-
-def _check_sizes(model_type: str, config: object) -> None:
-    if wrong := impossible_size(config):
-        raise PlanError(f"there is no such {model_type}: {wrong}")
 
 
 def _build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:

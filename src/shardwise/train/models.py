@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, one_line
 from shardwise.modules.factory import load_factory
-from shardwise.modules.sizes import impossible_size
+from shardwise.modules.sizes import check_sizes
 from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train import paths
 from shardwise.train.config import ModelConfig
@@ -124,7 +124,7 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
     positions = blank.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if positions not in values and getattr(blank, positions, text.seq_len) < text.seq_len:
         values.setdefault("max_position_embeddings", text.seq_len)
-    _check_sizes(model_type, SimpleNamespace(**values))  # before transformers divides by them
+    check_sizes(model_type, SimpleNamespace(**values), ConfigError)  # before transformers divides by them
     try:
         filled: PreTrainedConfig = config_class(**values)
     except Exception as error:
@@ -133,7 +133,7 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
 
 
 def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
-    _check_sizes(hf_config.model_type, hf_config)
+    check_sizes(hf_config.model_type, hf_config, ConfigError)
     vocab_size = getattr(hf_config, "vocab_size", None)
     if vocab_size is not None and vocab_size < text.vocab_size:
         raise ConfigError(
@@ -145,11 +145,6 @@ def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
         raise ConfigError(
             f"data.seq_len={text.seq_len} is more than the model's max_position_embeddings={positions}; lower seq_len"
         )
-
-
-def _check_sizes(model_type: str, config: object) -> None:
-    if wrong := impossible_size(config):
-        raise ConfigError(f"[model]: there is no such {model_type}: {wrong}")
 
 
 def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
