@@ -7,23 +7,20 @@ autograd is done. Whatever is gathered at other times is gathered on demand, by 
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from shardwise.comm.protocol import BufferKind
 from shardwise.engine.arena import Arena, Slot, size_classes
-from shardwise.engine.call import Call, exchange_input, exchange_tensors, first_differentiable, output_tensors
+from shardwise.engine.call import Call
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.saved import SavedTensors
@@ -31,6 +28,7 @@ from shardwise.engine.schedule import Event, Phase, Schedule
 from shardwise.engine.unit import Unit, UnitState
 from shardwise.errors import ConfigError, UsageError
 from shardwise.modules.newcomers import Newcomers
+from shardwise.modules.trees import cast_tensors, exchange_input, exchange_tensors, first_differentiable, output_tensors
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 
@@ -245,7 +243,7 @@ class Engine:
             unit.show_inner()
         self._prefetch()
         if unit is self.root and self.precision.cast_inputs and self.precision.param is not None:
-            args, kwargs = _cast((args, kwargs), self.precision.param)
+            args, kwargs = cast_tensors((args, kwargs), self.precision.param)
         if torch.is_grad_enabled():
             call.token = self.saved.push()
             args, kwargs = self._mark_input(call, args, kwargs)
@@ -264,7 +262,7 @@ class Engine:
         self.depth -= 1
         unit.forward_depth -= 1
         if unit is self.root and self.precision.output is not None:
-            output = _cast(output, self.precision.output)
+            output = cast_tensors(output, self.precision.output)
         output = self._watch_outputs(call, output)
         if unit.forward_depth == 0 and unit.backward_depth == 0:
             self._leave_forward(unit, call)
@@ -468,19 +466,3 @@ class Engine:
             unit.backward_depth = 0
             if unit.state is not UnitState.SHARDED:
                 self._release(unit)
-
-
-def _cast(tree: Any, name: str) -> Any:
-    """Floating-point tensors of a pytree in another dtype, in copies of dataclasses too."""
-    dtype: torch.dtype = getattr(torch, name)
-
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        if is_dataclass(value) and not isinstance(value, type):
-            value = copy.copy(value)
-            for field in fields(value):
-                object.__setattr__(value, field.name, tree_map(cast, getattr(value, field.name)))
-        return value
-
-    return tree_map(cast, tree)

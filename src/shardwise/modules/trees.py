@@ -1,0 +1,107 @@
+"""Tensors inside what modules are given and what they return."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from types import MemberDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+_DEEPEST = 5
+
+
+def first_differentiable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The first tensor that requires a gradient, among arguments and inside plain tuples (which nobody can be
+    sharing and mutating, so one may be rebuilt)."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return value
+        elif type(value) is tuple:
+            found = first_differentiable(value, {})
+            if found is not None:
+                return found
+    return None
+
+
+def exchange_input(value: Any, old: Tensor, new: Tensor) -> Any:
+    """`value`, an argument, with `new` wherever it is or holds `old`: what is one tensor to the module stays one.
+    Tuples without it are the same objects."""
+    if value is old:
+        return new
+    if type(value) is not tuple:
+        return value
+    items = tuple(exchange_input(item, old, new) for item in value)
+    return value if all(item is before for item, before in zip(items, value, strict=True)) else items
+
+
+def output_tensors(output: object, depth: int = 0) -> Iterator[Tensor]:
+    """Every tensor in a module's output: in tuples, lists, mappings, dataclasses, plain objects, some levels deep."""
+    if isinstance(output, Tensor):
+        yield output
+    elif depth < _DEEPEST:
+        for item in _items(output):
+            yield from output_tensors(item, depth + 1)
+
+
+def exchange_tensors(output: Any, exchange: Callable[[Tensor], Tensor], depth: int = 0) -> Any:
+    """`output` with `exchange` of each tensor that `output_tensors` finds: tuples and sets anew, the rest in place."""
+    if isinstance(output, Tensor):
+        return exchange(output)
+    if depth >= _DEEPEST or output is None or isinstance(output, (str, bytes, int, float, type, nn.Module)):
+        return output
+    if isinstance(output, (tuple, set, frozenset)):
+        items = [exchange_tensors(item, exchange, depth + 1) for item in output]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    if isinstance(output, list):
+        output[:] = [exchange_tensors(item, exchange, depth + 1) for item in output]
+    elif isinstance(output, MutableMapping):
+        for key in list(output):
+            output[key] = exchange_tensors(output[key], exchange, depth + 1)
+    else:
+        for name, item in _attributes(output):
+            object.__setattr__(output, name, exchange_tensors(item, exchange, depth + 1))
+    return output
+
+
+def _items(value: object) -> Iterable[object]:
+    if value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
+        return ()
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    return [item for _, item in _attributes(value)]
+
+
+def _attributes(value: object) -> list[tuple[str, Any]]:
+    """What an object of Python's holds, in its dictionary and in slots."""
+    held = list(getattr(value, "__dict__", {}).items())
+    for members in (vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)):
+        for name, member in members.items():
+            if isinstance(member, MemberDescriptorType):
+                with suppress(AttributeError):  # never set
+                    held.append((name, member.__get__(value)))
+    return held
+
+
+def cast_tensors(tree: Any, name: str) -> Any:
+    """Floating-point tensors of a pytree in another dtype (torch's name for it), in copies of dataclasses too."""
+    dtype: torch.dtype = getattr(torch, name)
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if is_dataclass(value) and not isinstance(value, type):
+            value = copy.copy(value)
+            for field in fields(value):
+                object.__setattr__(value, field.name, tree_map(cast, getattr(value, field.name)))
+        return value
+
+    return tree_map(cast, tree)
