@@ -75,6 +75,29 @@ def detached_reduce_buffer() -> None:
         assert tensor.eq(comm.world_size - 1).all()
 
 
+def advanced() -> tuple[float, float]:
+    """What a reduction's output holds before the last rank is there, and once advanced after."""
+    comm = collectives("shm")
+    is_last = comm.rank == comm.world_size - 1
+    buffer = comm.allocate(4 * comm.world_size, BufferKind.REDUCE)
+    comm.claim(buffer)
+    flat, out = buffer.bytes.view(torch.float32), torch.full((1,), -1.0)
+    flat.fill_(comm.rank + 1)
+    reductions = (Reduction(flat, out, False),)
+    if not is_last:
+        comm.reduce_scatter(buffer, reductions)
+        comm.advance()
+    before = out.item()
+    comm.barrier()
+    if is_last:
+        comm.reduce_scatter(buffer, reductions)
+    comm.barrier()
+    comm.advance()
+    comm.barrier()  # everybody's sum is formed, though nobody waited for it
+    comm.claim(buffer)
+    return before, out.item()
+
+
 def poison() -> None:
     comm = collectives("shm", poison=True)
     buffer = comm.allocate(1001 * 4, BufferKind.GATHER)
@@ -198,6 +221,13 @@ def inference_and_fill(nbytes: int) -> tuple[bool, int, int]:
 def test_detach_leaves_stashed_views_their_values(ranks: RankPools, world_size: int) -> None:
     ranks(world_size).run(detached_views)
     ranks(world_size).run(detached_reduce_buffer)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_are_formed_as_soon_as_everybody_is_there(ranks: RankPools, world_size: int) -> None:
+    """Not before, and without waiting: a rank that is ahead then finds the slot free when it wants it again."""
+    total = world_size * (world_size + 1) / 2
+    assert ranks(world_size).run(advanced) == [(-1, total)] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -41,6 +41,9 @@ class PrivateBuffers:
     def detach(self, buffer: Buffer) -> Buffer:
         return self._buffer(buffer.bytes.numel(), buffer.kind, buffer.index)
 
+    def advance(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 

@@ -86,6 +86,10 @@ class Counter:
         self._head[self._own + 1 + value % 2] = signature
         self._head[self._own] = value
 
+    def reached(self, value: int) -> bool:
+        """Whether every rank has posted `value`."""
+        return all(self._head[word] >= value for _, word in self._peers)
+
     def wait(self, value: int, op: str, signature: int = 0) -> None:
         """Return when every rank has posted `value`, having met the same signature.
 

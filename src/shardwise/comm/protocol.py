@@ -132,6 +132,9 @@ class Collectives(Protocol):
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
         """Sum each flat buffer over the ranks, each rank keeping its own slice in `out`."""
 
+    def advance(self) -> None:
+        """Do what is left of reductions under way on this rank where nobody has to be waited for. Not collective."""
+
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
         """In place on any contiguous tensor (need not be in a buffer), op "sum" or "max". Large tensors travel as
         reduce-scatter + all-gather. Sums are bit-identical on all ranks. `after`: what writes the tensor, perhaps in

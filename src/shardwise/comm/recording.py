@@ -84,6 +84,9 @@ class RecordingCollectives:
         self._record("reduce_scatter", buffer, nbytes, tuple(r.flat.dtype for r in reductions))
         return self.inner.reduce_scatter(buffer, reductions)
 
+    def advance(self) -> None:
+        self.inner.advance()
+
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
         # As a reduce-scatter and an all-gather.
         nbytes = tensor.numel() * tensor.itemsize

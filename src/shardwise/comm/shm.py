@@ -106,8 +106,15 @@ class ShmCollectives:
                 terms = [slice_of(theirs, self.rank, self.world_size) for theirs in slot.everybodys(r.flat)]
                 self._sum(terms, r.out, r.accumulate)
             slot.finished.post(arrival.use)
+            slot.scattering = None
 
+        slot.scattering = arrival
         return _Deferred(slot, arrival, sum_own_slices)
+
+    def advance(self) -> None:
+        for slot in self._reduce_slots.values():
+            if slot.scattering is not None and slot.scattering.is_there():
+                slot.pending.wait()
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
@@ -201,6 +208,8 @@ class _Slot:
         self.uses = 0
         """How often this rank has posted the buffer: gathers, or reductions (an all_reduce counts twice)."""
         self.pending: Work = FINISHED
+        self.scattering: _Arrival | None = None
+        """What `pending` waits for, if it then waits for nobody again."""
         self._nbytes = nbytes
         parts = world_size if kind is BufferKind.REDUCE else 1
         self._segment = Segment(group, lines=3 * world_size, parts=parts, part_bytes=nbytes)
@@ -235,6 +244,9 @@ class _Arrival:
         self.op = op
         self._posted = slot.posted
         self._signature = signature
+
+    def is_there(self) -> bool:
+        return self._posted.reached(self.use)
 
     def wait(self) -> None:
         self._posted.wait(self.use, self.op, self._signature)

@@ -153,6 +153,7 @@ class Gradients:
                 "Use torch.autograd.grad over sw.unsharded(model) for second derivatives"
             )
         unit.add_gradient(key, grad, self._scaled)
+        self._collectives.advance()
 
     def reduce(self, unit: Unit) -> None:
         """Start reducing the unit's slot, if it has one; missing gradients count as zeros. It is waited for when the
