@@ -61,6 +61,8 @@ def run_job(job: Job, timeout_s: float = 1800.0) -> list[RankReport]:
     extra = {"OMP_NUM_THREADS": str(job.threads)}
     if job.count_bytes:
         extra["SHARDWISE_COLLECTIVES"] = "gloo"  # shared memory would bypass c10d and the loopback interface
+    if job.keep_freed:
+        extra |= {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         job.save(directory / "job.json")

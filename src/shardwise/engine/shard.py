@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.engine.agreement import agree_on_layout, agree_on_values
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Dtypes, Group
+from shardwise.engine.heap import keep_freed_memory
 from shardwise.engine.mesh import Mesh, build_mesh, spans_of
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
@@ -99,6 +100,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     adopted = [_take_over(model.get_submodule(fqn)) for fqn in below]
     secondary = None if isinstance(resharding, bool) else resharding
     groups = adopted[0].mesh if adopted else build_mesh(strategy, mesh, secondary, None)
+    if groups.device.type == "cpu" and not groups.is_dry:
+        keep_freed_memory()
     engine = Engine(groups, strategy, precision, slots, keeps_params=not resharding)
     own = _build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
     engine.install(_in_module_order(model, own, old, groups))
