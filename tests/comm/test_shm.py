@@ -98,6 +98,21 @@ def advanced() -> tuple[float, float]:
     return before, out.item()
 
 
+def advanced_in_order() -> float:
+    """What two reductions in the younger buffer and then the older one leave in one output: the second adds to it."""
+    comm = collectives("shm")
+    buffers = [comm.allocate(4 * comm.world_size, BufferKind.REDUCE) for _ in range(2)]
+    out = torch.full((1,), -1.0)
+    for buffer, accumulate, value in ((buffers[1], False, 10), (buffers[0], True, 1)):
+        comm.claim(buffer)
+        flat = buffer.bytes.view(torch.float32)
+        flat.fill_(value)
+        comm.reduce_scatter(buffer, (Reduction(flat, out, accumulate),))
+    comm.barrier()
+    comm.advance()
+    return out.item()
+
+
 def poison() -> None:
     comm = collectives("shm", poison=True)
     buffer = comm.allocate(1001 * 4, BufferKind.GATHER)
@@ -228,6 +243,10 @@ def test_sums_are_formed_as_soon_as_everybody_is_there(ranks: RankPools, world_s
     """Not before, and without waiting: a rank that is ahead then finds the slot free when it wants it again."""
     total = world_size * (world_size + 1) / 2
     assert ranks(world_size).run(advanced) == [(-1, total)] * world_size
+
+
+def test_sums_are_formed_in_the_order_of_their_reductions(ranks: RankPools) -> None:
+    assert ranks(2).run(advanced_in_order) == [22, 22]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

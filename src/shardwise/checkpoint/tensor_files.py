@@ -42,7 +42,7 @@ _CHUNK_BYTES = 32 * 2**20
 """Staged at once where a piece cannot be written, or read into, as it lies in memory."""
 _PART_BYTES = 4 * 2**20
 """Read at once where it can."""
-_IN_FLIGHT = 3
+_IN_FLIGHT = 6
 """Reads that the disk is given at a time."""
 
 

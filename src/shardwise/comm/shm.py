@@ -50,6 +50,8 @@ class ShmCollectives:
         self._watch = Watch(group, _timeout_s(group))
         self._slots: list[_Slot] = []
         self._reduce_slots: dict[int, _Slot] = {}  # by the address of this rank's own memory
+        self._scattering: list[_Deferred] = []
+        """Reductions that wait for nobody once everybody has posted, in their order."""
         self._sum = RankOrderSum()
         stage = Segment(group, lines=self.world_size, parts=self.world_size, part_bytes=2 * STAGE_BYTES)
         self._stages = stage.map(0, self.world_size, populate=False).view(self.world_size, 2, STAGE_BYTES)
@@ -106,15 +108,16 @@ class ShmCollectives:
                 terms = [slice_of(theirs, self.rank, self.world_size) for theirs in slot.everybodys(r.flat)]
                 self._sum(terms, r.out, r.accumulate)
             slot.finished.post(arrival.use)
-            slot.scattering = None
 
-        slot.scattering = arrival
-        return _Deferred(slot, arrival, sum_own_slices)
+        work = _Deferred(slot, arrival, sum_own_slices)
+        self._scattering = [*(other for other in self._scattering if not other.is_done), work]
+        return work
 
     def advance(self) -> None:
-        for slot in self._reduce_slots.values():
-            if slot.scattering is not None and slot.scattering.is_there():
-                slot.pending.wait()
+        for work in self._scattering:  # in their order: a later one may add to what an earlier one writes
+            if not work.is_ready():
+                return
+            work.wait()
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
@@ -149,6 +152,7 @@ class ShmCollectives:
             slot.pending = FINISHED  # it refers back to its slot
         self._slots.clear()
         self._reduce_slots.clear()
+        self._scattering.clear()
 
     def _map(self, slot: _Slot) -> Buffer:
         buffer = Buffer(slot.map_own(), slot.kind, slot.index)
@@ -208,8 +212,6 @@ class _Slot:
         self.uses = 0
         """How often this rank has posted the buffer: gathers, or reductions (an all_reduce counts twice)."""
         self.pending: Work = FINISHED
-        self.scattering: _Arrival | None = None
-        """What `pending` waits for, if it then waits for nobody again."""
         self._nbytes = nbytes
         parts = world_size if kind is BufferKind.REDUCE else 1
         self._segment = Segment(group, lines=3 * world_size, parts=parts, part_bytes=nbytes)
@@ -258,6 +260,14 @@ class _Deferred:
     def __init__(self, slot: _Slot, arrival: _Arrival, finish: Callable[[], None]) -> None:
         slot.pending = self
         self._left: tuple[_Slot, _Arrival, Callable[[], None]] | None = slot, arrival, finish
+
+    @property
+    def is_done(self) -> bool:
+        return self._left is None
+
+    def is_ready(self) -> bool:
+        """Whether everybody has posted."""
+        return self._left is None or self._left[1].is_there()
 
     def wait(self) -> None:
         if self._left is None:
