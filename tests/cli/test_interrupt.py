@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint import latest, verify
+from shardwise.cli.launch import STOPPING
 from shardwise.train import trainer
 from shardwise.train.config import load
 from tests.ranks import RankPools
@@ -128,7 +129,7 @@ def test_an_interrupted_run_is_saved_and_goes_on_bit_exactly(start: Start, ranks
     process = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=1000")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "interrupted\n")
+    assert (process.returncode, err) == (130, f"{STOPPING}\ninterrupted\n")
     step = saved_where_it_ended()
     assert f"interrupted after step {step}: saved as runs/tiny/checkpoints/step-{step:06d}" in out
     here = str(Path.cwd())

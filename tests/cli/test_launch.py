@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.launch import STOPPING
+
 from .conftest import Start, Started
 
 ON_RANK_1 = """
@@ -172,7 +174,7 @@ def test_an_interrupt_lets_every_rank_save(start: Start, tmp_path: Path) -> None
     command = _start_and_wait(start, SAVES_ON_INTERRUPT)
     command.interrupt()
     ended = command.end(timeout_s=30)
-    assert (ended.status, ended.err) == (130, "interrupted\n")
+    assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
@@ -212,7 +214,7 @@ except KeyboardInterrupt:
     command = _start_and_wait(start, scenario)
     command.interrupt()
     ended = command.end(timeout_s=30)
-    assert (ended.status, ended.err) == (130, "interrupted\n")
+    assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
 
 
 def test_a_failure_while_saving_is_not_an_interrupt(start: Start) -> None:
@@ -235,7 +237,7 @@ time.sleep(600)
     command = _start_and_wait(start, scenario, shorter)
     command.interrupt()
     ended = command.end(timeout_s=15)
-    assert (ended.status, ended.err) == (130, "interrupted\n")
+    assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
 
 
 @pytest.mark.parametrize(

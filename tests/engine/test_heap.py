@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from shardwise.engine.heap import keep_freed_memory
+from shardwise.errors import ConfigError
+
 # 200 MB in blocks of 10 MB: freed, they are the top of the heap. What a third round faults in tells
 # whether they stayed: one block may still find its place in a third round.
 SCRIPT = """
@@ -51,3 +54,9 @@ def test_what_was_freed_is_used_again() -> None:
 )
 def test_who_chose_is_left_alone(choice: dict[str, str]) -> None:
     assert faults(keep=True, **choice) > ALL_PAGES / 2
+
+
+def test_what_is_neither_yes_nor_no_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_KEEP_FREED", "false")
+    with pytest.raises(ConfigError, match=r"SHARDWISE_KEEP_FREED='false': 1 or 0"):
+        keep_freed_memory()

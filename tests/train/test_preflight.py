@@ -11,7 +11,7 @@ import torch
 from shardwise.checkpoint import convert
 from shardwise.errors import ConfigError
 from shardwise.train.config import load
-from shardwise.train.preflight import check
+from shardwise.train.preflight import check, crowding
 from shardwise.train.ranks import Ranks
 from shardwise.train.run_claim import claimed
 from shardwise.train.run_directory import RunDirectory
@@ -77,3 +77,12 @@ def test_directories_that_may_not_be_read(room: Path) -> None:
             claimed(run.path, alone, print).__enter__()
         with pytest.raises(ConfigError, match=r"data\.tokenizer=.* cannot be read: Permission denied"):
             load_tokenizer(f"{run.path}/tokenizer")
+
+
+def test_more_ranks_than_cores_are_told(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    assert crowding(check(load(room / "tiny.toml", ["parallel.ranks=3"]))) is None
+    said = crowding(check(load(room / "tiny.toml", ["parallel.ranks=4"])))
+    assert said == "parallel.ranks=4 on 3 cores: the ranks take turns, and start slowly"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert crowding(check(load(room / "tiny.toml", ["parallel.ranks=4"]))) is None

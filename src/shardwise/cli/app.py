@@ -78,9 +78,12 @@ def train(
         return run_under_torchrun(config, overrides or (), debug)
 
     from shardwise.cli.launch import launch
-    from shardwise.train.preflight import check
+    from shardwise.train.preflight import check, crowding
 
-    return launch(check(load(config, overrides or ())), debug)
+    fitted = check(load(config, overrides or ()))
+    if note := crowding(fitted):
+        print(note, flush=True)
+    return launch(fitted, debug)
 
 
 @app.command()

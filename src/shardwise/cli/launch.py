@@ -28,6 +28,7 @@ from shardwise.train.config import Config, dump_toml
 LOOPBACK = "127.0.0.1"
 STRAGGLER_GRACE_S = 20.0
 """After an interrupt: how long ranks may run on once the first of them has ended."""
+STOPPING = "stopping when the step under way is done; interrupt again to stop at once"
 
 
 def launch(config: Config, debug: bool = False) -> Exit:
@@ -158,6 +159,8 @@ class _Interrupt:
         for pid in pids:
             with suppress(ProcessLookupError):  # ended by itself: torchrun is about to notice
                 os.kill(pid, signal.SIGINT)
+        below_progress = "\n" if sys.stderr.isatty() else ""
+        os.write(sys.stderr.fileno(), f"{below_progress}{STOPPING}\n".encode())  # `print` may be what was interrupted
         threading.Thread(target=self._end_stragglers, daemon=True).start()
 
     def _leave(self, pids: list[int]) -> NoReturn:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 
+from shardwise.errors import ConfigError
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST_IN_HEAP = 32 * 2**20
@@ -21,10 +23,15 @@ def keep_freed_memory() -> None:
 
     Nothing happens where the user chose (`SHARDWISE_KEEP_FREED=0`, or any of glibc's own settings of malloc in the
     environment), or under another C library.
+
+    Raises ConfigError for a `SHARDWISE_KEEP_FREED` that is neither 0 nor 1.
     """
+    asked = os.environ.get("SHARDWISE_KEEP_FREED", "1")
+    if asked not in {"0", "1"}:
+        raise ConfigError(f"SHARDWISE_KEEP_FREED={asked!r}: 1 or 0")
     settings = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
     chosen = any(name in os.environ for name in settings) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if chosen or os.environ.get("SHARDWISE_KEEP_FREED", "1") == "0":
+    if chosen or asked == "0":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,5 +1,6 @@
 """What can be wrong with a run before any rank is started: files, devices, ranks that do not fit."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -27,6 +28,18 @@ def check(config: Config) -> Config:
     fitted = config.for_ranks(_ranks(config))
     _check_files(fitted)
     return fitted
+
+
+def crowding(config: Config) -> str | None:
+    """A line for whoever asks for more CPU ranks than this machine has cores; None where there is a core a rank.
+
+    config: fitted to its ranks.
+    """
+    ranks, cores = config.parallel.ranks, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    cores = cores or os.cpu_count() or 1
+    if torch.cuda.device_count() or not isinstance(ranks, int) or ranks <= cores:
+        return None
+    return f"parallel.ranks={ranks} on {cores} core{'s' if cores > 1 else ''}: the ranks take turns, and start slowly"
 
 
 def check_devices(local_ranks: int) -> None:
