@@ -1,5 +1,6 @@
 """One rank that saves and loads: `torchrun -m benchmarks.store_worker JOB.json REPORT_DIRECTORY`."""
 
+import ctypes
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from benchmarks import gpt, page_cache
 from benchmarks.gpt import GPTShape
 from benchmarks.job import error_path
 from benchmarks.stores import STORES, Store, digest
+
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def _measured(function: Callable[[], Any]) -> tuple[float, int]:
     if dist.get_rank() == 0:
         os.sync()  # what was written before is not to be waited for
     dist.barrier()
+    _libc.malloc_trim(0)  # free memory that a process keeps would hide what is taken of it
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _rss_bytes("VmRSS")
     start_s = time.perf_counter()

@@ -178,6 +178,16 @@ def test_an_interrupt_lets_every_rank_save(start: Start, tmp_path: Path) -> None
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
+def test_ranks_save_though_nobody_reads_what_is_said(start: Start, tmp_path: Path) -> None:
+    """As in `shardwise train ... 2>&1 | tee log`, where Ctrl-C ends tee."""
+    command = _start_and_wait(start, SAVES_ON_INTERRUPT)
+    assert command.process.stderr is not None
+    command.process.stderr.close()
+    command.interrupt()
+    command.process.wait(timeout=30)
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
 def test_a_second_interrupt_does_not_wait(start: Start) -> None:
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print('training', flush=True); time.sleep(600)"
     command = _start_and_wait(start, deaf)

@@ -93,9 +93,10 @@ def advanced() -> tuple[float, float]:
         comm.reduce_scatter(buffer, reductions)
     comm.barrier()
     comm.advance()
-    comm.barrier()  # everybody's sum is formed, though nobody waited for it
+    after = out.item()  # formed, though nobody waited for it
+    comm.barrier()
     comm.claim(buffer)
-    return before, out.item()
+    return before, after
 
 
 def advanced_in_order() -> float:

@@ -59,6 +59,17 @@ def test_units_whose_inputs_want_no_gradient() -> None:
     Twins(Tables, units={nn.Embedding}).train(steps=4)
 
 
+@on_ranks(2)
+def test_sums_may_be_formed_after_every_gradient() -> None:
+    """Else a rank would wait at each unit until the others are there to free its slot."""
+    twins = Twins(lambda: Net(depth=4))
+    group, asked = twins.engine.mesh.shard, []
+    advance = group.advance
+    group.advance = lambda: (asked.append(1), advance())[1]  # type: ignore[method-assign, func-returns-value]
+    squares(twins.sharded, batch(0)).backward()
+    assert len(asked) == len(list(twins.sharded.parameters()))
+
+
 # Gradients that find no slot ------------------------------------------------------------------------------------------
 
 

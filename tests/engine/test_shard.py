@@ -201,6 +201,42 @@ def test_a_second_shard_on_an_ancestor_adopts_units(used_before: bool, strategy:
         sw.shard(model)
 
 
+@on_ranks(2)
+def test_units_are_adopted_after_a_backward_that_raised() -> None:
+    """While sums of its later units were under way. What was the root has no parameters, so it is no unit any more."""
+    plain, model = seeded(Stacked), seeded(Stacked)
+    sw.shard(model.inner, units={nn.Linear})  # type: ignore[arg-type]
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    first: Any = model.inner[0]  # type: ignore[index]
+    handle = first.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        squares(model.inner, batch(0)).backward()  # type: ignore[arg-type]
+    handle.remove()
+    sw.shard(model, units={nn.Linear})
+    twins = Twins.__new__(Twins)
+    twins.world_size, twins.loss, twins.shape, twins.steps = dist.get_world_size(), squares, (5, 4), 0
+    twins.plain, twins.sharded, twins.engine = plain, model, require_engine(model)
+    twins.optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (plain, model)]
+    model.zero_grad()
+    twins.train(3)
+
+
+class Stacked(nn.Module):
+    """Five layers of one size; four of them make a model of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.leave = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.leave(torch.tanh(self.inner(x)))
+        return out
+
+
 def halves() -> DeviceMesh:
     """Groups of two ranks of four."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

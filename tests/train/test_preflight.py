@@ -81,6 +81,7 @@ def test_directories_that_may_not_be_read(room: Path) -> None:
 
 def test_more_ranks_than_cores_are_told(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert crowding(check(load(room / "tiny.toml", ["parallel.ranks=3"]))) is None
     said = crowding(check(load(room / "tiny.toml", ["parallel.ranks=4"])))
     assert said == "parallel.ranks=4 on 3 cores: the ranks take turns, and start slowly"

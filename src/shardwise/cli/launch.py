@@ -63,7 +63,7 @@ def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         directory = Path(name)
         _set_environment(name)
-        interrupt = _Interrupt(directory, ranks)
+        interrupt = _Interrupt(directory, ranks, STOPPING if task == "train" else "stopping")
         failures: Mapping[int, ProcessFailure] = {}
         stopped = False
         try:
@@ -132,10 +132,12 @@ class _Interrupt:
     Ranks live in sessions of their own, so a terminal's Ctrl-C reaches only the launcher.
     """
 
-    def __init__(self, directory: Path, ranks: int) -> None:
+    def __init__(self, directory: Path, ranks: int, says: str) -> None:
+        """`says`: a line for the first interrupt."""
         self.received = False
         self._directory = directory
         self._ranks = ranks
+        self._says = says
         self._ended = threading.Event()
 
     @contextmanager
@@ -159,9 +161,10 @@ class _Interrupt:
         for pid in pids:
             with suppress(ProcessLookupError):  # ended by itself: torchrun is about to notice
                 os.kill(pid, signal.SIGINT)
-        below_progress = "\n" if sys.stderr.isatty() else ""
-        os.write(sys.stderr.fileno(), f"{below_progress}{STOPPING}\n".encode())  # `print` may be what was interrupted
         threading.Thread(target=self._end_stragglers, daemon=True).start()
+        with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more: ranks save all the same
+            below_progress = "\n" if sys.stderr.isatty() else ""
+            os.write(sys.stderr.fileno(), f"{below_progress}{self._says}\n".encode())  # `print` may be interrupted
 
     def _leave(self, pids: list[int]) -> NoReturn:
         """Not all ranks can listen yet, so there is nothing to save: end at once. A KeyboardInterrupt can get lost in

@@ -132,6 +132,8 @@ class Engine:
         self._arena = self._secondary = None
         for unit in self.units:
             unit.forget_slots()
+            if not unit.groups:
+                unit.unhook()
 
     @property
     def is_rank0(self) -> bool:
@@ -302,10 +304,7 @@ class Engine:
 
         Where the root is only a container (a GAN's halves, each called), all calls up to a backward make one step.
         """
-        if self.in_backward:
-            self._abandon_backward()
-        if self.depth:
-            self._abandon_forward()
+        self.clear_up()
         self.saved.drain()
         for other in self.units if unit is self.root else ():
             other.awaited.clear()
@@ -446,6 +445,13 @@ class Engine:
         self.in_backward = False
 
     # After interruptions --------------------------------------------------------------------------------------------
+
+    def clear_up(self) -> None:
+        """Give up a backward or a forward that raised. Only between steps; every rank does so at the same point."""
+        if self.in_backward:
+            self._abandon_backward()
+        if self.depth:
+            self._abandon_forward()
 
     def _abandon_backward(self) -> None:
         self._open_calls.clear()

@@ -80,6 +80,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     precision, resharding = _settle(
         below, strategy, mesh, _checked_precision(precision), _checked_resharding(reshard_after_forward)
     )
+    for engine in below.values():
+        engine.clear_up()  # else modules may hold what they compute with, and it would be sharded
     ignored = list(ignored)
     skipped = {id(parameter) for parameter in ignored}
     plans = assign_parameters(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Region, Work
 from shardwise.engine.arena import Slot
@@ -96,6 +97,7 @@ class Unit:
         """Of the inner parameters."""
         self._shown_versions: list[int] = []
         self._engine: Engine | None = None
+        self._handles: tuple[RemovableHandle, ...] = ()
         self._hooked_leaves: set[int] = set()
         self._pinned_bytes: Tensor | None = None
         self._views: dict[int, tuple[int, list[list[Tensor]]]] = {}
@@ -201,9 +203,16 @@ class Unit:
         first = self._engine is None
         self._engine = engine
         if first:
-            self.module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            self.module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
+            self._handles = (
+                self.module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
+                self.module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True),
+            )
         self.hook_gradients()
+
+    def unhook(self) -> None:
+        """Report the module's forward no longer: nobody takes this unit over."""
+        for handle in self._handles:
+            handle.remove()
 
     def hook_gradients(self) -> None:
         """Hook leaves that want gradients and are not hooked yet."""
