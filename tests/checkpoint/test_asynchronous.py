@@ -21,13 +21,13 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.checkpoint import background, latest, verify
 from shardwise.checkpoint.correspondence import Correspondence
-from shardwise.checkpoint.host_copy import HostMemory
-from shardwise.checkpoint.piece import piece_of
+from shardwise.checkpoint.host_copy import Copies, HostMemory
+from shardwise.checkpoint.piece import memories, piece_of
 from shardwise.checkpoint.storage import LocalDirectory
 from shardwise.errors import CheckpointError
 from tests.checkpoint.states import build, everything, same, step
 from tests.engine.cases import Case
-from tests.engine.rig import events, on_ranks, recording
+from tests.engine.rig import batch, events, on_ranks, recording, squares
 from tests.ranks import RankPools, RanksHung
 
 CASE = Case("full_shard", 2)
@@ -202,6 +202,7 @@ def test_a_thread_that_cannot_be_started_is_everybodys_error(tmp_path: Path) -> 
         assert threading.active_count() == threads
         dist.barrier()  # rank 0 clears up
         assert list(tmp_path.iterdir()) == []
+    step(model, optimizer, 0)  # nothing is being copied
     save(tmp_path / "step-000001", model, optimizer)
     sw.checkpoint.wait(model)
     verify(tmp_path / "step-000001")
@@ -296,18 +297,97 @@ def test_the_second_copy_goes_into_the_same_pages() -> None:
     tensors = [torch.randn(1000), torch.arange(7), torch.ones(3, dtype=torch.bfloat16), torch.randn(300_000)]
     memory = HostMemory()
     pieces = [piece_of((str(i),), tensor) for i, tensor in enumerate(tensors)]
-    first = memory.copy(pieces)
+    first = memory.copy(pieces).pieces
     addresses = [piece.tensor.data_ptr() for piece in first]
     for tensor in tensors:
         tensor.mul_(2)
     faults = _faults()
-    second = memory.copy(pieces)
+    second = memory.copy(pieces).pieces
     assert _faults() - faults < 50  # 1.2 MB would be 294 pages
     assert [piece.tensor.data_ptr() for piece in second] == addresses
     for piece, tensor in zip(second, tensors, strict=True):
         assert torch.equal(piece.tensor, tensor)
         assert piece.tensor.data_ptr() % 64 == 0
     assert memory.nbytes < sum(tensor.nbytes for tensor in tensors) + 64 * len(tensors)
+
+
+@contextmanager
+def slow_copy() -> Iterator[threading.Event]:
+    """The thread copies nothing before the event is set, which the end does."""
+    original, opened = Copies.finish, threading.Event()
+
+    def waiting(copies: Copies) -> None:
+        assert opened.wait(20)
+        original(copies)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Copies, "finish", waiting)
+        try:
+            yield opened
+        finally:
+            opened.set()
+            background._under_way and background._under_way._thread.join()
+
+
+@pytest.mark.parametrize("case", [CASE, Case("hybrid_shard", 4)], ids=str)
+def test_optimizer_state_is_copied_while_training_computes(case: Case, ranks: RankPools, tmp_path: Path) -> None:
+    ranks(case.world_size).run(_copied_late, case, tmp_path)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "then" / name).read_bytes() == (tmp_path / "now" / name).read_bytes()
+
+
+def _copied_late(case: Case, tmp_path: Path) -> None:
+    model, optimizer = build(case)
+    step(model, optimizer, 0)
+    sw.checkpoint.save(tmp_path / "now", model, optimizer, step=0)
+    with slow_copy() as opened:
+        save(tmp_path / "then", model, optimizer)
+        squares(model, batch(1)).backward()
+        stepping = threading.Thread(target=optimizer.step)
+        stepping.start()
+        stepping.join(0.2)
+        assert stepping.is_alive()
+        opened.set()
+        stepping.join(20)
+        assert not stepping.is_alive()
+    sw.checkpoint.wait(model)
+    verify(tmp_path / "then")
+
+
+@on_ranks(2)
+def test_state_that_is_written_past_the_guard_fails_the_save(tmp_path: Path) -> None:
+    model, optimizer = build(CASE)
+    step(model, optimizer, 0)
+    with slow_copy() as opened:
+        save(tmp_path / "c", model, optimizer)
+        if dist.get_rank() == 1:
+            for state in optimizer.state.values():
+                state["exp_avg"].local.fill_(9)
+        opened.set()
+        with pytest.raises(CheckpointError, match=r"state '.*\.exp_avg' was written through its \.local"):
+            sw.checkpoint.wait(model)
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+    step(model, optimizer, 1)
+
+
+def test_what_is_copied_at_once() -> None:
+    """What nothing guards, what lies in memory that others write to, and what counts no versions."""
+    with torch.inference_mode():
+        uncounted = torch.ones(5)
+    tensors = [torch.ones(5), torch.ones(5), uncounted, torch.ones(5)]
+    pieces = [piece_of((str(i),), tensor) for i, tensor in enumerate(tensors)]
+    for piece in pieces[1:]:
+        piece.is_guarded = True
+    copies = HostMemory().copy(pieces, memories(tensors[3:]))
+    assert copies.waiting_bytes == tensors[1].nbytes
+    for tensor in tensors:
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.fill_(2)
+    assert [float(copies.pieces[i].tensor.sum()) for i in (0, 2, 3)] == [5, 5, 5]
+    copies.leave()
+    assert copies.waiting_bytes == 0
+    copies.finish()
 
 
 def _faults() -> int:

@@ -32,7 +32,8 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "foreach": lambda a, b: torch._foreach_addcdiv([a], [b], [b.abs() + 1], 0.1)[0],
     "foreach_numbers": lambda a, b: torch._foreach_addcmul([a], [b], [b], torch.tensor([0.3]))[0],
     "foreach_zero_dim": lambda a, b: torch._foreach_mul([a], torch.tensor(0.3))[0],
-    "foreach_power": lambda a, b: torch._foreach_pow(2.0, [a])[0],
+    # Of whole numbers: the last bit of others depends on whether an element comes in a vector or at the end, alone.
+    "foreach_power": lambda a, b: torch._foreach_pow(2.0, [a.mul(4).round()])[0],
 }
 
 

@@ -1,18 +1,68 @@
-"""Host memory that an asynchronous save copies this rank's bytes to: once a save, into the same pages every time."""
+"""Host memory that an asynchronous save copies this rank's bytes to: once a save, into the same pages every time.
+
+Two thirds of them, the optimizer's state, nobody writes to before the next step. They are copied by the thread that
+goes on to write them, while training computes, and whoever wants to write to them before that is done waits.
+"""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.piece import Piece
+from shardwise.checkpoint.piece import Piece, memory
+from shardwise.errors import CheckpointError
 from shardwise.layout.flat import round_up
+from shardwise.sharded.reading import Reading
 
 _ALIGN_BYTES = 64
+
+
+class Copies:
+    """The pieces of one save, with their numbers of the moment of the call in host memory once `finish` has run."""
+
+    def __init__(self, pieces: list[Piece], waiting: list[tuple[Piece, Tensor]]) -> None:
+        """
+        Args:
+            pieces: that will have them.
+            waiting: guarded pieces whose numbers are still to be copied, and where to.
+        """
+        self.pieces = pieces
+        self._waiting = [(piece, room, piece.tensor._version) for piece, room in waiting]
+        self._reading: Reading | None = None
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Still to be copied."""
+        return sum(room.nbytes for _, room, _ in self._waiting)
+
+    def guard(self) -> None:
+        """From here to `finish`, or `leave`, writes to pieces wait."""
+        if self._waiting:
+            self._reading = Reading()
+
+    def finish(self) -> None:
+        """Copy what has waited. In any thread. Raises CheckpointError if something was written past the guard."""
+        try:
+            for piece, room, version in self._waiting:
+                room.copy_(piece.tensor)
+                if piece.tensor._version != version:
+                    raise CheckpointError(
+                        f"optimizer state {piece.name!r} was written through its .local while an asynchronous save was "
+                        "copying it: write to the state itself, which waits, or before the save, or save without "
+                        "asynchronous=True"
+                    )
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Copy nothing more, and let writers go on."""
+        self._waiting = []
+        if self._reading is not None:
+            self._reading.end()
 
 
 class HostMemory:
@@ -25,10 +75,14 @@ class HostMemory:
     def nbytes(self) -> int:
         return self._buffer.numel()
 
-    def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def copy(self, pieces: Sequence[Piece], shared: Container[int] = ()) -> Copies:
         """The same pieces with their numbers of now, in this memory: what the last call returned is overwritten.
 
-        pieces: 1-D, of one device.
+        Guarded ones on the CPU are left for `Copies.finish`.
+
+        Args:
+            pieces: 1-D, of one device.
+            shared: memory (see `piece.memory`) that is written to in other ways: pieces in it are not left.
         """
         starts, nbytes = [], 0
         for piece in pieces:
@@ -38,21 +92,32 @@ class HostMemory:
         if nbytes > self.nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # first gone, so that both are never there
             self._buffer = _room(nbytes, pinned=bool(devices))
-        copies = []
+        copies, waiting = [], []
         for piece, start in zip(pieces, starts, strict=True):
             room = self._buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
-            copies.append(piece.with_tensor(room.copy_(piece.tensor, non_blocking=True)))
+            copies.append(piece.with_tensor(room))
+            if _can_wait(piece, shared):
+                waiting.append((piece, room))
+            else:
+                room.copy_(piece.tensor, non_blocking=True)
         for device in devices:  # the copies are behind the optimizer's step in the same stream
             torch.cuda.current_stream(device).synchronize()
-        return copies
+        return Copies(copies, waiting)
+
+
+def _can_wait(piece: Piece, shared: Container[int]) -> bool:
+    tensor = piece.tensor
+    if not piece.is_guarded or tensor.device.type != "cpu" or tensor.is_inference():  # which counts no versions
+        return False
+    return memory(tensor) not in shared
 
 
 def _room(nbytes: int, pinned: bool) -> Tensor:
     """Of its own mapping, in huge pages where there are any: a fresh small page costs more than to fill it."""
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -101,7 +101,9 @@ def _option(key: str, value: Any) -> Any:
 def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any:
     """What stands for one value of the state in JSON; a tensor is appended to `pieces`."""
     if isinstance(value, Tensor) and type(value) is type(parameter) is ShardedParameter:
-        pieces.append(piece_of((name,), value))
+        piece = piece_of((name,), value)
+        piece.is_guarded = True  # nothing else has an alias of it, as units have of their parameters
+        pieces.append(piece)
         return {"tensor": name}
     if isinstance(value, dict):  # in the document these stand for tensors
         raise UsageError(

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import background, by_rank, commit, manifest, names, tensor_files, training_state
 from shardwise.checkpoint.correspondence import Company, Correspondence, leave, note
-from shardwise.checkpoint.host_copy import HostMemory
+from shardwise.checkpoint.host_copy import Copies, HostMemory
 from shardwise.checkpoint.in_parts import InParts
 from shardwise.checkpoint.in_place import InPlace
 from shardwise.checkpoint.naming import is_transformers
 from shardwise.checkpoint.optimizer_state import optimizer_state
 from shardwise.checkpoint.peers import Peers, settle
-from shardwise.checkpoint.piece import Piece, pieces_to_write
+from shardwise.checkpoint.piece import Piece, memories, pieces_to_write
 from shardwise.checkpoint.remote import RemoteDirectory
 from shardwise.checkpoint.storage import Location, check_location, is_url
 from shardwise.checkpoint.target import Kind, Target, Written
@@ -66,7 +66,8 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
         step: of the training, not negative.
         extra: a dict of anything else that a resumed run needs, as JSON; `load` returns it. Rank 0's is saved.
         asynchronous: copy this rank's bytes to host memory, which is kept for the next time, and return; a thread
-            writes them. Whatever is saved is as it was at the call. The next call of this package waits for it and
+            writes them. Whatever is saved is as it was at the call: optimizer state on the CPU, which the thread copies
+            first of all, cannot be written to before it has. The next call of this package waits for the save and
             raises what went wrong; so does the end of the program, which then has status 1.
         max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
         files: small ones to go along, by name: a tokenizer's, for example. Rank 0's are saved.
@@ -95,7 +96,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     try:
         _begin(target, peers)
         if asynchronous:
-            _start(writing, peers, _host_memory.setdefault(engine, HostMemory()))
+            _start(writing, peers, _host_memory.setdefault(engine, HostMemory()), memories(model.parameters()))
         else:
             writing.run(peers)
     except Exception:
@@ -132,10 +133,12 @@ class _Writing:
         headers = [(name, file.header) for kind in self.kinds for name, file in kind.files.files.items()]
         return f"{headers}|{self.training['optimizer']}"
 
-    def run(self, company: Company) -> None:
-        """Write and commit, with the others."""
+    def run(self, company: Company, copies: Copies | None = None) -> None:
+        """Write and commit, with the others; first of all finish the `copies` of what is to be written."""
         messages, doing = self.target.messages, f"{self.target} cannot be written"
         with company.together(doing, seen=lambda: note(messages, _CREATED) is not None):
+            if copies is not None:
+                copies.finish()
             if company.is_first:
                 self.target.create(self.kinds)
                 leave(messages, _CREATED, {})
@@ -252,20 +255,29 @@ def _begin(target: Target, peers: Peers) -> None:
             time.sleep(0.02)
 
 
-def _start(writing: _Writing, peers: Peers, memory: HostMemory) -> None:
-    """Copy what this rank writes, and write the copy in a thread."""
+def _start(writing: _Writing, peers: Peers, memory: HostMemory, shared: set[int]) -> None:
+    """Copy what this rank writes, and write the copy in a thread.
+
+    shared: memory that is written to not only through the optimizer's state.
+    """
     target = writing.target
     company = Correspondence(target.messages, peers.rank, peers.world_size)
     with peers.together(f"{target} cannot be written"):
         company.introduce()
-        copies = iter(memory.copy([piece for kind in writing.kinds for piece in kind.pieces]))
-        kinds = [replace(kind, pieces=[next(copies) for _ in kind.pieces]) for kind in writing.kinds]
+        copies = memory.copy([piece for kind in writing.kinds for piece in kind.pieces], shared)
+        each = iter(copies.pieces)
+        kinds = [replace(kind, pieces=[next(each) for _ in kind.pieces]) for kind in writing.kinds]
     with peers.together(f"{target} cannot be written"):
         company.meet()
     copied = replace(writing, kinds=kinds)
     discard = target.discard if peers.is_first else lambda: None
     together = peers.together(f"{target} cannot be written")
-    background.start(str(target), lambda: copied.run(company), discard, together)
+    copies.guard()
+    try:
+        background.start(str(target), lambda: copied.run(company, copies), discard, together)
+    except BaseException:
+        copies.leave()
+        raise
 
 
 def _configuration(model: nn.Module) -> dict[str, bytes]:
