@@ -1,4 +1,4 @@
-"""What the page cache holds of a checkpoint's files, and getting rid of it."""
+"""What the page cache holds of a checkpoint's files: getting rid of it, and filling it."""
 
 import ctypes
 import mmap
@@ -28,6 +28,15 @@ def drop(directory: Path) -> float:
         pages += len(found)
         resident += sum(found)
     return resident / max(1, pages)
+
+
+def fill(directory: Path) -> None:
+    """Have every file below a directory in the page cache."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(2**22):
+                    pass
 
 
 def _resident(fd: int, nbytes: int) -> list[int]:

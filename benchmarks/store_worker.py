@@ -58,7 +58,7 @@ class StoreReport:
     load_s: list[float] = field(default_factory=list)
     load_extra_bytes: list[int] = field(default_factory=list)
     load_cached_s: list[float] = field(default_factory=list)
-    """Again at once, when the files are in the page cache: what a load costs beside the disk."""
+    """Again, with the files in the page cache: what a load costs beside the disk."""
     still_cached: list[float] = field(default_factory=list)
     """Share of the files' pages that were in the page cache before a load."""
     blocked_s: list[float] = field(default_factory=list)
@@ -148,6 +148,9 @@ class _Work:
             took_s, extra = _measured(lambda: self.store.load(self.path))
             if digest(self.store.held()) != before:
                 raise RuntimeError(f"{self.job.store} did not load what it saved")
+            if self.report.rank == 0:
+                page_cache.fill(self.path)
+            dist.barrier()
             cached_s, _ = _measured(lambda: self.store.load(self.path))
             if number >= self.job.warmup:
                 self.report.load_s.append(took_s)

@@ -68,3 +68,6 @@ class _JoinedSource:
             length = min(into.nbytes, part.stop - start)
             self.sources[part.file].read_at(part.offset + start - part.start, into[:length])
             into, start, at = into[length:], start + length, at + 1
+
+    def read_pages(self, start: int, into: memoryview) -> int:
+        return 0  # its parts' pages are not its own

@@ -6,17 +6,16 @@ goes on to write them, while training computes, and whoever wants to write to th
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Container, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.piece import Piece, memory
+from shardwise.checkpoint.room import room
 from shardwise.errors import CheckpointError
 from shardwise.layout.flat import round_up
-from shardwise.sharded.reading import Reading
+from shardwise.sharded.snapshot import Snapshot
 
 _ALIGN_BYTES = 64
 
@@ -31,24 +30,24 @@ class Copies:
             waiting: guarded pieces whose numbers are still to be copied, and where to.
         """
         self.pieces = pieces
-        self._waiting = [(piece, room, piece.tensor._version) for piece, room in waiting]
-        self._reading: Reading | None = None
+        self._waiting = [(piece, place, piece.tensor._version) for piece, place in waiting]
+        self._snapshot: Snapshot | None = None
 
     @property
     def waiting_bytes(self) -> int:
         """Still to be copied."""
-        return sum(room.nbytes for _, room, _ in self._waiting)
+        return sum(place.nbytes for _, place, _ in self._waiting)
 
     def guard(self) -> None:
         """From here to `finish`, or `leave`, writes to pieces wait."""
         if self._waiting:
-            self._reading = Reading()
+            self._snapshot = Snapshot()
 
     def finish(self) -> None:
         """Copy what has waited. In any thread. Raises CheckpointError if something was written past the guard."""
         try:
-            for piece, room, version in self._waiting:
-                room.copy_(piece.tensor)
+            for piece, place, version in self._waiting:
+                place.copy_(piece.tensor)
                 if piece.tensor._version != version:
                     raise CheckpointError(
                         f"optimizer state {piece.name!r} was written through its .local while an asynchronous save was "
@@ -61,8 +60,8 @@ class Copies:
     def leave(self) -> None:
         """Copy nothing more, and let writers go on."""
         self._waiting = []
-        if self._reading is not None:
-            self._reading.end()
+        if self._snapshot is not None:
+            self._snapshot.end()
 
 
 class HostMemory:
@@ -94,12 +93,12 @@ class HostMemory:
             self._buffer = _room(nbytes, pinned=bool(devices))
         copies, waiting = [], []
         for piece, start in zip(pieces, starts, strict=True):
-            room = self._buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
-            copies.append(piece.with_tensor(room))
+            place = self._buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
+            copies.append(piece.with_tensor(place))
             if _can_wait(piece, shared):
-                waiting.append((piece, room))
+                waiting.append((piece, place))
             else:
-                room.copy_(piece.tensor, non_blocking=True)
+                place.copy_(piece.tensor, non_blocking=True)
         for device in devices:  # the copies are behind the optimizer's step in the same stream
             torch.cuda.current_stream(device).synchronize()
         return Copies(copies, waiting)
@@ -113,11 +112,7 @@ def _can_wait(piece: Piece, shared: Container[int]) -> bool:
 
 
 def _room(nbytes: int, pinned: bool) -> Tensor:
-    """Of its own mapping, in huge pages where there are any: a fresh small page costs more than to fill it."""
+    """A fresh small page costs more than to fill it."""
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    return torch.frombuffer(room(nbytes), dtype=torch.uint8)

@@ -84,8 +84,8 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
         engine.release_all()
-        tensor_files.read(reading.contents, reading.model_files, reading.model_pieces)
-        tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces)
+        tensor_files.read(reading.contents, reading.model_files, reading.model_pieces, peers.reads_alone)
+        tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces, peers.reads_alone)
         tensor_files.read(reading.contents, reading.by_rank_files, rows)
         give_extra_state(model, [piece for piece, _ in reading.model_pieces])
         if optimizer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -34,6 +35,13 @@ class Peers:
     def is_first(self) -> bool:
         """Whether this rank writes what there is one of."""
         return self.rank == 0
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether no other rank of this machine holds, and so reads, the same elements; as far as torchrun tells."""
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        machines = [rank // local_ranks for rank in self._mesh.spans[1]]
+        return len(set(machines)) == len(machines)
 
     @contextmanager
     def together(self, doing: str, seen: Callable[[], bool] | None = None) -> Iterator[None]:

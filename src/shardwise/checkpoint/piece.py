@@ -59,7 +59,7 @@ class Piece:
     places: tuple[Place, ...]
     """Where its elements are written: of most tensors the whole of one with its name."""
     is_guarded: bool = False
-    """Whether whoever writes to its elements waits while they are read: see `sharded.reading`."""
+    """Whether whoever writes to its elements waits while they are copied: see `sharded.snapshot`."""
 
     @property
     def name(self) -> str:

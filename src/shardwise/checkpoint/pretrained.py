@@ -93,7 +93,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
         warnings.warn(f"{where} was written by another class than {type(model).__name__}: {heads}", stacklevel=3)
     with peers.together(f"{where} cannot be loaded"):
         engine.release_all()
-        read = tensor_files.read(weights.opened, weights.files, matched.wanted)
+        read = tensor_files.read(weights.opened, weights.files, matched.wanted)  # next time from the cache
         give_extra_state(model, [piece for piece, _ in matched.wanted])
     return Pretrained(
         tuple(matched.missing),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from shardwise.checkpoint.local_file import LocalFile
+
 Location = str | os.PathLike[str]
 """A path, or a URL such as "s3://bucket/run/step-000100"."""
 
@@ -18,6 +20,12 @@ class Source(Protocol):
 
     def read_at(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on. Raises EOFError, with the position, where the file ends first."""
+
+    def read_pages(self, start: int, into: memoryview) -> int:
+        """Fill `into`, whole pages in page-aligned memory, from byte `start`, a page's first, on past the page cache.
+
+        Returns the bytes that were read: fewer where the file ends first, none where that way is closed or no faster.
+        """
 
 
 class Directory(Protocol):
@@ -111,11 +119,11 @@ class LocalDirectory:
 
     @contextmanager
     def open(self, name: str) -> Iterator[Source]:
-        fd = os.open(self.path / name, os.O_RDONLY)
+        file = LocalFile(self.path / name)
         try:
-            yield _LocalSource(fd)
+            yield file
         finally:
-            os.close(fd)
+            file.close()
 
     def write(self, name: str, data: bytes, durable: bool = True) -> None:
         with (self.path / name).open("wb") as file:
@@ -126,15 +134,3 @@ class LocalDirectory:
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalSource:
-    fd: int
-
-    def read_at(self, start: int, into: memoryview) -> None:
-        while into.nbytes:
-            count = os.preadv(self.fd, [into], start)
-            if not count:
-                raise EOFError(start)
-            into, start = into[count:], start + count

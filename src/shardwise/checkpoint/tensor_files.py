@@ -6,22 +6,20 @@ import errno
 import functools
 import json
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint import manifest
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.crew import Crew
 from shardwise.checkpoint.manifest import Region
 from shardwise.checkpoint.piece import DTYPES, Piece
 from shardwise.checkpoint.place import Place
+from shardwise.checkpoint.reading import Buffers, RangeReader
 from shardwise.checkpoint.runs import Runs
 from shardwise.checkpoint.safetensors_layout import (
     LENGTH_BYTES,
@@ -40,10 +38,6 @@ from shardwise.errors import CheckpointError, UsageError
 METADATA = {"format": "pt"}
 _CHUNK_BYTES = 32 * 2**20
 """Staged at once where a piece cannot be written, or read into, as it lies in memory."""
-_PART_BYTES = 4 * 2**20
-"""Read at once where it can."""
-_IN_FLIGHT = 6
-"""Reads that the disk is given at a time."""
 
 
 @dataclass(frozen=True)
@@ -234,10 +228,15 @@ class Read(NamedTuple):
     """Most memory held at one time for what could not be read into a piece as it lies."""
 
 
-def read(contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tuple[Piece, Place]]) -> Read:
+def read(
+    contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tuple[Piece, Place]], past_cache: bool = False
+) -> Read:
     """Fill pieces with the elements stored at the places given, cast to the pieces' dtypes. Local.
 
-    Each rank reads the bytes of its own elements and no others.
+    Each rank reads the bytes of its own elements; past the page cache whole pages, with the few that lie between.
+
+    past_cache: read that way what is not in the page cache. Right where nobody on this machine is going to read the
+        same elements soon. What all ranks hold is read through it.
     """
     by_file: dict[str, list[tuple[Piece, Place]]] = {}
     for piece, place in wanted:
@@ -245,68 +244,41 @@ def read(contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tu
         if piece.tensor.numel():
             by_file.setdefault(files.file_of(place.name), []).append((piece, place))
     read_bytes = peak_staged_bytes = 0
+    buffers = Buffers()
     for file, pieces in by_file.items():
         layout, path = files.files[file], f"{contents}/{file}"
         try:
-            with manifest.reading(path), contents.open(file) as source, _Reading(source) as reading:
+            with manifest.reading(path), contents.open(file) as source, RangeReader(source, buffers) as reader:
                 for piece, place in sorted(pieces, key=lambda item: layout.starts[item[1].name]):
-                    done = _fill(reading, layout, piece, place)
+                    done = _fill(reader, layout, piece, place, past_cache and not piece.is_whole)
                     read_bytes += done.read_bytes
                     peak_staged_bytes = max(peak_staged_bytes, done.peak_staged_bytes)
-                reading.finish()
+                reader.finish()
         except EOFError as error:
             raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
     return Read(read_bytes, peak_staged_bytes)
 
 
-def _fill(reading: _Reading, layout: TensorFile, piece: Piece, place: Place) -> Read:
-    """Fill a piece with its elements of one place; what needs no staging is there after `reading.finish()`."""
+def _fill(reader: RangeReader, layout: TensorFile, piece: Piece, place: Place, past_cache: bool) -> Read:
+    """Fill a piece with its elements of one place; what needs no staging is there after `reader.finish()`."""
     dtype, target = DTYPES[layout.tensors[place.name].dtype], piece.tensor
     flat = target.view(-1) if target.is_contiguous() else target.flatten()  # one, or a copy
     runs = piece.held_at(place)
     as_stored = flat.dtype == dtype and flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
     in_place = target.is_contiguous() and len(runs) == 1 and as_stored
-    step = _PART_BYTES // dtype.itemsize if in_place else _step(torch.empty(0, dtype=dtype, device="cpu"), runs)
+    step = max(1, runs.numel) if in_place else _step(torch.empty(0, dtype=dtype, device="cpu"), runs)
     staged_bytes = 0
     for part in runs.stretches(step):
         chunk = _at(flat, part) if in_place else torch.empty(part.numel, dtype=dtype, device="cpu")
         start = int(part.here[0])
-        at = layout.byte_range(place.name, start, start).start
-        if in_place:
-            reading.ask(at, _bytes(chunk))
-        else:
-            reading.source.read_at(at, _bytes(chunk))
+        reader.ask(layout.byte_range(place.name, start, start).start, _bytes(chunk), past_cache)
+        if not in_place:
+            reader.finish()
             staged_bytes = max(staged_bytes, _put(chunk, flat, part))
     if not target.is_contiguous():
         target.copy_(flat.view(target.shape))
         staged_bytes += flat.nbytes
     return Read(runs.numel * dtype.itemsize, staged_bytes)
-
-
-class _Reading:
-    """Reads several ranges of a file at a time. A context manager; what was asked for is there after `finish`."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self._crew = Crew(_IN_FLIGHT)
-        self._asked: deque[Future[None]] = deque()
-
-    def __enter__(self) -> Self:
-        self._crew.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._crew.__exit__(*error)
-
-    def ask(self, start: int, into: memoryview) -> None:
-        """Fill `into` from byte `start` on."""
-        if len(self._asked) > _IN_FLIGHT:
-            self._asked.popleft().result()
-        self._asked.append(self._crew.give(self.source.read_at, start, into))
-
-    def finish(self) -> None:
-        while self._asked:
-            self._asked.popleft().result()
 
 
 def _put(chunk: Tensor, flat: Tensor, part: Runs) -> int:

@@ -8,7 +8,6 @@ system refuses.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections import deque
@@ -24,6 +23,7 @@ from shardwise.checkpoint import writeback
 from shardwise.checkpoint.crew import Crew
 from shardwise.checkpoint.manifest import Region, RegionSums
 from shardwise.checkpoint.pages import PAGE_BYTES, REFUSALS, cut
+from shardwise.checkpoint.room import room
 from shardwise.layout.ranges import Range
 
 Ranges = Iterator[tuple[int, bytes | memoryview]]
@@ -49,7 +49,7 @@ class RangeWriter:
 
     def __init__(self) -> None:
         self._crew = Crew(_BUFFERS - 1)
-        memory = memoryview(mmap.mmap(-1, _BUFFERS * _BUFFER_BYTES))
+        memory = room(_BUFFERS * _BUFFER_BYTES)
         self._free = [memory[i * _BUFFER_BYTES :][:_BUFFER_BYTES] for i in range(_BUFFERS)]
         self._busy: deque[tuple[Future[int], memoryview]] = deque()
         self._files: list[_File] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise.errors import UsageError
-from shardwise.sharded import reading
+from shardwise.sharded import snapshot
 from shardwise.sharded.placement import Placement
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class _Elementwise:
         local_args = [_piece(value, first, func) for value in args]
         local_kwargs = {name: _piece(value, first, func) for name, value in kwargs.items()}
         if written:
-            reading.wait()
+            snapshot.wait()
         result = func(*local_args, **local_kwargs)
         if written:
             torch.autograd.graph.increment_version([target.local for target in written])
@@ -129,7 +129,7 @@ def _put_by_mask(
             "Use sw.unsharded(model, writeback=True)"
         )
     mask, number = _piece(indices[0], target, func), _piece(value, target, func)
-    reading.wait()
+    snapshot.wait()
     func(target.local, [mask], number, *args[3:])
     torch.autograd.graph.increment_version([target.local])
     return target
@@ -192,7 +192,7 @@ class _OnLists:
                 _not_a_number(first_sharded(cls, args, kwargs).placement, value, func)
         local_args = [_locals(cls, value) if _is_tensor_list(value) else value for value in args]
         if self._writes:
-            reading.wait()
+            snapshot.wait()
         result = self._call(*local_args, **kwargs)
         if self._writes:
             torch.autograd.graph.increment_version(local_args[0])

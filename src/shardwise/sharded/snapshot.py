@@ -1,7 +1,7 @@
-"""A thread that reads pieces while training goes on, and whom every write through an outer face waits for.
+"""A thread that copies pieces while training goes on, and whom every write through an outer face waits for.
 
 One per process, for a moment: an asynchronous save that copies optimizer state. A write to `.local` itself comes past
-this; whoever reads compares version counters for that.
+this; whoever copies compares version counters for that.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import threading
 
-_under_way: Reading | None = None
+_under_way: Snapshot | None = None
 
 
-class Reading:
+class Snapshot:
     """From here to `end`, which any thread may call, in-place operations on ShardedParameters wait."""
 
     def __init__(self) -> None:
         global _under_way  # noqa: PLW0603 - looked at by every write
-        assert _under_way is None, "something else is being read"
+        assert _under_way is None, "another snapshot is being taken"
         self._ended = threading.Event()
         _under_way = self
 
@@ -34,14 +34,14 @@ class Reading:
 
 
 def wait() -> None:
-    """Until nothing is being read. To be called before an outer face's piece is written."""
-    reading = _under_way
-    if reading is not None:
-        reading.wait()
+    """Until no snapshot is being taken. To be called before an outer face's piece is written."""
+    snapshot = _under_way
+    if snapshot is not None:
+        snapshot.wait()
 
 
 def _forget() -> None:
-    """The thread that reads is not there in a forked process."""
+    """The thread that copies is not there in a forked process."""
     global _under_way  # noqa: PLW0603
     _under_way = None
 

@@ -1,4 +1,4 @@
-"""While pieces are read in a thread, whatever would write to one through its outer face waits; nothing else does."""
+"""While pieces are copied in a thread, whatever would write to one through its outer face waits; nothing else does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.sharded import chunks, reading
+from shardwise.sharded import chunks, snapshot
 from shardwise.sharded.parameter import ShardedParameter
 from tests.sharded.threads import ThreadGroup, _Meeting, cut, randn
 
@@ -44,9 +44,9 @@ READS: dict[str, Writes] = {
 
 
 @pytest.fixture
-def under_way() -> Iterator[reading.Reading]:
-    """Something is being read."""
-    begun = reading.Reading()
+def under_way() -> Iterator[snapshot.Snapshot]:
+    """One is being taken."""
+    begun = snapshot.Snapshot()
     yield begun
     begun.end()
 
@@ -71,7 +71,7 @@ def begin(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseExcept
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_writes_wait(write: Writes, under_way: reading.Reading) -> None:
+def test_writes_wait(write: Writes, under_way: snapshot.Snapshot) -> None:
     a, b = faces()
     before = a.local.clone()
     thread, errors = begin(lambda: write(a, b))
@@ -86,7 +86,7 @@ def test_writes_wait(write: Writes, under_way: reading.Reading) -> None:
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_nothing_else_waits(read: Writes, under_way: reading.Reading) -> None:
+def test_nothing_else_waits(read: Writes, under_way: snapshot.Snapshot) -> None:
     thread, errors = begin(lambda: read(*faces()))
     thread.join(20)
     assert not thread.is_alive()
@@ -95,19 +95,19 @@ def test_nothing_else_waits(read: Writes, under_way: reading.Reading) -> None:
 
 def test_afterwards_nobody_waits() -> None:
     for _ in range(2):
-        begun = reading.Reading()
+        begun = snapshot.Snapshot()
         begun.end()
         begun.end()
         with torch.no_grad():
             faces()[0].fill_(1)
 
 
-def test_one_at_a_time(under_way: reading.Reading) -> None:
-    with pytest.raises(AssertionError, match="being read"):
-        reading.Reading()
+def test_one_at_a_time(under_way: snapshot.Snapshot) -> None:
+    with pytest.raises(AssertionError, match="another snapshot"):
+        snapshot.Snapshot()
 
 
-def test_a_forked_process_has_no_such_thread(under_way: reading.Reading) -> None:
+def test_a_forked_process_has_no_such_thread(under_way: snapshot.Snapshot) -> None:
     a = faces()[0]
     child = os.fork()
     if not child:
@@ -122,7 +122,7 @@ def test_a_forked_process_has_no_such_thread(under_way: reading.Reading) -> None
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_write_through_local_comes_past_it_and_is_counted(under_way: reading.Reading) -> None:
+def test_a_write_through_local_comes_past_it_and_is_counted(under_way: snapshot.Snapshot) -> None:
     a: Any = faces()[0]
     seen: Tensor = a.local.detach()
     version = seen._version

@@ -1,0 +1,250 @@
+"""Ranges of bytes from files, read past the page cache and through it: the same bytes, whatever goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.checkpoint import reading
+from shardwise.checkpoint.local_file import LocalFile
+from shardwise.checkpoint.pages import PAGE_BYTES
+from shardwise.checkpoint.reading import Buffers, RangeReader
+from shardwise.checkpoint.room import room
+
+FILE_BYTES = 40 * PAGE_BYTES + 123
+UNTOUCHED = b"\xee"
+Span = tuple[int, int]
+"""A start and a length."""
+
+
+def content(nbytes: int = FILE_BYTES) -> bytes:
+    return np.random.default_rng(5).bytes(nbytes)
+
+
+@contextmanager
+def small(buffer_pages: int = 3, gap_bytes: int = 100) -> Iterator[pytest.MonkeyPatch]:
+    """A few pages are enough to fill buffers and to go past the page cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_BUFFER_BYTES", buffer_pages * PAGE_BYTES)
+        patch.setattr(reading, "_LEAST_BYTES", PAGE_BYTES)
+        patch.setattr(reading, "_GAP_BYTES", gap_bytes)
+        yield patch
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file that can be read past the page cache, and is not in it."""
+    path = tmp_path / "file"
+    path.write_bytes(content())
+    drop(path)
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except (OSError, AttributeError) as error:
+        pytest.skip(f"nothing goes past the page cache here: {error}")
+    if not os.major(path.stat().st_dev):
+        pytest.skip("this is not a disk of this machine")
+    return path
+
+
+def drop(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+class Reads:
+    """Every `preadv` of this process: whether it went past the page cache, and the bytes it brought."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.direct: list[int] = []
+        self.cached: list[int] = []
+        original = os.preadv
+
+        def counting(fd: int, buffers: Any, offset: int) -> int:
+            count = original(fd, buffers, offset)
+            (self.direct if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else self.cached).append(count)
+            return count
+
+        patch.setattr(os, "preadv", counting)
+
+
+def read(path: Path, spans: list[Span], past_cache: bool = True) -> list[bytes]:
+    targets = [bytearray(UNTOUCHED * (length + 2)) for _, length in spans]
+    file = LocalFile(path)
+    try:
+        with RangeReader(file, Buffers()) as reader:
+            for (start, length), target in zip(spans, targets, strict=True):
+                reader.ask(start, memoryview(target)[1 : 1 + length], past_cache)
+            reader.finish()
+    finally:
+        file.close()
+    assert all(target[:1] == target[-1:] == UNTOUCHED for target in targets)
+    return [bytes(target[1:-1]) for target in targets]
+
+
+def expected(spans: list[Span]) -> list[bytes]:
+    data = content()
+    return [data[start : start + length] for start, length in spans]
+
+
+size = st.one_of(st.integers(0, 40), st.integers(0, 9 * PAGE_BYTES), st.integers(0, 9).map(PAGE_BYTES.__mul__))
+spans_of_a_file = st.lists(
+    st.tuples(st.one_of(st.integers(0, FILE_BYTES), st.integers(0, 40).map(PAGE_BYTES.__mul__)), size).map(
+        lambda span: (span[0], min(span[1], FILE_BYTES - span[0]))
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(spans=st.one_of(spans_of_a_file, spans_of_a_file.map(sorted)), pages=st.integers(1, 4), gap=st.integers(0, 9000))
+def test_any_ranges_either_way(spans: list[Span], pages: int, gap: int) -> None:
+    """In any order, on one another or apart, of a few bytes or of pages."""
+    with small(pages, gap), tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "file"
+        path.write_bytes(content())
+        drop(path)
+        assert read(path, spans) == expected(spans)
+        assert read(path, spans, past_cache=False) == expected(spans)
+
+
+def test_neighbours_are_read_together(path: Path) -> None:
+    spans = [(start, 300) for start in range(17, 3 * PAGE_BYTES - 400, 400)]
+    with small(gap_bytes=100) as patch:
+        reads = Reads(patch)
+        assert read(path, spans) == expected(spans)
+    assert reads.direct == [3 * PAGE_BYTES]
+    assert reads.cached == []
+
+
+def test_what_lies_far_apart_is_not(path: Path) -> None:
+    spans = [(start, PAGE_BYTES) for start in range(0, 30 * PAGE_BYTES, 10 * PAGE_BYTES)]
+    with small(gap_bytes=9 * PAGE_BYTES - 1) as patch:
+        reads = Reads(patch)
+        assert read(path, spans) == expected(spans)
+    assert reads.direct == [PAGE_BYTES] * 3
+
+
+def test_a_long_range_is_read_in_whole_buffers(path: Path) -> None:
+    with small() as patch:
+        reads = Reads(patch)
+        assert read(path, [(100, FILE_BYTES - 100)]) == expected([(100, FILE_BYTES - 100)])
+    pages = -(-FILE_BYTES // PAGE_BYTES)
+    assert len(reads.direct) == -(-pages // 3)
+    assert sum(reads.direct) == FILE_BYTES  # no byte twice, and the last page as far as it goes
+    assert reads.cached == []
+
+
+def test_little_goes_through_the_page_cache(path: Path) -> None:
+    with small() as patch:
+        reads = Reads(patch)
+        patch.setattr(reading, "_LEAST_BYTES", PAGE_BYTES + 1)
+        assert read(path, [(PAGE_BYTES, PAGE_BYTES)]) == expected([(PAGE_BYTES, PAGE_BYTES)])
+    assert (reads.direct, reads.cached) == ([], [PAGE_BYTES])
+
+
+@pytest.mark.parametrize("cached", [0, 1, 2, 3])
+def test_what_is_in_the_page_cache_is_taken_from_there(cached: int, path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
+    os.pread(fd, cached * PAGE_BYTES, 0)
+    os.close(fd)
+    with small() as patch:
+        reads = Reads(patch)
+        assert read(path, [(0, 3 * PAGE_BYTES)]) == expected([(0, 3 * PAGE_BYTES)])
+    through = cached > 1  # more than half of the buffer
+    assert (reads.cached, reads.direct) == (([3 * PAGE_BYTES], []) if through else ([], [3 * PAGE_BYTES]))
+
+
+def test_what_has_not_reached_the_disk_is_read_all_the_same(path: Path) -> None:
+    changed = bytearray(content())
+    changed[5 * PAGE_BYTES : 5 * PAGE_BYTES + 9] = b"new bytes"
+    with path.open("r+b") as file:
+        file.seek(5 * PAGE_BYTES)
+        file.write(b"new bytes")
+    with small(buffer_pages=8):
+        assert read(path, [(0, FILE_BYTES)]) == [bytes(changed)]
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
+@pytest.mark.parametrize("cut", [PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES - 1])
+def test_a_file_that_ends_too_early(cut: int, past_cache: bool, path: Path) -> None:
+    os.truncate(path, cut)
+    drop(path)
+    with small(), pytest.raises(EOFError) as caught:
+        read(path, [(0, 6 * PAGE_BYTES)], past_cache)
+    assert caught.value.args == (cut,)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("when", ["open", "preadv", "second preadv"])
+def test_a_file_system_that_refuses(number: int, when: str, path: Path) -> None:
+    with small() as patch:
+        fail(patch, when, number)
+        assert read(path, [(5, 11 * PAGE_BYTES)]) == expected([(5, 11 * PAGE_BYTES)])
+
+
+@pytest.mark.parametrize("when", ["preadv", "second preadv"])
+def test_a_disk_that_fails(when: str, path: Path) -> None:
+    with small() as patch:
+        fail(patch, when, errno.EIO)
+        with pytest.raises(OSError, match="Input/output error"):
+            read(path, [(5, 11 * PAGE_BYTES)])
+
+
+def fail(patch: pytest.MonkeyPatch, when: str, number: int) -> None:
+    """Past the page cache only."""
+    opens, reads, left = os.open, os.preadv, iter([when == "second preadv"])
+
+    def open_(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if when == "open" and flags & os.O_DIRECT:
+            raise OSError(number, os.strerror(number))
+        return opens(path, flags, *arguments, **options)
+
+    def preadv(fd: int, *arguments: Any) -> int:
+        if when != "open" and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and not next(left, False):
+            raise OSError(number, os.strerror(number))
+        return reads(fd, *arguments)
+
+    patch.setattr(os, "open", open_)
+    patch.setattr(os, "preadv", preadv)
+
+
+def test_no_descriptor_stays_open(path: Path) -> None:
+    with small() as patch:
+        read(path, [(0, FILE_BYTES)])
+        assert not open_descriptors(path)
+        fail(patch, "preadv", errno.EIO)
+        with pytest.raises(OSError, match="Input/output error"):
+            read(path, [(0, FILE_BYTES)])
+    gc.collect()
+    assert not open_descriptors(path)
+
+
+def open_descriptors(path: Path) -> list[Path]:
+    links = list(Path("/proc/self/fd").iterdir())
+    return [link for link in links if link.is_symlink() and link.readlink() == path]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000, 2**21, 2**21 + 1, 2**24])
+def test_room_is_aligned_and_of_the_size(nbytes: int) -> None:
+    memory = room(nbytes)
+    assert memory.nbytes == nbytes
+    if nbytes:
+        assert np.frombuffer(memory, dtype=np.uint8).ctypes.data % (2**21 if nbytes >= 2**21 else PAGE_BYTES) == 0
+        assert not memory[0]
+        assert not memory[-1]
+        memory[-1] = 1
