@@ -48,7 +48,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class _Overheard(logging.Handler):
-    """What a save says of how it wrote becomes a setting."""
+    """What a save or a load says of how it went becomes a setting."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(logging.INFO)
@@ -61,7 +61,7 @@ class _Overheard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         said = record.getMessage().rpartition(": ")[2]
-        self._settings["last save"] = said.replace(",", ";")
+        self._settings["last save" if " wrote " in said else "last load"] = said.replace(",", ";")
 
 
 def shardwise(shape: GPTShape) -> Store:

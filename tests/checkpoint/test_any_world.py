@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.checkpoint import verify
+from shardwise.checkpoint import reading, tensor_files, verify
 from tests.checkpoint.states import load_into, same, train_and_save
+from tests.checkpoint.test_reading import Reads, drop
 from tests.engine.cases import CASES, Case
 from tests.ranks import RankPools
 
@@ -37,6 +40,49 @@ def test_whoever_loads_it_has_the_same_numbers_and_writes_the_same_files(
     verify(tmp_path / "again")
     for name in TENSOR_FILES:
         assert (tmp_path / "again" / name).read_bytes() == (path / name).read_bytes()
+
+
+ALONE = [
+    (Case("full_shard", 2), 2, True),
+    (Case("shard_optimizer", 3), 3, True),
+    (Case("no_shard", 2), 2, False),  # what one has read the other finds in the page cache
+    (Case("no_shard", 2), 1, True),  # each has a machine of its own
+    (Case("hybrid_shard", 4), 4, False),
+    (Case("hybrid_shard", 4), 2, True),
+]
+
+
+@pytest.mark.parametrize(("case", "local_ranks", "is_direct"), ALONE, ids=str)
+def test_who_reads_alone_reads_past_the_page_cache(
+    case: Case,
+    local_ranks: int,
+    is_direct: bool,
+    saved: tuple[Path, dict[str, torch.Tensor]],
+    ranks: RankPools,
+    tmp_path: Path,
+) -> None:
+    path, state = saved
+    if not os.major(path.stat().st_dev):
+        pytest.skip("this is not a disk of this machine")
+    for loaded, direct_bytes in ranks(case.world_size).run(_load_past_cache, case, path, local_ranks):
+        same(loaded, state)
+        assert bool(direct_bytes) == is_direct
+
+
+def _load_past_cache(case: Case, path: Path, local_ranks: int) -> tuple[dict[str, torch.Tensor], int]:
+    """However little it is. What was loaded, and the bytes that came past the page cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_LEAST_BYTES", 1)
+        patch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+        reads, read = Reads(patch), tensor_files.read
+
+        def nothing_cached(*arguments: Any) -> tensor_files.Read:  # as the headers of such small files leave all of it
+            for name in TENSOR_FILES:
+                drop(path / name)
+            return read(*arguments)
+
+        patch.setattr(tensor_files, "read", nothing_cached)
+        return load_into(case, path), sum(reads.direct)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.strategy != "full_shard"][:6], ids=str)

@@ -81,7 +81,7 @@ class Reads:
         patch.setattr(os, "preadv", counting)
 
 
-def read(path: Path, spans: list[Span], past_cache: bool = True) -> list[bytes]:
+def read(path: Path, spans: list[Span], past_cache: bool = True, direct_bytes: int | None = None) -> list[bytes]:
     targets = [bytearray(UNTOUCHED * (length + 2)) for _, length in spans]
     file = LocalFile(path)
     try:
@@ -89,6 +89,7 @@ def read(path: Path, spans: list[Span], past_cache: bool = True) -> list[bytes]:
             for (start, length), target in zip(spans, targets, strict=True):
                 reader.ask(start, memoryview(target)[1 : 1 + length], past_cache)
             reader.finish()
+            assert direct_bytes in {None, reader.direct_bytes}
     finally:
         file.close()
     assert all(target[:1] == target[-1:] == UNTOUCHED for target in targets)
@@ -118,14 +119,14 @@ def test_any_ranges_either_way(spans: list[Span], pages: int, gap: int) -> None:
         path.write_bytes(content())
         drop(path)
         assert read(path, spans) == expected(spans)
-        assert read(path, spans, past_cache=False) == expected(spans)
+        assert read(path, spans, past_cache=False, direct_bytes=0) == expected(spans)
 
 
 def test_neighbours_are_read_together(path: Path) -> None:
     spans = [(start, 300) for start in range(17, 3 * PAGE_BYTES - 400, 400)]
     with small(gap_bytes=100) as patch:
         reads = Reads(patch)
-        assert read(path, spans) == expected(spans)
+        assert read(path, spans, direct_bytes=300 * len(spans)) == expected(spans)
     assert reads.direct == [3 * PAGE_BYTES]
     assert reads.cached == []
 
@@ -141,7 +142,8 @@ def test_what_lies_far_apart_is_not(path: Path) -> None:
 def test_a_long_range_is_read_in_whole_buffers(path: Path) -> None:
     with small() as patch:
         reads = Reads(patch)
-        assert read(path, [(100, FILE_BYTES - 100)]) == expected([(100, FILE_BYTES - 100)])
+        spans = [(100, FILE_BYTES - 100)]
+        assert read(path, spans, direct_bytes=FILE_BYTES - 100) == expected(spans)
     pages = -(-FILE_BYTES // PAGE_BYTES)
     assert len(reads.direct) == -(-pages // 3)
     assert sum(reads.direct) == FILE_BYTES  # no byte twice, and the last page as far as it goes

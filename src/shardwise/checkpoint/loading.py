@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from shardwise.checkpoint.safetensors_layout import StoredTensor
 from shardwise.checkpoint.storage import Location, check_location
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 _DISAGREE = (
     "ranks disagree about what to load: call sw.checkpoint.load with the same checkpoint and strict, and with an "
@@ -84,15 +87,19 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
         engine.release_all()
-        tensor_files.read(reading.contents, reading.model_files, reading.model_pieces, peers.reads_alone)
-        tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces, peers.reads_alone)
-        tensor_files.read(reading.contents, reading.by_rank_files, rows)
+        done = [
+            tensor_files.read(reading.contents, reading.model_files, reading.model_pieces, peers.reads_alone),
+            tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces, peers.reads_alone),
+            tensor_files.read(reading.contents, reading.by_rank_files, rows),
+        ]
         give_extra_state(model, [piece for piece, _ in reading.model_pieces])
         if optimizer is not None:
             reading.restore(optimizer)
             states = reading.training["rng"]
             if len(states) == peers.world_size:
                 training_state.restore_random_state(states[peers.rank], engine.mesh.device)
+    mib, direct_mib = (sum(read) / 2**20 for read in zip(*((d.read_bytes, d.direct_bytes) for d in done), strict=True))
+    _log.info("%s: rank %d read %.1f MiB, %.1f of them past the page cache", path, peers.rank, mib, direct_mib)
     return reading.result()
 
 

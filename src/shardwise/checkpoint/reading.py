@@ -52,8 +52,10 @@ class RangeReader:
         self._source = source
         self._buffers = buffers
         self._crew = Crew(_BUFFERS)
-        self._asked: deque[Future[None]] = deque()
+        self._asked: deque[Future[int]] = deque()
         self._window: _Window | None = None
+        self.direct_bytes = 0
+        """That came past the page cache, of what was asked for."""
 
     def __enter__(self) -> Self:
         self._crew.__enter__()
@@ -81,29 +83,31 @@ class RangeReader:
         """Wait for everything that was asked for."""
         self._put()
         while self._asked:
-            self._asked.popleft().result()
+            self.direct_bytes += self._asked.popleft().result()
 
     def _put(self) -> None:
         window, self._window = self._window, None
         if window is None:
             return
         if len(self._asked) > _BUFFERS:
-            self._asked.popleft().result()
+            self.direct_bytes += self._asked.popleft().result()
         self._asked.append(self._crew.give(self._read, window))
 
-    def _read(self, window: _Window) -> None:
-        reached = window.base
+    def _read(self, window: _Window) -> int:
+        """Returns the bytes wanted that came past the page cache."""
+        reached, direct_bytes = window.base, 0
         if window.past_cache and window.stop - window.base >= _LEAST_BYTES:
             buffer = self._buffers.take()
             try:
                 pages = buffer[: round_up(window.stop - window.base, PAGE_BYTES)]
                 reached += self._source.read_pages(window.base, pages)
-                window.take(pages, reached)
+                direct_bytes = window.take(pages, reached)
             finally:
                 self._buffers.give_back(buffer)
         for start, into in window.ranges:
             done = min(max(0, reached - start), into.nbytes)
             self._source.read_at(start + done, into[done:])
+        return direct_bytes
 
 
 class _Window:
@@ -127,10 +131,12 @@ class _Window:
         self.stop = start + step
         return step
 
-    def take(self, pages: memoryview, reached: int) -> None:
-        """Copy what was read, up to byte `reached` of the file, to where it belongs."""
-        read = np.frombuffer(pages, dtype=np.uint8)
+    def take(self, pages: memoryview, reached: int) -> int:
+        """Copy what was read, up to byte `reached` of the file, to where it belongs. Returns its bytes."""
+        read, taken_bytes = np.frombuffer(pages, dtype=np.uint8), 0
         for start, into in self.ranges:
             done = min(max(0, reached - start), into.nbytes)
             if done:
                 np.copyto(np.frombuffer(into[:done], dtype=np.uint8), read[start - self.base :][:done])
+            taken_bytes += done
+        return taken_bytes

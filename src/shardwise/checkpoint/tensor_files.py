@@ -224,8 +224,11 @@ class Read(NamedTuple):
     """What `read` did on this rank."""
 
     read_bytes: int
+    """Of elements; of what lies between them none counts."""
     peak_staged_bytes: int
     """Most memory held at one time for what could not be read into a piece as it lies."""
+    direct_bytes: int = 0
+    """Of `read_bytes`, those that came past the page cache."""
 
 
 def read(
@@ -243,7 +246,7 @@ def read(
         torch.autograd.graph.increment_version(piece.tensor)  # also of empty ones: ranks must see the same change
         if piece.tensor.numel():
             by_file.setdefault(files.file_of(place.name), []).append((piece, place))
-    read_bytes = peak_staged_bytes = 0
+    read_bytes = peak_staged_bytes = direct_bytes = 0
     buffers = Buffers()
     for file, pieces in by_file.items():
         layout, path = files.files[file], f"{contents}/{file}"
@@ -254,9 +257,10 @@ def read(
                     read_bytes += done.read_bytes
                     peak_staged_bytes = max(peak_staged_bytes, done.peak_staged_bytes)
                 reader.finish()
+                direct_bytes += reader.direct_bytes
         except EOFError as error:
             raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
-    return Read(read_bytes, peak_staged_bytes)
+    return Read(read_bytes, peak_staged_bytes, direct_bytes)
 
 
 def _fill(reader: RangeReader, layout: TensorFile, piece: Piece, place: Place, past_cache: bool) -> Read:
