@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.checkpoint import verify
 from tests.checkpoint.states import everything, same, step
 from tests.engine.cases import Case
-from tests.engine.rig import Net, adamw, on_ranks
+from tests.engine.rig import Net, adamw, on_ranks, squares
 from tests.ranks import RankPools
 
 
@@ -80,6 +80,44 @@ def test_parameters_left_alone_and_optimizers_of_before(tmp_path: Path) -> None:
     same(everything(other, fresh), everything(model, optimizer))
     step(other, fresh, 1)
     step(model, optimizer, 1)
+    same(everything(other, fresh), everything(model, optimizer))
+
+
+class Scaled(nn.Module):
+    """With a parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("saved_alone", [True, False])
+@on_ranks(2)
+def test_one_element_left_alone_and_sharded(tmp_path: Path, saved_alone: bool) -> None:
+    def build(alone: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = Scaled()
+        model = sw.shard(model, ignored=[model.scale] if alone else [])
+        return model, adamw(model.parameters())
+
+    def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        squares(model, torch.full((2, 6), 0.3)).backward()  # the same on all ranks, so that what is left alone is too
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build(saved_alone)
+    take(model, optimizer)
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    other, fresh = build(not saved_alone)
+    take(other, fresh)
+    sw.checkpoint.load(tmp_path / "c", other, fresh)
+    same(everything(other, fresh), everything(model, optimizer))
+    take(other, fresh)
+    take(model, optimizer)
     same(everything(other, fresh), everything(model, optimizer))
 
 

@@ -146,9 +146,15 @@ def restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """A number that was a tensor, where the optimizer expects it: beside the parameter if its step is fused."""
+    """A number that was a tensor, where the optimizer expects it: beside the parameter if its step is fused.
+
+    What has the shape of a parameter of one element, which was not sharded when it was saved, is cut as that is now.
+    """
+    dtype = DTYPES[saved["dtype"]]
+    if isinstance(parameter, ShardedParameter) and saved["shape"] and tuple(saved["shape"]) == parameter.shape:
+        return ShardedParameter(torch.full_like(parameter.local, saved["scalar"], dtype=dtype), parameter.placement)
     device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-    return torch.full(saved["shape"], saved["scalar"], dtype=DTYPES[saved["dtype"]], device=device)
+    return torch.full(saved["shape"], saved["scalar"], dtype=dtype, device=device)
 
 
 def room_for(parameter: Tensor, dtype: torch.dtype, present: object) -> Tensor:
