@@ -128,14 +128,15 @@ class Shared:
     def get(self, rank: int, word: int) -> int:
         return int(struct.unpack_from("<q", self._page, 8 * (rank * self._WORDS + word))[0])
 
-    def say(self, rank: int, text: str) -> None:
-        """What a rank is about to do."""
-        start = self._text + 256 * rank
+    def say(self, rank: int, text: str, is_last: bool = False) -> None:
+        """What a rank is about to do. After the last, which it is killed at, nothing counts that its threads say."""
+        start = self._text + 512 * rank + 256 * is_last
         self._page[start : start + 256] = text.encode()[:256].ljust(256, b"\0")
 
     def said(self, rank: int) -> str:
-        start = self._text + 256 * rank
-        return self._page[start : start + 256].rstrip(b"\0").decode(errors="replace")
+        start = self._text + 512 * rank
+        texts = (self._page[at : at + 256].rstrip(b"\0") for at in (start + 256, start))
+        return next((text for text in texts if text), b"").decode(errors="replace")
 
 
 class Net(nn.Module):
@@ -217,6 +218,7 @@ class Rank:
         self.ending.sizes.append(change.nbytes if change.writes else 0)
         if self.kill is None or self.rank != self.kill.leader or len(self.ending.changes) <= self.kill.at:
             return None
+        self.shared.say(self.rank, f"saving step {self._saving}: {change}", is_last=True)
         return Death.HALF if self.kill.half else Death.BEFORE
 
     def _belongs(self, change: Change) -> bool:

@@ -22,9 +22,11 @@ import shardwise as sw
 from shardwise.checkpoint import background, latest, verify
 from shardwise.checkpoint.correspondence import Correspondence
 from shardwise.checkpoint.host_copy import Copies, HostMemory
-from shardwise.checkpoint.piece import memories, piece_of
+from shardwise.checkpoint.piece import piece_of
 from shardwise.checkpoint.storage import LocalDirectory
 from shardwise.errors import CheckpointError
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.snapshot import HeldParameter, Snapshot
 from tests.checkpoint.states import build, everything, same, step
 from tests.engine.cases import Case
 from tests.engine.rig import batch, events, on_ranks, recording, squares
@@ -355,39 +357,84 @@ def _copied_late(case: Case, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_state_that_is_written_past_the_guard_fails_the_save(tmp_path: Path) -> None:
+def test_state_that_somebody_else_can_write_to_is_copied_at_once(tmp_path: Path) -> None:
     model, optimizer = build(CASE)
     step(model, optimizer, 0)
+    sw.checkpoint.save(tmp_path / "now", model, optimizer, step=0)
+    kept = [state["exp_avg"].local for state in optimizer.state.values()]
+    arrays = [state["exp_avg_sq"].local.numpy() for state in optimizer.state.values()]
+    with slow_copy():
+        save(tmp_path / "then", model, optimizer)
+        for piece, array in zip(kept, arrays, strict=True):
+            piece.data.fill_(9)
+            array.fill(9)
+    sw.checkpoint.wait(model)
+    dist.barrier()
+    then, now = (tmp_path / name / "optimizer.safetensors" for name in ("then", "now"))
+    assert then.read_bytes() == now.read_bytes()
+
+
+@on_ranks(2)
+def test_looking_at_state_waits_until_it_is_copied(tmp_path: Path) -> None:
+    model, optimizer = build(CASE)
+    step(model, optimizer, 0)
+    states = list(optimizer.state.values())
     with slow_copy() as opened:
         save(tmp_path / "c", model, optimizer)
-        if dist.get_rank() == 1:
-            for state in optimizer.state.values():
-                state["exp_avg"].local.fill_(9)
-        opened.set()
-        with pytest.raises(CheckpointError, match=r"state '.*\.exp_avg' was written through its \.local"):
-            sw.checkpoint.wait(model)
-    dist.barrier()
-    assert list(tmp_path.iterdir()) == []
-    step(model, optimizer, 1)
+        assert {type(state["exp_avg"]) for state in states if state["exp_avg"].__dict__["local"].numel()} == {
+            HeldParameter
+        }
+        threading.Timer(0.2, opened.set).start()
+        for state in states:
+            state["exp_avg"].local.data.fill_(9)
+        assert opened.is_set()
+    sw.checkpoint.wait(model)
+    assert {type(state["exp_avg"]) for state in states} == {ShardedParameter}
+    sw.checkpoint.load(tmp_path / "c", model, optimizer)
+    assert all(9 not in state["exp_avg"].local for state in optimizer.state.values())
 
 
-def test_what_is_copied_at_once() -> None:
-    """What nothing guards, what lies in memory that others write to, and what counts no versions."""
-    with torch.inference_mode():
-        uncounted = torch.ones(5)
-    tensors = [torch.ones(5), torch.ones(5), uncounted, torch.ones(5)]
-    pieces = [piece_of((str(i),), tensor) for i, tensor in enumerate(tensors)]
-    for piece in pieces[1:]:
-        piece.is_guarded = True
-    copies = HostMemory().copy(pieces, memories(tensors[3:]))
-    assert copies.waiting_bytes == tensors[1].nbytes
-    for tensor in tensors:
-        with torch.inference_mode(tensor.is_inference()):
-            tensor.fill_(2)
-    assert [float(copies.pieces[i].tensor.sum()) for i in (0, 2, 3)] == [5, 5, 5]
-    copies.leave()
-    assert copies.waiting_bytes == 0
-    copies.finish()
+@on_ranks(1)
+def test_an_interrupted_start_leaves_nothing_held(tmp_path: Path) -> None:
+    """Wherever in it an interrupt comes: training goes on, and so does the next save."""
+    model, optimizer = build(Case("full_shard", 1))
+    step(model, optimizer, 0)
+    lines = interrupted_at = 0
+    interrupted: set[str] = set()
+    begin, end = Snapshot.begin, Snapshot.let_go
+
+    def tracer(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        code = frame.f_code
+        if event == "line" and (code.co_filename == background.__file__ or code in {begin.__code__, end.__code__}):
+            lines += 1
+            if lines == interrupted_at:
+                interrupted.add(code.co_name)
+                raise KeyboardInterrupt
+        return tracer
+
+    while True:
+        lines, interrupted_at = 0, interrupted_at + 1
+        path = tmp_path / f"c{interrupted_at}"
+        sys.settrace(tracer)
+        try:
+            save(path, model, optimizer)
+        except KeyboardInterrupt:
+            caught = True
+        else:
+            caught = False
+        finally:
+            sys.settrace(None)
+        sw.checkpoint.wait(model)
+        stepping = threading.Thread(target=optimizer.step, daemon=True)
+        stepping.start()
+        stepping.join(20)
+        assert not stepping.is_alive()
+        assert all(thread.name != "shardwise-checkpoint" for thread in threading.enumerate())
+        if not caught:
+            break
+    assert {"begin", "start", "want", "decide"} <= interrupted
+    verify(path)
 
 
 def _faults() -> int:

@@ -41,6 +41,9 @@ def test_a_kill_at_every_change(kind: str, options: dict[str, Any], tmp_path: Pa
     assert {"pwrite", "fsync", "create", "write"} <= calls
     if kind.endswith("0"):  # it also makes, commits and drops
         assert {"mkdir", "posix_fallocate", "rename", "unlink", "rmdir"} <= calls
-        assert {verdict["resumed"] for verdict in verdicts} == {2, 3}  # before the rename and after it
+        resumed = {verdict["resumed"] for verdict in verdicts}
+        assert {2, 3} <= resumed  # before the rename and after it
+        # The dropping after an asynchronous save goes on beside the next one, which may be there before.
+        assert resumed <= ({2, 3, 4} if options.get("asynchronous") else {2, 3})
     lived_on = {rank for verdict in verdicts for rank in verdict["survivors"]}
     assert lived_on == {"rank-0": {"1"}, "rank-1": {"0"}}.get(kind, set())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -225,6 +224,36 @@ def fail(patch: pytest.MonkeyPatch, when: str, number: int) -> None:
     patch.setattr(os, "preadv", preadv)
 
 
+def test_a_file_that_is_replaced_is_not_mixed_with_the_new_one(path: Path) -> None:
+    file = LocalFile(path)
+    new = path.with_name("new")
+    new.write_bytes(b"\1" * FILE_BYTES)
+    drop(new)
+    new.replace(path)
+    pages = room(PAGE_BYTES)
+    assert file.read_pages(0, pages) == 0
+    file.read_at(0, pages)
+    assert bytes(pages) == content()[:PAGE_BYTES]
+    file.close()
+
+
+@pytest.mark.parametrize("size", [0, PAGE_BYTES])
+def test_a_file_that_shrinks_when_it_is_opened(size: int, path: Path) -> None:
+    with small() as patch:
+        original = os.fstat
+
+        def shrinking(fd: int) -> os.stat_result:
+            status = original(fd)
+            os.truncate(path, size)
+            return status
+
+        patch.setattr(os, "fstat", shrinking)
+        with pytest.raises(EOFError) as caught:
+            read(path, [(0, 6 * PAGE_BYTES)])
+    assert caught.value.args == (size,)
+    assert not open_descriptors(path)
+
+
 def test_no_descriptor_stays_open(path: Path) -> None:
     with small() as patch:
         read(path, [(0, FILE_BYTES)])
@@ -232,7 +261,6 @@ def test_no_descriptor_stays_open(path: Path) -> None:
         fail(patch, "preadv", errno.EIO)
         with pytest.raises(OSError, match="Input/output error"):
             read(path, [(0, FILE_BYTES)])
-    gc.collect()
     assert not open_descriptors(path)
 
 

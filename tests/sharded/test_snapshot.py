@@ -1,4 +1,4 @@
-"""While pieces are copied in a thread, whatever would write to one through its outer face waits; nothing else does."""
+"""While a thread copies pieces, whoever wants one waits; nobody else does, and afterwards nobody."""
 
 from __future__ import annotations
 
@@ -11,48 +11,64 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.sharded import chunks, snapshot
+from shardwise.sharded import chunks
 from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.snapshot import HeldParameter, Snapshot, is_sole
 from tests.sharded.threads import ThreadGroup, _Meeting, cut, randn
 
-Writes = Callable[[ShardedParameter, ShardedParameter], object]
+Pair = tuple[ShardedParameter, ShardedParameter]
 
 
-def _fused(a: ShardedParameter, b: ShardedParameter) -> None:
-    states = [[torch.zeros_like(a)] for _ in range(2)]
+def _fused(held: ShardedParameter, other: ShardedParameter) -> None:
     options = {"amsgrad": False, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "lr": 0.1, "maximize": False}
-    torch._fused_adamw_([a], [b], *states, [], [torch.ones(())], weight_decay=0.1, **options)
+    states = [[held], [torch.zeros_like(other)]]
+    torch._fused_adamw_([other], [other.clone()], *states, [], [torch.ones(())], weight_decay=0.1, **options)
 
 
-WRITES: dict[str, Writes] = {
-    "fill": lambda a, b: a.fill_(9),
-    "data": lambda a, b: a.data.mul_(2),
-    "assigned": lambda a, b: setattr(a, "data", b),
-    "out": lambda a, b: torch.add(a, b, out=a),
-    "foreach": lambda a, b: torch._foreach_lerp_([a], [b], 0.5),
+WRITES: dict[str, Callable[[ShardedParameter, ShardedParameter], object]] = {
+    "fill": lambda held, other: held.fill_(9),
+    "data": lambda held, other: held.data.mul_(2),
+    "assigned": lambda held, other: setattr(held, "data", other),
+    "out": lambda held, other: torch.add(other, other, out=held),
+    "foreach": lambda held, other: torch._foreach_lerp_([other, held], [held, other], 0.5),
     "fused": _fused,
-    "mask": lambda a, b: a.__setitem__(a > 0, 5.0),
-    "torch's load": lambda a, b: chunks.chunks_to_load(a) and chunks.view_at(a, (0, 0)).fill_(3),
+    "mask": lambda held, other: held.__setitem__(other > -9, 5.0),
+    "torch's load": lambda held, other: chunks.chunks_to_load(held) and chunks.view_at(held, (0, 0)).fill_(3),
+    "local": lambda held, other: held.local.fill_(9),
+    "numpy": lambda held, other: held.local.numpy().fill(9),
+    "local's data": lambda held, other: held.local.data.fill_(9),
+    "another local": lambda held, other: setattr(held, "local", torch.zeros_like(other.local)),
 }
-READS: dict[str, Writes] = {
-    "new": lambda a, b: a + b,
-    "foreach": lambda a, b: torch._foreach_add([a], [b]),
-    "other": lambda a, b: b.local.fill_(1),
-    "plain": lambda a, b: torch.ones(3).mul_(2),
-    "full": lambda a, b: a.full_tensor(),
+READS: dict[str, Callable[[ShardedParameter, ShardedParameter], object]] = {
+    "sum": lambda held, other: held + other,
+    "alias": lambda held, other: held.without_autograd(),
+    "foreach": lambda held, other: torch._foreach_add([other], [held]),
+    "norm": lambda held, other: torch.linalg.vector_norm(held),
+    "repr": lambda held, other: repr(held),
+    "full": lambda held, other: held.full_tensor(),
 }
+OTHERS: dict[str, Callable[[ShardedParameter, ShardedParameter], object]] = {
+    "new": lambda held, other: other + other,
+    "foreach": lambda held, other: torch._foreach_mul_([other], 2.0),
+    "shape": lambda held, other: (held.shape, held.numel(), held.fqn, isinstance(held, ShardedParameter)),
+    "plain": lambda held, other: torch.ones(3).mul_(2),
+}
+
+
+def faces() -> Pair:
+    """Each with memory of its own."""
+    first, second = (cut(ThreadGroup(_Meeting(1), 0), randn((4, 3)))[0] for _ in range(2))
+    return torch.clone(first), torch.neg(second)  # type: ignore[return-value]
 
 
 @pytest.fixture
-def under_way() -> Iterator[snapshot.Snapshot]:
-    """One is being taken."""
-    begun = snapshot.Snapshot()
-    yield begun
-    begun.end()
-
-
-def faces() -> list[ShardedParameter]:
-    return cut(ThreadGroup(_Meeting(1), 0), randn((4, 3), (4, 3)))
+def held() -> Iterator[tuple[Snapshot, Pair]]:
+    """The first of two is being copied."""
+    pair = faces()
+    snapshot = Snapshot(pair[:1])
+    snapshot.begin()
+    yield snapshot, pair
+    snapshot.end()
 
 
 def begin(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
@@ -70,61 +86,101 @@ def begin(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseExcept
     return thread, errors
 
 
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_writes_wait(write: Writes, under_way: snapshot.Snapshot) -> None:
-    a, b = faces()
-    before = a.local.clone()
-    thread, errors = begin(lambda: write(a, b))
+@pytest.mark.parametrize("use", [*WRITES.values(), *READS.values()], ids=[*WRITES, *READS])
+def test_who_wants_the_piece_waits(use: Any, held: tuple[Snapshot, Pair]) -> None:
+    snapshot, (first, second) = held
+    piece: Tensor = first.__dict__["local"]
+    before = piece.clone()
+    thread, errors = begin(lambda: use(first, second))
     thread.join(0.1)
     assert thread.is_alive()
-    assert torch.equal(a.local, before)
-    under_way.end()
+    assert torch.equal(piece, before)
+    snapshot.end()
     thread.join(20)
     assert not thread.is_alive()
     assert not errors
-    assert not torch.equal(a.local, before)
+    assert torch.equal(first.local, before) == (use in READS.values())
+    assert type(first) is ShardedParameter
 
 
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_nothing_else_waits(read: Writes, under_way: snapshot.Snapshot) -> None:
-    thread, errors = begin(lambda: read(*faces()))
+@pytest.mark.parametrize("use", OTHERS.values(), ids=OTHERS)
+def test_nobody_else_waits(use: Any, held: tuple[Snapshot, Pair]) -> None:
+    thread, errors = begin(lambda: use(*held[1]))
     thread.join(20)
     assert not thread.is_alive()
     assert not errors
 
 
-def test_afterwards_nobody_waits() -> None:
+def test_afterwards_nobody_waits_and_types_are_as_before() -> None:
+    first, second = faces()
     for _ in range(2):
-        begun = snapshot.Snapshot()
-        begun.end()
-        begun.end()
+        snapshot = Snapshot([first])
+        snapshot.begin()
+        assert type(first) is HeldParameter
+        snapshot.end()
+        snapshot.end()
         with torch.no_grad():
-            faces()[0].fill_(1)
+            alias = first.fill_(1).detach()
+            assert {type(each) for each in (first, alias, first + second)} == {ShardedParameter}
 
 
-def test_one_at_a_time(under_way: snapshot.Snapshot) -> None:
+def test_one_that_has_not_begun_ends() -> None:
+    Snapshot(faces()).end()
+    assert type(faces()[0]) is ShardedParameter
+
+
+def test_one_at_a_time(held: tuple[Snapshot, Pair]) -> None:
+    again = Snapshot(faces())
     with pytest.raises(AssertionError, match="another snapshot"):
-        snapshot.Snapshot()
+        again.begin()
+    again.end()
+    assert type(held[1][0]) is HeldParameter
 
 
-def test_a_forked_process_has_no_such_thread(under_way: snapshot.Snapshot) -> None:
-    a = faces()[0]
+def test_a_forked_process_has_no_such_thread(held: tuple[Snapshot, Pair]) -> None:
+    first = held[1][0]
     child = os.fork()
     if not child:
         try:
             threading.Timer(20, os._exit, (1,)).start()
             with torch.no_grad():
-                a.local.fill_(2)
-                a.fill_(1)
+                first.local.fill_(2)
+                first.fill_(1)
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_write_through_local_comes_past_it_and_is_counted(under_way: snapshot.Snapshot) -> None:
-    a: Any = faces()[0]
-    seen: Tensor = a.local.detach()
-    version = seen._version
-    a.local.fill_(1)
-    assert seen._version > version
+ALIASES: dict[str, Callable[[ShardedParameter], object]] = {
+    "the piece": lambda face: face.local,
+    "detached": lambda face: face.local.detach(),
+    "data": lambda face: face.local.data,
+    "view": lambda face: face.local[1:],
+    "numpy": lambda face: face.local.numpy(),
+    "storage": lambda face: face.local.untyped_storage(),
+    "dlpack": lambda face: torch.from_dlpack(face.local),
+    "capsule": lambda face: face.local.__dlpack__(),
+    "face": lambda face: face.detach(),
+    "complex": lambda face: torch.view_as_complex(face.local.view(-1, 2)),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_who_else_has_the_memory_is_seen(alias: Callable[[ShardedParameter], object]) -> None:
+    face = faces()[0]
+    assert is_sole(face)
+    kept = alias(face)
+    assert not is_sole(face)
+    del kept
+    assert is_sole(face)
+    assert face.local.sum() is not None  # looking leaves nothing behind
+    assert is_sole(face)
+
+
+def test_pieces_of_one_flat_buffer_are_nobodys_alone() -> None:
+    flat, placements = torch.zeros(24), [face.placement for face in faces()]
+    first, second = (ShardedParameter(flat[12 * i :][:12], placement) for i, placement in enumerate(placements))
+    del flat
+    assert not is_sole(first)
+    assert not is_sole(second)

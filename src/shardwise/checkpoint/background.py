@@ -8,47 +8,76 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from shardwise.errors import CheckpointError
 
 
-class _Save:
-    """A thread and how it ended. It does nothing before `go`, and nothing at all after `leave`."""
+_LOOK_S = 1.0
 
-    def __init__(self, what: str, write: Callable[[], None], discard: Callable[[], None]) -> None:
-        self._what = what
-        self._write = write
-        self.discard = discard
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a thread shall do. Either `begin` and `run` are called, or `leave`."""
+
+    what: str
+    """For messages."""
+    begin: Callable[[], None]
+    """Called before the thread begins, where `start` is."""
+    run: Callable[[], None]
+    """In the thread."""
+    leave: Callable[[], None]
+    """Undoes `begin`, also if that has not been called or not to its end."""
+    discard: Callable[[], None]
+    """Removes what a failed `run` leaves; called by `clean_up`."""
+
+
+class _Save:
+    """A thread and how it ended. It does nothing before `decide`."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self._error: BaseException | None = None
-        self._wanted = False
+        self._is_wanted = False
         self._decided = threading.Event()
         # Not a daemon: the interpreter waits for it before it exits.
         self._thread = threading.Thread(target=self._run, name="shardwise-checkpoint", daemon=False)
+
+    def start(self) -> None:
         self._thread.start()
 
-    def go(self) -> None:
-        self._wanted = True
-        self._decided.set()
+    def want(self) -> None:
+        """From here on it is the thread's: what `begin` did, `run` ends."""
+        self._is_wanted = True
 
-    def leave(self) -> None:
+    def decide(self) -> bool:
+        """Let the thread go on: to run, or to its end. Returns whether to run."""
         self._decided.set()
-        self._thread.join()
+        if not self._is_wanted:
+            self.job.leave()
+            if self._thread.ident is not None:
+                self._thread.join()
+        return self._is_wanted
 
     def _run(self) -> None:
-        self._decided.wait()
-        if not self._wanted:
+        while not self._decided.wait(_LOOK_S):  # no interrupt lasts longer than the program
+            if not threading.main_thread().is_alive():
+                return
+        if not self._is_wanted:
             return
         try:
-            self._write()
+            self.job.run()
         except BaseException as error:
             self._error = error
 
     def wait(self) -> CheckpointError | None:
         """Until it has ended; what is to be raised if it failed."""
+        if not self.decide():  # an interrupt came when it was about to be decided
+            return None
         self._thread.join()
         if self._error is None:
             return None
-        failed = CheckpointError(f"the asynchronous save of {self._what} failed: {self._error}")
+        failed = CheckpointError(f"the asynchronous save of {self.job.what} failed: {self._error}")
         failed.__cause__ = self._error
         return failed
 
@@ -57,31 +86,27 @@ _under_way: _Save | None = None
 _discards: list[Callable[[], None]] = []
 
 
-def start(
-    what: str, write: Callable[[], None], discard: Callable[[], None], together: AbstractContextManager[None]
-) -> None:
-    """Run `write` in a thread. `wait` must have been called since the last `start`.
+def start(job: Job, together: AbstractContextManager[None]) -> None:
+    """Run a job in a thread. `wait` must have been called since the last `start`.
 
     Args:
-        what: for messages.
-        discard: removes what a failed `write` leaves; called by `clean_up`.
-        together: a block that raises on every rank if it fails on one. No rank's `write` runs before all have a thread:
+        together: a block that raises on every rank if it fails on one. No rank's job runs before all have a thread:
             otherwise those that have would wait for one that has none.
     """
     global _under_way  # noqa: PLW0603 - one for the process, as its disk and its memory are
     assert _under_way is None, "the last save has not been waited for"
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
-    save: _Save | None = None
+    save = _Save(job)
     try:
         with together:
-            save = _Save(what, write, discard)
-    except BaseException:
-        if save is not None:
-            save.leave()
-        raise
-    save.go()
-    _under_way = save
+            save.start()
+        job.begin()
+        _under_way = save
+        save.want()
+    finally:  # an interrupt may come anywhere: no thread is forgotten that runs
+        if not save.decide():
+            _under_way = None
 
 
 def wait() -> None:
@@ -90,7 +115,7 @@ def wait() -> None:
     if _under_way is None:
         return
     failed = _under_way.wait()
-    discard, _under_way = _under_way.discard, None
+    discard, _under_way = _under_way.job.discard, None
     if failed is not None:
         _discards.append(discard)
         raise failed

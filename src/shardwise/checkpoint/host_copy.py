@@ -1,19 +1,18 @@
 """Host memory that an asynchronous save copies this rank's bytes to: once a save, into the same pages every time.
 
 Two thirds of them, the optimizer's state, nobody writes to before the next step. They are copied by the thread that
-goes on to write them, while training computes, and whoever wants to write to them before that is done waits.
+goes on to write them, while training computes, and whoever wants them before that is done waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.piece import Piece, memory
+from shardwise.checkpoint.piece import Piece
 from shardwise.checkpoint.room import room
-from shardwise.errors import CheckpointError
 from shardwise.layout.flat import round_up
 from shardwise.sharded.snapshot import Snapshot
 
@@ -27,41 +26,28 @@ class Copies:
         """
         Args:
             pieces: that will have them.
-            waiting: guarded pieces whose numbers are still to be copied, and where to.
+            waiting: pieces with a holder, whose numbers are still to be copied, and where to.
         """
         self.pieces = pieces
-        self._waiting = [(piece, place, piece.tensor._version) for piece, place in waiting]
-        self._snapshot: Snapshot | None = None
+        self._waiting = waiting
+        self._snapshot = Snapshot(piece.holder for piece, _ in waiting if piece.holder is not None)
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Still to be copied."""
-        return sum(place.nbytes for _, place, _ in self._waiting)
-
-    def guard(self) -> None:
-        """From here to `finish`, or `leave`, writes to pieces wait."""
-        if self._waiting:
-            self._snapshot = Snapshot()
+    def begin(self) -> None:
+        """From here to `finish`, or `leave`, who wants what is still to be copied waits."""
+        self._snapshot.begin()
 
     def finish(self) -> None:
-        """Copy what has waited. In any thread. Raises CheckpointError if something was written past the guard."""
+        """Copy what has waited. In any thread."""
         try:
-            for piece, place, version in self._waiting:
+            for piece, place in self._waiting:
                 place.copy_(piece.tensor)
-                if piece.tensor._version != version:
-                    raise CheckpointError(
-                        f"optimizer state {piece.name!r} was written through its .local while an asynchronous save was "
-                        "copying it: write to the state itself, which waits, or before the save, or save without "
-                        "asynchronous=True"
-                    )
         finally:
             self.leave()
 
     def leave(self) -> None:
-        """Copy nothing more, and let writers go on."""
+        """Copy nothing more, and let those who wait go on."""
         self._waiting = []
-        if self._snapshot is not None:
-            self._snapshot.end()
+        self._snapshot.end()
 
 
 class HostMemory:
@@ -74,14 +60,12 @@ class HostMemory:
     def nbytes(self) -> int:
         return self._buffer.numel()
 
-    def copy(self, pieces: Sequence[Piece], shared: Container[int] = ()) -> Copies:
+    def copy(self, pieces: Sequence[Piece]) -> Copies:
         """The same pieces with their numbers of now, in this memory: what the last call returned is overwritten.
 
-        Guarded ones on the CPU are left for `Copies.finish`.
+        Those with a holder on the CPU are left for `Copies.finish`; on a GPU the stream orders the copy.
 
-        Args:
-            pieces: 1-D, of one device.
-            shared: memory (see `piece.memory`) that is written to in other ways: pieces in it are not left.
+        pieces: 1-D, of one device.
         """
         starts, nbytes = [], 0
         for piece in pieces:
@@ -95,20 +79,13 @@ class HostMemory:
         for piece, start in zip(pieces, starts, strict=True):
             place = self._buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
             copies.append(piece.with_tensor(place))
-            if _can_wait(piece, shared):
+            if piece.holder is not None and piece.tensor.device.type == "cpu":
                 waiting.append((piece, place))
             else:
                 place.copy_(piece.tensor, non_blocking=True)
         for device in devices:  # the copies are behind the optimizer's step in the same stream
             torch.cuda.current_stream(device).synchronize()
         return Copies(copies, waiting)
-
-
-def _can_wait(piece: Piece, shared: Container[int]) -> bool:
-    tensor = piece.tensor
-    if not piece.is_guarded or tensor.device.type != "cpu" or tensor.is_inference():  # which counts no versions
-        return False
-    return memory(tensor) not in shared
 
 
 def _room(nbytes: int, pinned: bool) -> Tensor:

@@ -27,7 +27,7 @@ class LocalFile:
     def close(self) -> None:
         os.close(self._fd)
         if self._direct is not None:
-            os.close(self._direct.fd)
+            self._direct.close()
 
     def read_at(self, start: int, into: memoryview) -> None:
         while into.nbytes:
@@ -48,27 +48,38 @@ class LocalFile:
     def _opened_past_cache(self) -> _Direct | None:
         """Where that is known to be worth it: on a disk of this machine.
 
-        Other file systems (NFS, FUSE, those in memory) have no device of their own, and read ahead as they like.
+        Other file systems (NFS, FUSE, those in memory, Btrfs, ZFS) have no device of their own, and read ahead as they
+        like.
         """
         status = os.fstat(self._fd)
         if os.major(status.st_dev) and status.st_size and hasattr(os, "O_DIRECT"):
-            with suppress(OSError):  # whatever it says, the other way is open
-                return _Direct(self._path, status.st_size)
+            with suppress(OSError, ValueError):  # whatever it says, the other way is open
+                return _Direct(self._path, status)
         return None
 
 
 class _Direct:
     """A file that is open past the page cache, and mapped, to see what of it the page cache has all the same."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, status: os.stat_result) -> None:
+        """
+        Args:
+            status: of the file that is meant. Raises OSError or ValueError if another one is there by now.
+        """
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
-            self._mapping = mmap.mmap(self.fd, nbytes, prot=mmap.PROT_READ)
-        except OSError:
+            if not os.path.samestat(status, os.fstat(self.fd)):
+                raise ValueError(f"{path} has been replaced")
+            self._mapping = mmap.mmap(self.fd, status.st_size, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
             os.close(self.fd)
             raise
-        self._nbytes = nbytes
+        self._nbytes = status.st_size
         self._address = int(np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self._mapping.close()
 
     def read(self, start: int, into: memoryview) -> int:
         """See `storage.Source.read_pages`."""
@@ -87,8 +98,8 @@ class _Direct:
     def share_cached(self, start: int, nbytes: int) -> float:
         """Of the pages from byte `start`, a page's first, on. 1 where the kernel does not say, or there are none.
 
-        It tells who may write to a file; to others all pages seem to be cached. Looking reads nothing, unlike `preadv2`
-        with RWF_NOWAIT.
+        It tells a file's owner and who may write to it; to others all pages seem to be cached. Looking reads nothing,
+        unlike `preadv2` with RWF_NOWAIT.
         """
         nbytes = min(nbytes, self._nbytes - start)
         if nbytes <= 0:

@@ -16,6 +16,7 @@ from shardwise.checkpoint.training_state import check_json
 from shardwise.engine.stepping import SHARDED_FACE
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.snapshot import is_sole
 
 _BY_POSITION = {"params", "param_names"}
 """Of a group: parameters, and their names in the same order, which is this optimizer's own."""
@@ -101,8 +102,9 @@ def _option(key: str, value: Any) -> Any:
 def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any:
     """What stands for one value of the state in JSON; a tensor is appended to `pieces`."""
     if isinstance(value, Tensor) and type(value) is type(parameter) is ShardedParameter:
+        holder = value if is_sole(value) else None  # asked before the piece has it too
         piece = piece_of((name,), value)
-        piece.is_guarded = True  # nothing else has an alias of it, as units have of their parameters
+        piece.holder = holder
         pieces.append(piece)
         return {"tensor": name}
     if isinstance(value, dict):  # in the document these stand for tensors

@@ -39,7 +39,7 @@ class Peers:
     @property
     def reads_alone(self) -> bool:
         """Whether no other rank of this machine holds, and so reads, the same elements; as far as torchrun tells."""
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
         machines = [rank // local_ranks for rank in self._mesh.spans[1]]
         return len(set(machines)) == len(machines)
 

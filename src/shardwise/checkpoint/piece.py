@@ -58,8 +58,8 @@ class Piece:
     """Not sharded: rank 0's is written, and every rank reads all of it."""
     places: tuple[Place, ...]
     """Where its elements are written: of most tensors the whole of one with its name."""
-    is_guarded: bool = False
-    """Whether whoever writes to its elements waits while they are copied: see `sharded.snapshot`."""
+    holder: ShardedParameter | None = None
+    """What alone has the memory: whoever wants it can be made to wait while it is copied. See `sharded.snapshot`."""
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Piece:
         if not elements.length:
             return None
         flat = self.tensor.reshape(-1)[elements.start - self.start : elements.stop - self.start]
-        return Piece(self.names, self.shape, flat, elements.start, False, self.places, self.is_guarded)
+        return Piece(self.names, self.shape, flat, elements.start, False, self.places, self.holder)
 
     def with_tensor(self, tensor: Tensor) -> Piece:
         """The same piece with its numbers elsewhere. (`dataclasses.replace` takes five times as long.)"""
@@ -180,25 +180,20 @@ class _Own:
 
     def __contains__(self, tensor: Tensor) -> bool:
         # Only what hooks put into the state_dict comes further than the first test.
-        return id(tensor) in self._registered or memory(tensor) in self._memories or not _plain(tensor).numel()
+        return id(tensor) in self._registered or _memory(tensor) in self._memories or not _plain(tensor).numel()
 
     @functools.cached_property
     def _memories(self) -> set[int]:
         attributes = (value for module in self._model.modules() for value in vars(module).values())
         tensors = (value for value in attributes if isinstance(value, Tensor))
-        return {memory(tensor) for tensor in (*self._model.parameters(), *self._model.buffers(), *tensors)}
-
-
-def memories(tensors: Iterable[Tensor]) -> set[int]:
-    """What the pieces of tensors, and of their gradients, lie in: see `memory`."""
-    return {memory(each) for tensor in tensors for each in (tensor, tensor.grad) if each is not None}
+        return {_memory(tensor) for tensor in (*self._model.parameters(), *self._model.buffers(), *tensors)}
 
 
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.local if isinstance(tensor, ShardedParameter) else tensor
 
 
-def memory(tensor: Tensor) -> int:
+def _memory(tensor: Tensor) -> int:
     """Of tensors that exist, the same for those that share memory."""
     plain = _plain(tensor)
     return plain.untyped_storage()._cdata if plain.layout is torch.strided else id(tensor)

@@ -24,7 +24,7 @@ from shardwise.checkpoint.in_place import InPlace
 from shardwise.checkpoint.naming import is_transformers
 from shardwise.checkpoint.optimizer_state import optimizer_state
 from shardwise.checkpoint.peers import Peers, settle
-from shardwise.checkpoint.piece import Piece, memories, pieces_to_write
+from shardwise.checkpoint.piece import Piece, pieces_to_write
 from shardwise.checkpoint.remote import RemoteDirectory
 from shardwise.checkpoint.storage import Location, check_location, is_url
 from shardwise.checkpoint.target import Kind, Target, Written
@@ -66,9 +66,10 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
         step: of the training, not negative.
         extra: a dict of anything else that a resumed run needs, as JSON; `load` returns it. Rank 0's is saved.
         asynchronous: copy this rank's bytes to host memory, which is kept for the next time, and return; a thread
-            writes them. Whatever is saved is as it was at the call: optimizer state on the CPU, which the thread copies
-            first of all, cannot be written to before it has. The next call of this package waits for the save and
-            raises what went wrong; so does the end of the program, which then has status 1.
+            writes them. Whatever is saved is as it was at the call: optimizer state on the CPU is copied by the thread,
+            first of all, and until then whoever wants it, for a step or to look at it, waits. The next call of this
+            package waits for the save and raises what went wrong; so does the end of the program, which then has
+            status 1.
         max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
         files: small ones to go along, by name: a tokenizer's, for example. Rank 0's are saved.
 
@@ -96,7 +97,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     try:
         _begin(target, peers)
         if asynchronous:
-            _start(writing, peers, _host_memory.setdefault(engine, HostMemory()), memories(model.parameters()))
+            _start(writing, peers, _host_memory.setdefault(engine, HostMemory()))
         else:
             writing.run(peers)
     except Exception:
@@ -255,29 +256,26 @@ def _begin(target: Target, peers: Peers) -> None:
             time.sleep(0.02)
 
 
-def _start(writing: _Writing, peers: Peers, memory: HostMemory, shared: set[int]) -> None:
-    """Copy what this rank writes, and write the copy in a thread.
-
-    shared: memory that is written to not only through the optimizer's state.
-    """
+def _start(writing: _Writing, peers: Peers, memory: HostMemory) -> None:
+    """Copy what this rank writes, and write the copy in a thread."""
     target = writing.target
     company = Correspondence(target.messages, peers.rank, peers.world_size)
     with peers.together(f"{target} cannot be written"):
         company.introduce()
-        copies = memory.copy([piece for kind in writing.kinds for piece in kind.pieces], shared)
+        copies = memory.copy([piece for kind in writing.kinds for piece in kind.pieces])
         each = iter(copies.pieces)
         kinds = [replace(kind, pieces=[next(each) for _ in kind.pieces]) for kind in writing.kinds]
     with peers.together(f"{target} cannot be written"):
         company.meet()
     copied = replace(writing, kinds=kinds)
-    discard = target.discard if peers.is_first else lambda: None
-    together = peers.together(f"{target} cannot be written")
-    copies.guard()
-    try:
-        background.start(str(target), lambda: copied.run(company, copies), discard, together)
-    except BaseException:
-        copies.leave()
-        raise
+    job = background.Job(
+        what=str(target),
+        begin=copies.begin,
+        run=lambda: copied.run(company, copies),
+        leave=copies.leave,
+        discard=target.discard if peers.is_first else lambda: None,
+    )
+    background.start(job, peers.together(f"{target} cannot be written"))
 
 
 def _configuration(model: nn.Module) -> dict[str, bytes]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.sharded import snapshot
 from shardwise.sharded.boxes import Box, boxes_of
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ def chunks_to_load(parameter: ShardedParameter) -> list[Any]:
 
     Counts as a write to the piece, also where that is empty: every rank must see that the parameter changes.
     """
-    snapshot.wait()
     torch.autograd.graph.increment_version(parameter.local)
     return [_chunk(box) for box in _boxes(parameter)]
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise.errors import UsageError
-from shardwise.sharded import snapshot
 from shardwise.sharded.placement import Placement
 
 if TYPE_CHECKING:
@@ -105,8 +104,6 @@ class _Elementwise:
             _not_into_plain(first.placement, func)
         local_args = [_piece(value, first, func) for value in args]
         local_kwargs = {name: _piece(value, first, func) for name, value in kwargs.items()}
-        if written:
-            snapshot.wait()
         result = func(*local_args, **local_kwargs)
         if written:
             torch.autograd.graph.increment_version([target.local for target in written])
@@ -128,9 +125,7 @@ def _put_by_mask(
             f"{func} of the sharded {sharded.fqn!r}: only tensor[mask] = number works, with a mask made from it. "
             "Use sw.unsharded(model, writeback=True)"
         )
-    mask, number = _piece(indices[0], target, func), _piece(value, target, func)
-    snapshot.wait()
-    func(target.local, [mask], number, *args[3:])
+    func(target.local, [_piece(indices[0], target, func)], _piece(value, target, func), *args[3:])
     torch.autograd.graph.increment_version([target.local])
     return target
 
@@ -191,8 +186,6 @@ class _OnLists:
             if isinstance(value, Tensor) and (type(value) is cls or not _numbers(value, len(placements))):
                 _not_a_number(first_sharded(cls, args, kwargs).placement, value, func)
         local_args = [_locals(cls, value) if _is_tensor_list(value) else value for value in args]
-        if self._writes:
-            snapshot.wait()
         result = self._call(*local_args, **kwargs)
         if self._writes:
             torch.autograd.graph.increment_version(local_args[0])
