@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from shardwise.errors import CheckpointError
 
-
 _LOOK_S = 1.0
+"""Between looks of a thread that has not been told what to do."""
 
 
 @dataclass(frozen=True, slots=True)
