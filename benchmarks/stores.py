@@ -61,7 +61,7 @@ class _Overheard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         said = record.getMessage().rpartition(": ")[2]
-        self._settings["last save" if " wrote " in said else "last load"] = said.replace(",", ";")
+        self._settings.setdefault("first save" if " wrote " in said else "first load", said.replace(",", ";"))
 
 
 def shardwise(shape: GPTShape) -> Store:
