@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +394,20 @@ def test_looking_at_state_waits_until_it_is_copied(tmp_path: Path) -> None:
     assert all(9 not in state["exp_avg"].local for state in optimizer.state.values())
 
 
+def test_a_thread_that_fails_before_it_copies_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, left = [], []
+
+    def fail() -> None:
+        raise MemoryError
+
+    job = background.Job("a job", lambda: began.append(1), fail, lambda: left.append(1), lambda: None)
+    background.start(job, nullcontext())
+    with pytest.raises(CheckpointError, match="a job failed"):
+        background.wait()
+    assert began
+    assert left
+
+
 @on_ranks(1)
 def test_an_interrupted_start_leaves_nothing_held(tmp_path: Path) -> None:
     """Wherever in it an interrupt comes: training goes on, and so does the next save."""
@@ -425,11 +439,11 @@ def test_an_interrupted_start_leaves_nothing_held(tmp_path: Path) -> None:
             caught = False
         finally:
             sys.settrace(None)
-        sw.checkpoint.wait(model)
         stepping = threading.Thread(target=optimizer.step, daemon=True)
         stepping.start()
         stepping.join(20)
         assert not stepping.is_alive()
+        sw.checkpoint.wait(model)
         assert all(thread.name != "shardwise-checkpoint" for thread in threading.enumerate())
         if not caught:
             break

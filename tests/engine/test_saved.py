@@ -238,6 +238,7 @@ def _vacate_regardless(self: Unit) -> bool:
 
 @on_ranks(2)
 def test_a_unit_may_come_back_in_another_slot() -> None:
+    _turns.clear()  # an address is used again, not by the same object on every rank
     steady, Arena.choices = Arena.choices, _rotating  # type: ignore[method-assign]
     try:
         Twins().train(3)

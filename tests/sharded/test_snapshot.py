@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.sharded import chunks
+from shardwise.sharded import snapshot as snapshots
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.snapshot import HeldParameter, Snapshot, is_sole
 from tests.sharded.threads import ThreadGroup, _Meeting, cut, randn
@@ -61,11 +64,15 @@ def faces() -> Pair:
     return torch.clone(first), torch.neg(second)  # type: ignore[return-value]
 
 
+def nothing() -> None:
+    """To be reminded of."""
+
+
 @pytest.fixture
 def held() -> Iterator[tuple[Snapshot, Pair]]:
     """The first of two is being copied."""
     pair = faces()
-    snapshot = Snapshot(pair[:1])
+    snapshot = Snapshot(pair[:1], nothing)
     snapshot.begin()
     yield snapshot, pair
     snapshot.end()
@@ -114,7 +121,7 @@ def test_nobody_else_waits(use: Any, held: tuple[Snapshot, Pair]) -> None:
 def test_afterwards_nobody_waits_and_types_are_as_before() -> None:
     first, second = faces()
     for _ in range(2):
-        snapshot = Snapshot([first])
+        snapshot = Snapshot([first], nothing)
         snapshot.begin()
         assert type(first) is HeldParameter
         snapshot.end()
@@ -125,12 +132,12 @@ def test_afterwards_nobody_waits_and_types_are_as_before() -> None:
 
 
 def test_one_that_has_not_begun_ends() -> None:
-    Snapshot(faces()).end()
+    Snapshot(faces(), nothing).end()
     assert type(faces()[0]) is ShardedParameter
 
 
 def test_one_at_a_time(held: tuple[Snapshot, Pair]) -> None:
-    again = Snapshot(faces())
+    again = Snapshot(faces(), nothing)
     with pytest.raises(AssertionError, match="another snapshot"):
         again.begin()
     again.end()
@@ -150,6 +157,49 @@ def test_a_forked_process_has_no_such_thread(held: tuple[Snapshot, Pair]) -> Non
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_who_waits_reminds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "_LOOK_S", 0.01)
+    first, _ = faces()
+    reminded: list[int] = []
+
+    def remind() -> None:
+        reminded.append(1)
+        if len(reminded) == 3:
+            snapshot.end()
+
+    snapshot = Snapshot([first], remind)
+    snapshot.begin()
+    with torch.no_grad():
+        first.fill_(1)
+    assert len(reminded) == 3
+
+
+def test_what_is_over_keeps_nothing() -> None:
+    first, _ = faces()
+    snapshot, gone = Snapshot([first], nothing), weakref.ref(first)
+    snapshot.begin()
+    snapshot.end()
+    del first
+    assert gone() is None
+
+
+def test_ranks_that_still_wait_take_the_way_of_those_that_do_not(held: tuple[Snapshot, Pair]) -> None:
+    """torch asks for the types of tensors to choose between one call for all of them and one for each."""
+    snapshot, pair = held
+    threading.Timer(0.2, snapshot.end).start()
+    seen: list[str] = []
+    original = ShardedParameter.__torch_dispatch__
+
+    def watching(func: Any, *arguments: Any) -> Any:
+        seen.append(func._schema.name)
+        return original(func, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedParameter, "__torch_dispatch__", watching)
+        torch.nn.utils.get_total_norm(pair)
+    assert seen[0] == "aten::_foreach_norm"
 
 
 ALIASES: dict[str, Callable[[ShardedParameter], object]] = {
@@ -176,6 +226,27 @@ def test_who_else_has_the_memory_is_seen(alias: Callable[[ShardedParameter], obj
     assert is_sole(face)
     assert face.local.sum() is not None  # looking leaves nothing behind
     assert is_sole(face)
+
+
+def test_memory_that_processes_share_is_nobodys_alone(tmp_path: Path) -> None:
+    face = faces()[0]
+    (tmp_path / "memory").write_bytes(bytes(48))
+    mapped = torch.from_file(str(tmp_path / "memory"), shared=True, size=12)
+    for piece in (face.local.clone().share_memory_(), mapped):
+        other = ShardedParameter(piece, face.placement)
+        del piece
+        assert not is_sole(other)
+
+
+@pytest.mark.parametrize("count", [None, lambda storage: 1])
+def test_a_torch_that_does_not_count(count: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if count is None:
+        monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    else:
+        monkeypatch.setattr(torch._C, "_storage_Use_Count", count)
+    assert snapshots._references_of_one_alone() is None
+    monkeypatch.setattr(snapshots, "_alone", None)
+    assert not is_sole(faces()[0])
 
 
 def test_pieces_of_one_flat_buffer_are_nobodys_alone() -> None:

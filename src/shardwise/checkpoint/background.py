@@ -18,16 +18,16 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a thread shall do. Either `begin` and `run` are called, or `leave`."""
+    """What a thread shall do. In the end `leave` is called, whatever came before it."""
 
     what: str
     """For messages."""
     begin: Callable[[], None]
-    """Called before the thread begins, where `start` is."""
+    """Called where `start` is, before the thread is told to run."""
     run: Callable[[], None]
     """In the thread."""
     leave: Callable[[], None]
-    """Undoes `begin`, also if that has not been called or not to its end."""
+    """Undoes `begin`, perhaps again, and also if that has not been called or not to its end."""
     discard: Callable[[], None]
     """Removes what a failed `run` leaves; called by `clean_up`."""
 
@@ -69,6 +69,8 @@ class _Save:
             self.job.run()
         except BaseException as error:
             self._error = error
+        finally:
+            self.job.leave()
 
     def wait(self) -> CheckpointError | None:
         """Until it has ended; what is to be raised if it failed."""
@@ -107,6 +109,12 @@ def start(job: Job, together: AbstractContextManager[None]) -> None:
     finally:  # an interrupt may come anywhere: no thread is forgotten that runs
         if not save.decide():
             _under_way = None
+
+
+def remind() -> None:
+    """Tell the thread to go on, if an interrupt kept `start` from that."""
+    if _under_way is not None:
+        _under_way.decide()
 
 
 def wait() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint import background
 from shardwise.checkpoint.piece import Piece
 from shardwise.checkpoint.room import room
 from shardwise.layout.flat import round_up
@@ -30,7 +31,8 @@ class Copies:
         """
         self.pieces = pieces
         self._waiting = waiting
-        self._snapshot = Snapshot(piece.holder for piece, _ in waiting if piece.holder is not None)
+        held = [piece.holder for piece, _ in waiting if piece.holder is not None]
+        self._snapshot = Snapshot(held, background.remind)
 
     def begin(self) -> None:
         """From here to `finish`, or `leave`, who wants what is still to be copied waits."""

@@ -66,10 +66,10 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
         step: of the training, not negative.
         extra: a dict of anything else that a resumed run needs, as JSON; `load` returns it. Rank 0's is saved.
         asynchronous: copy this rank's bytes to host memory, which is kept for the next time, and return; a thread
-            writes them. Whatever is saved is as it was at the call: optimizer state on the CPU is copied by the thread,
-            first of all, and until then whoever wants it, for a step or to look at it, waits. The next call of this
-            package waits for the save and raises what went wrong; so does the end of the program, which then has
-            status 1.
+            writes them. Whatever is saved is as it was at the call: optimizer state on the CPU that nobody else has an
+            alias of is copied by the thread, first of all, and until then whoever wants it, for a step or to look at
+            it, waits. The next call of this package waits for the save and raises what went wrong; so does the end of
+            the program, which then has status 1.
         max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
         files: small ones to go along, by name: a tokenizer's, for example. Rank 0's are saved.
 
