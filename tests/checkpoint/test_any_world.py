@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from shardwise.checkpoint import reading, tensor_files, verify
 from tests.checkpoint.states import load_into, same, train_and_save
-from tests.checkpoint.test_reading import Reads, drop
+from tests.checkpoint.test_reading import Reads, drop, skip_unless_direct
 from tests.engine.cases import CASES, Case
 from tests.ranks import RankPools
 
@@ -62,8 +61,7 @@ def test_who_reads_alone_reads_past_the_page_cache(
     tmp_path: Path,
 ) -> None:
     path, state = saved
-    if not os.major(path.stat().st_dev):
-        pytest.skip("this is not a disk of this machine")
+    skip_unless_direct(path / "model.safetensors")
     for loaded, direct_bytes in ranks(case.world_size).run(_load_past_cache, case, path, local_ranks):
         same(loaded, state)
         assert bool(direct_bytes) == is_direct

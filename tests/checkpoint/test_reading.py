@@ -47,14 +47,18 @@ def path(tmp_path: Path) -> Path:
     """A file that can be read past the page cache, and is not in it."""
     path = tmp_path / "file"
     path.write_bytes(content())
+    skip_unless_direct(path)
     drop(path)
+    return path
+
+
+def skip_unless_direct(path: Path) -> None:
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
     except (OSError, AttributeError) as error:
         pytest.skip(f"nothing goes past the page cache here: {error}")
     if not os.major(path.stat().st_dev):
         pytest.skip("this is not a disk of this machine")
-    return path
 
 
 def drop(path: Path) -> None:
