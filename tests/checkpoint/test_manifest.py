@@ -101,6 +101,15 @@ def test_a_damaged_manifest_is_an_error_of_one_line(directory: Path, text: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_a_number_without_end_is_damage(directory: Path) -> None:
+    path = directory / "manifest.json"
+    document = json.loads(path.read_text())
+    next(iter(document["files"].values()))["bytes"] = "@"
+    path.write_text(json.dumps(document).replace('"@"', "1e999"))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: OverflowError"):
+        verify(directory)
+
+
 def test_a_file_is_no_checkpoint(directory: Path) -> None:
     for path in (directory / "manifest.json", directory / "manifest.json" / "below"):
         with pytest.raises(CheckpointError, match=r"is no directory, so it is no checkpoint$"):

@@ -166,7 +166,7 @@ def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
         joined = {_plain_name(name): _joined(entry) for name, entry in document.get("joined", {}).items()}
         for name, file in joined.items():
             _check_parts(name, file, files)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     return Manifest(files, joined), document
 
