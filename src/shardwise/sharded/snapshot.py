@@ -83,6 +83,7 @@ class Snapshot:
         self._ended.set()
 
     def let_go(self) -> None:
+        """Have the tensors be what they were, without a word to other threads."""
         global _under_way  # noqa: PLW0603
         for tensor in self._held:
             tensor.__class__ = ShardedParameter
