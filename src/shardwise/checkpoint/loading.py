@@ -98,7 +98,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             states = reading.training["rng"]
             if len(states) == peers.world_size:
                 training_state.restore_random_state(states[peers.rank], engine.mesh.device)
-    mib, direct_mib = (sum(read) / 2**20 for read in zip(*((d.read_bytes, d.direct_bytes) for d in done), strict=True))
+    mib, direct_mib = sum(read.read_bytes for read in done) / 2**20, sum(read.direct_bytes for read in done) / 2**20
     _log.info("%s: rank %d read %.1f MiB, %.1f of them past the page cache", path, peers.rank, mib, direct_mib)
     return reading.result()
 
