@@ -37,6 +37,10 @@ BLOCK = (WIDTH, WIDTH, (2 * WIDTH + 1) * WIDTH, 2 * WIDTH + 1, WIDTH * (2 * WIDT
 ROOT = (4 * WIDTH, WIDTH, WIDTH * 101, 101)
 UNITS = (ROOT, *[BLOCK] * DEPTH)
 PARAMETERS = sum(map(len, UNITS))
+AGREEMENT_BYTES = 40
+"""Of what ranks tell each other that they did the same: two hashes with their ranks, and what they ask for."""
+HEADER_BYTES = 16
+"""Before each collective between hosts, to each peer: what it is, and how long."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,12 @@ def _recorded(case: Case, precision: sw.Precision) -> tuple[dict[str, int], dict
 @pytest.mark.parametrize("precision", [FP32, MIXED], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_recorded_bytes_are_the_tables(ranks: RankPools, case: Case, precision: sw.Precision) -> None:
-    """And besides, one byte a parameter in each group of ranks: which parameters were used."""
+    """And besides, in each group of ranks, what they agree on: after a forward that gathered that they did the same,
+    after backward that and one byte a parameter, which were used."""
     expected = table(case, widths_of(precision))
     groups = [size for size in (case.shards, case.replicas) if size > 1]
-    flags = sum(2 * PARAMETERS * (size - 1) // size for size in groups)
+    agreements = [AGREEMENT_BYTES] * (case.shards > 1) + [AGREEMENT_BYTES + PARAMETERS]
+    flags = sum(2 * nbytes for nbytes in agreements for _ in groups)
     for sent, calls in ranks(case.world_size).run(_recorded, case, precision):
         assert sent == {**expected, "control": flags}
         resharded = DEPTH - 1 if case.strategy in {"full_shard", "hybrid_shard"} else 0
@@ -115,7 +121,7 @@ def test_recorded_bytes_are_the_tables(ranks: RankPools, case: Case, precision: 
         assert calls["gather"] == (len(UNITS) + resharded if sharded else 0)
         assert calls["reduce"] == (len(UNITS) if sharded else 0)
         assert calls["across"] == (len(UNITS) if case.replicas > 1 else 0)
-        assert calls["control"] == len(groups)
+        assert calls["control"] == len(groups) * len(agreements)
 
 
 def _on_the_wire(case: Case, precision: sw.Precision) -> tuple[int, list[str]]:
@@ -134,10 +140,17 @@ def _on_the_wire(case: Case, precision: sw.Precision) -> tuple[int, list[str]]:
     "case", [case for case in CASES if case.strategy != "no_shard" or case.world_size == 2], ids=str
 )
 def test_bytes_through_c10d_are_the_tables(ranks: RankPools, case: Case, precision: sw.Precision) -> None:
-    """The same, counted where the engine hands its messages to torch: everything is sent pairwise, and flags go to
-    every peer whole."""
-    flags = sum(PARAMETERS * (size - 1) for size in (case.shards, case.replicas))
-    expected = sum(table(case, widths_of(precision)).values()) + flags
+    """The same, counted where the engine hands its messages to torch: everything is sent pairwise, headers and what
+    ranks agree on go to every peer whole."""
+    resharded = DEPTH - 1 if case.strategy in {"full_shard", "hybrid_shard"} else 0
+    peers = [size - 1 for size in (case.shards, case.replicas)]
+    agreed = (AGREEMENT_BYTES * (case.shards > 1) + AGREEMENT_BYTES + PARAMETERS) * sum(peers)
+    collectives = [(2 * len(UNITS) + resharded) * (case.shards > 1), len(UNITS)]
+    if case.reshard is not None:  # backward gathers in smaller groups
+        peers[0:1], collectives[0:1] = [case.shards - 1, case.reshard - 1], [2 * len(UNITS), resharded]
+    headers = sum(HEADER_BYTES * number * count for number, count in zip(collectives, peers, strict=True))
+    headers += HEADER_BYTES * (1 + (case.shards > 1)) * sum(size - 1 for size in (case.shards, case.replicas))
+    expected = sum(table(case, widths_of(precision)).values()) + agreed + headers
     for sent, calls in ranks(case.world_size).run(_on_the_wire, case, precision):
         assert calls == ["send"]
         assert sent == expected
@@ -149,8 +162,9 @@ def test_no_shard_through_c10d_where_ranks_do_not_divide(ranks: RankPools, world
     case = Case("no_shard", world_size)
     outcomes = ranks(world_size).run(_on_the_wire, case, FP32)
     total = sum(Widths(4, 4).padded_numel(unit, 1) * 4 for unit in UNITS)
-    flags = PARAMETERS * (world_size - 1) * world_size
-    assert sum(sent for sent, _ in outcomes) == 2 * total * (world_size - 1) + flags
+    agreed = (AGREEMENT_BYTES + PARAMETERS) * (world_size - 1) * world_size
+    headers = HEADER_BYTES * (len(UNITS) + 1) * (world_size - 1) * world_size
+    assert sum(sent for sent, _ in outcomes) == 2 * total * (world_size - 1) + agreed + headers
 
 
 # The order of a step --------------------------------------------------------------------------------------------------
@@ -178,13 +192,14 @@ FULL_SHARD = [
     ("claim", 2), ("all_gather", 2),
     ("release", 1),
     ("claim", 1), ("all_gather", 1),  # in the last block, which stays: the one before, for backward
+    ("control", None),  # before the output is returned: whether ranks did the same
     ("claim", 6),  # backward: the root collects gradients from here to the end
     ("claim", 4), ("reduce_scatter", 4), ("release", 2),  # the last block
     ("claim", 5), ("claim", 0), ("all_gather", 0),  # the second; the first is gathered meanwhile
     ("reduce_scatter", 5), ("release", 1),
     ("claim", 4), ("reduce_scatter", 4), ("release", 0),
     ("reduce_scatter", 6), ("release", 3),
-    ("control", None),  # which parameters were used
+    ("control", None),  # the same of backward, and which parameters were used
 ]  # fmt: skip
 
 
@@ -199,4 +214,4 @@ def test_the_order_of_a_step_that_keeps_parameters(ranks: RankPools) -> None:
     for order in ranks(2).run(_order, "shard_grad_op"):
         assert [buffer for op, buffer in order if op == "all_gather"] == [3, 0, 1, 2]
         assert [buffer for op, buffer in order if op == "reduce_scatter"] == [4, 5, 4, 6]
-        assert [op for op, _ in order if op == "control"] == ["control"]
+        assert [op for op, _ in order if op == "control"] == ["control"] * 2

@@ -121,9 +121,9 @@ def _unordered(self: Any, stream: Stream) -> Iterator[None]:
 _all_reduce = nccl.NcclCollectives.all_reduce
 
 
-def _without_what_is_before(self: Any, tensor: Tensor, op: str = "sum", after: object = None) -> Any:
+def _without_what_is_before(self: Any, tensor: Tensor, op: str = "sum", after: object = None, label: int = 0) -> Any:
     """Sums over replicas what is still being summed over shards."""
-    return _all_reduce(self, tensor, op)
+    return _all_reduce(self, tensor, op, label=label)
 
 
 def _unwaited(self: Any) -> None:

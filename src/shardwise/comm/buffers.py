@@ -21,6 +21,7 @@ class PrivateBuffers:
         self.world_size = world_size
         self.device = torch.device(device)
         self.poison = poison_asked() if poison is None else poison
+        self.labels: dict[int, str] = {}
         self._allocated = 0
 
     @property
@@ -42,6 +43,9 @@ class PrivateBuffers:
         return self._buffer(buffer.bytes.numel(), buffer.kind, buffer.index)
 
     def advance(self) -> None:
+        return None
+
+    def abandon(self) -> None:
         return None
 
     def close(self) -> None:

@@ -7,18 +7,17 @@ before it posted is over for whoever sees the post. Other processors would need 
 
 from __future__ import annotations
 
-import functools
 import os
 import time
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.comm.segment import LINE_BYTES, exchange
-from shardwise.errors import CollectiveTimeout, MismatchError
+from shardwise.comm.signature import in_words, mismatch
+from shardwise.errors import CollectiveTimeout, ShardwiseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch.distributed as dist
 
@@ -27,6 +26,10 @@ _SPINS = 64
 _YIELD_S = 300e-6
 _LONGEST_SLEEP_S = 1e-3
 _LOOK_EVERY_S = 0.05
+_KEPT = 256
+"""Entries of a journal."""
+JOURNAL_LINES = 1 + _KEPT // _WORDS
+"""Cache lines of one rank's journal: how many entries there have been, and the last ones."""
 
 
 class Watch:
@@ -35,15 +38,29 @@ class Watch:
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         """Every rank must call this."""
         self.rank = group.rank()
+        self.labels: Mapping[int, str] = {}
+        """What labels mean, for errors."""
+        self.journal: Journal | None = None
+        """Looked into while a peer is late."""
         self._timeout_s = timeout_s
-        self._births = [(pid, born) for pid, born in exchange(group, [os.getpid(), birth(os.getpid())])]
+        self._failure: ShardwiseError | None = None
+        """What ended the first wait that failed."""
+        self.births = [(pid, born) for pid, born in exchange(group, [os.getpid(), birth(os.getpid())])]
 
-    def until(self, ready: Callable[[], bool], peer: int, op: str) -> None:
-        """Return when `ready()`.
+    def fail(self, error: ShardwiseError) -> ShardwiseError:
+        """Remember that the ranks are out of step: no later wait is worth its time. Returns the error, to be raised."""
+        self._failure = error
+        return error
+
+    def until(self, ready: Callable[[], bool], peer: int, op: str | int) -> None:
+        """Return when `ready()`. `op`: what for, in words or as a signature.
 
         Raises:
             CollectiveTimeout: `peer` was not ready in time, or any process of the group is gone.
+            MismatchError: a rank did other things than this one.
         """
+        if self._failure is not None and not ready():
+            raise self._failure
         start = time.perf_counter()
         look, spins = start + _LOOK_EVERY_S, 0
         while not ready():
@@ -59,14 +76,21 @@ class Watch:
                 look = now + _LOOK_EVERY_S
                 self._look(ready, peer, op, now - start)
 
-    def _look(self, ready: Callable[[], bool], peer: int, op: str, waited_s: float) -> None:
-        gone = [rank for rank, (pid, born) in enumerate(self._births) if birth(pid) != born]
+    def _look(self, ready: Callable[[], bool], peer: int, op: str | int, waited_s: float) -> None:
+        what = op if isinstance(op, str) else in_words(op, self.labels)
+        if self.journal is not None:  # first: who found out before may be gone by now
+            difference = self.journal.difference()
+            if difference is not None:
+                raise self.fail(difference)
+        gone = [rank for rank, (pid, born) in enumerate(self.births) if birth(pid) != born]
         if gone and not ready():  # it may have posted before it left
-            raise CollectiveTimeout(f"{op} on rank {self.rank}: the process of rank {gone[0]} is gone.")
+            raise self.fail(CollectiveTimeout(f"{what} on rank {self.rank}: the process of rank {gone[0]} is gone."))
         if waited_s > self._timeout_s:
-            raise CollectiveTimeout(
-                f"{op} on rank {self.rank}: rank {peer} did not arrive in {self._timeout_s:g} s. It hangs, or it is at "
-                "another collective. SHARDWISE_TIMEOUT_S sets how long to wait."
+            raise self.fail(
+                CollectiveTimeout(
+                    f"{what} on rank {self.rank}: rank {peer} did not arrive in {self._timeout_s:g} s: it hangs, or "
+                    "does something else. SHARDWISE_TIMEOUT_S sets how long to wait."
+                )
             )
 
 
@@ -90,28 +114,60 @@ class Counter:
         """Whether every rank has posted `value`."""
         return all(self._head[word] >= value for _, word in self._peers)
 
-    def wait(self, value: int, op: str, signature: int = 0) -> None:
-        """Return when every rank has posted `value`, having met the same signature.
+    def wait(self, value: int, op: str | int) -> None:
+        """Return when every rank has posted `value`; with the same signature, where `op` is one and not words.
 
         Raises:
             CollectiveTimeout: a rank did not come.
-            MismatchError: a rank came with another signature.
+            MismatchError: a rank came with another signature, or does something else.
         """
         head = self._head
         for peer, word in self._peers:
             if head[word] < value:
                 self._watch.until(lambda word=word: head[word] >= value, peer, op)  # type: ignore[misc]
-            if signature and head[word + 1 + value % 2] != signature:
-                raise MismatchError(
-                    f"rank {peer} is at another collective than rank {self._watch.rank}, which is at {op} "
-                    "(or at the same with other sizes or dtypes)."
-                )
+            if type(op) is int and head[word + 1 + value % 2] != op:
+                theirs = head[word + 1 + value % 2]
+                raise self._watch.fail(mismatch(self._watch.rank, op, peer, theirs, self._watch.labels))
 
 
-@functools.lru_cache(4096)
-def sign(*description: object) -> int:
-    """A nonzero number that tells collectives apart."""
-    return zlib.crc32(repr(description).encode()) + 1
+class Journal:
+    """The last things that each rank did which all must do alike, in their order.
+
+    Ranks that wait for one another at different things would wait for ever; who waits for long looks here.
+    """
+
+    def __init__(
+        self, head: memoryview, first_line: int, rank: int, world_size: int, labels: Mapping[int, str]
+    ) -> None:
+        """From a segment's line `first_line` on; it takes JOURNAL_LINES for each rank."""
+        self._head = head
+        self._first = first_line * _WORDS
+        self._rank = rank
+        self._world_size = world_size
+        self._labels = labels
+        self._count = 0
+
+    def write(self, signature: int) -> None:
+        """This rank does what the signature says. Local."""
+        start = self._start(self._rank)
+        self._head[start + _WORDS + self._count % _KEPT] = signature
+        self._count += 1
+        self._head[start] = self._count
+
+    def difference(self) -> ShardwiseError | None:
+        """The error that says where a peer did something else, if one did at a point that both have come to. Local."""
+        own = self._start(self._rank) + _WORDS
+        for peer in range(self._world_size):
+            theirs = self._start(peer) + _WORDS
+            both = min(self._count, self._head[theirs - _WORDS])
+            for position in range(max(0, both - _KEPT // 2), both):  # the other half may be written meanwhile
+                mine, other = (self._head[start + position % _KEPT] for start in (own, theirs))
+                if mine != other:
+                    return mismatch(self._rank, mine, peer, other, self._labels)
+        return None
+
+    def _start(self, rank: int) -> int:
+        return self._first + rank * JOURNAL_LINES * _WORDS
 
 
 def birth(pid: int) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, Combine, Reduction, Region, Work
 
 
 class DryCollectives(PrivateBuffers):
@@ -18,17 +18,17 @@ class DryCollectives(PrivateBuffers):
 
     name = "dry"
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
         return FINISHED
 
     @torch.no_grad()
-    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         check_reductions(reductions, self.world_size)
         for r in reductions:
             deliver(slice_of(r.flat, self.rank, self.world_size), r)
         return FINISHED
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         return after
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -36,3 +36,6 @@ class DryCollectives(PrivateBuffers):
 
     def barrier(self) -> None:
         return None
+
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        return message

@@ -1,24 +1,28 @@
 """Pairwise exchange over a torch.distributed process group that can send and receive CPU memory.
 
-Every transfer goes straight from one rank to another, in place, instead of around gloo's rings. Messages carry a tag
-made of the collective's number in this group and of what it is, so that ranks that call different things, or the same
-things in another order, time out instead of swapping data.
-"""
+Every transfer goes straight from one rank to another, in place, instead of around gloo's rings. A collective begins
+with a header, which says what it is and what for: ranks that call different things, or the same things in another
+order, raise instead of swapping data or waiting. Messages carry a tag made of the collective's number in this group
+and of what it is."""
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, pieces_of, shares, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Then, Work
+from shardwise.comm.protocol import FINISHED, Buffer, Combine, Reduction, Region, Then, Work
+from shardwise.comm.signature import in_words, mismatch, sign
 from shardwise.comm.summation import RankOrderSum
-from shardwise.errors import CollectiveTimeout
+from shardwise.comm.timeout import timeout_s
+from shardwise.errors import CollectiveTimeout, ShardwiseError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,9 +42,11 @@ class GlooCollectives(PrivateBuffers):
 
     def __init__(self, group: dist.ProcessGroup, poison: bool | None = None) -> None:
         super().__init__(group.rank(), group.size(), "cpu", poison)
-        self._group = group
+        self._line = _Line(group, timedelta(seconds=timeout_s(group)), self.labels)
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._sequence = 0
+        self._left: list[_Post] = []
+        """Of collectives that were abandoned: gloo may still be at their messages."""
         self._sum = RankOrderSum()
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._small = torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cpu")
@@ -51,28 +57,29 @@ class GlooCollectives(PrivateBuffers):
         return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes
 
     @torch.no_grad()
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
         slices = [
             [buffer.bytes[r.start + q * r.shard_bytes :][: r.shard_bytes] for q in range(self.world_size)]
             for r in regions
         ]
-        return self._gather(self._post(f"all_gather of buffer {buffer.index}"), slices)
+        return self._gather(self._post(sign("all_gather", label, buffer.index, regions)), slices)
 
     @torch.no_grad()
-    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         check_reductions(reductions, self.world_size)
         jobs = [
             _Job([slice_of(r.flat, q, self.world_size) for q in range(self.world_size)], r.out, r.accumulate)
             for r in reductions
         ]
-        return self._reduce(self._post(f"reduce_scatter of buffer {buffer.index}"), jobs)
+        what = tuple((r.flat.dtype, r.out.numel()) for r in reductions)
+        return self._reduce(self._post(sign("reduce_scatter", label, buffer.index, what)), jobs)
 
     @torch.no_grad()
-    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         if after is not FINISHED:
-            return Then(after, lambda: self.all_reduce(tensor, op))
+            return Then(after, lambda: self.all_reduce(tensor, op, label=label))
         flat = tensor.detach().view(-1)
-        post = self._post(f"all_reduce ({op})")
+        post = self._post(sign("all_reduce", label, flat.numel(), flat.dtype, op))
         if flat.numel() * flat.itemsize <= SMALL_BYTES:
             sent = self._small[: flat.nbytes].view(flat.dtype)  # peers read it while the result is written
             sent.copy_(flat)
@@ -85,22 +92,43 @@ class GlooCollectives(PrivateBuffers):
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
         # A binomial tree over positions counted from `src`: position p hears from p without its lowest set bit.
-        flat, post = tensor.detach().view(-1), self._post(f"broadcast from rank {src}")
+        flat = tensor.detach().view(-1)
         position = (self.rank - src) % self.world_size
         span = position & -position or 1 << (self.world_size - 1).bit_length()
-        if position:
-            post.wait(post.receive(flat, (position - span + src) % self.world_size, 0))
-        while span := span >> 1:
-            if position + span < self.world_size:
-                post.send(flat, (position + span + src) % self.world_size, 0)
+        above = [(position - span + src) % self.world_size] if position else []
+        steps = [span >> k for k in range(1, span.bit_length())]
+        below = [(position + step + src) % self.world_size for step in steps if position + step < self.world_size]
+        self._sequence += 1
+        post = _Post(self._line, sign("broadcast", 0, flat.numel(), flat.dtype, src), self._sequence, below, above)
+        for peer in above:
+            post.wait(post.receive(flat, peer, 0))
+        for peer in below:
+            post.send(flat, peer, 0)
         post.wait_sent()
 
     def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1, device="cpu"))
+        self.exchange(b"", lambda a, b: b"", 0)
 
-    def _post(self, op: str) -> _Post:
+    @torch.no_grad()
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        post = self._post(sign("exchange", label), len(message))
+        mine = torch.frombuffer(bytearray(message or b" "), dtype=torch.uint8)[: len(message)]
+        for peer in self._peers:
+            post.send(mine, peer, "said")
+        said = [message] * self.world_size
+        for peer, length in post.lengths().items():
+            theirs = torch.empty(length, dtype=torch.uint8, device="cpu")
+            post.wait(post.receive(theirs, peer, "said"))
+            said[peer] = theirs.numpy().tobytes()
+        post.wait_sent()
+        return functools.reduce(combine, said)
+
+    def abandon(self) -> None:
+        self._left.append(self._post(sign("abandon")))
+
+    def _post(self, signature: int, length: int = 0) -> _Post:
         self._sequence += 1
-        return _Post(self._group, op, self._sequence)
+        return _Post(self._line, signature, self._sequence, self._peers, self._peers, length)
 
     def _gather(self, post: _Post, slices: Sequence[Sequence[Tensor]]) -> Work:
         arrivals: list[_Message] = []
@@ -126,45 +154,106 @@ class _Message:
     peer: int
 
 
-class _Post:
-    """The messages of one collective: numbers and posts them, and turns their failures into CollectiveTimeout."""
+@dataclass(slots=True, eq=False)
+class _Line:
+    """Where messages go, how long to wait for one, and what labels mean."""
 
-    def __init__(self, group: dist.ProcessGroup, op: str, sequence: int) -> None:
-        self.world_size = group.size()
-        self._group = group
-        self._op = op
+    group: dist.ProcessGroup
+    timeout: timedelta
+    labels: dict[int, str]
+    failure: ShardwiseError | None = None
+    """What ended the first wait that failed: the ranks are out of step, so no later one is worth its time."""
+
+    def fail(self, error: ShardwiseError) -> ShardwiseError:
+        """Remember it. Returns the error, to be raised."""
+        self.failure = error
+        return error
+
+
+class _Post:
+    """The messages of one collective: numbers and posts them, and turns their failures into typed errors."""
+
+    def __init__(
+        self, line: _Line, signature: int, sequence: int, to: Sequence[int], hears: Sequence[int], length: int = 0
+    ) -> None:
+        """Sends the header to the peers `to` and expects one of each peer in `hears`."""
+        self.world_size = line.group.size()
+        self._line = line
+        self._rank = line.group.rank()
+        self._signature = signature
         self._sequence = sequence
         self._sent: list[_Message] = []
+        header = torch.tensor([signature, length], dtype=torch.int64, device="cpu")
+        self._headers = {peer: torch.empty_like(header) for peer in hears}
+        self._unread = [message for peer, theirs in self._headers.items() for message in self._hear(theirs, peer)]
+        for peer in to:
+            self._sent.append(_Message(self._try(peer, line.group.send, *self._header(header, peer)), peer))
 
     def send(self, tensor: Tensor, peer: int, part: object) -> None:
         if tensor.numel():
-            self._sent.append(_Message(self._try(peer, self._group.send, *self._letter(tensor, peer, part)), peer))
+            work = self._try(peer, self._line.group.send, *self._letter(tensor, peer, part))
+            self._sent.append(_Message(work, peer))
 
     def receive(self, tensor: Tensor, peer: int, part: object) -> list[_Message]:
         if not tensor.numel():
             return []
-        return [_Message(self._try(peer, self._group.recv, *self._letter(tensor, peer, part)), peer)]
+        return [_Message(self._try(peer, self._line.group.recv, *self._letter(tensor, peer, part)), peer)]
+
+    def lengths(self) -> dict[int, int]:
+        """What the peers' headers say of the message behind them, in bytes. Waits for the headers.
+
+        Raises:
+            MismatchError: a peer is at another collective.
+        """
+        self._read_headers()
+        return {peer: int(theirs[1]) for peer, theirs in self._headers.items()}
 
     def wait(self, arrivals: Sequence[_Message]) -> None:
+        self._read_headers()
         for message in arrivals:
-            self._try(message.peer, message.work.wait)
+            self._try(message.peer, message.work.wait, self._line.timeout)
 
     def wait_sent(self) -> None:
-        self.wait(self._sent)
+        self._read_headers()
+        for message in self._sent:
+            self._try(message.peer, message.work.wait, self._line.timeout)
         self._sent.clear()
 
+    def _read_headers(self) -> None:
+        unread, self._unread = self._unread, []
+        for message in unread:
+            self._try(message.peer, message.work.wait, self._line.timeout)
+            theirs = int(self._headers[message.peer][0])
+            if theirs != self._signature:
+                line = self._line
+                raise line.fail(mismatch(self._rank, self._signature, message.peer, theirs, line.labels))
+
+    def _hear(self, header: Tensor, peer: int) -> list[_Message]:
+        return [_Message(self._try(peer, self._line.group.recv, *self._header(header, peer)), peer)]
+
+    def _header(self, header: Tensor, peer: int) -> tuple[list[Tensor], int, int]:
+        return [header], peer, _tag("header", self._sequence)
+
     def _letter(self, tensor: Tensor, peer: int, part: object) -> tuple[list[Tensor], int, int]:
-        label = (self._sequence, self._op, part, tensor.numel(), tensor.itemsize)
-        return [tensor.view(torch.uint8)], peer, zlib.crc32(repr(label).encode()) & 0x7FFFFFFF
+        return [tensor.view(torch.uint8)], peer, _tag(self._sequence, self._signature, part, tensor.nbytes)
 
     def _try(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        if self._line.failure is not None:
+            raise self._line.failure
         try:
             return call(*arguments)
         except RuntimeError as error:
-            raise CollectiveTimeout(
-                f"{self._op} (number {self._sequence} of its group) on rank {self._group.rank()}: nothing from rank "
-                f"{peer}. It is gone, or it is at another collective. ({error})"
+            what = in_words(self._signature, self._line.labels)
+            raise self._line.fail(
+                CollectiveTimeout(
+                    f"{what} (number {self._sequence} of its group) on rank {self._rank}: nothing from rank {peer}. It "
+                    f"is gone, or it hangs. ({error})"
+                )
             ) from error
+
+
+def _tag(*label: object) -> int:
+    return zlib.crc32(repr(label).encode()) & 0x7FFFFFFF
 
 
 class _Arrivals:

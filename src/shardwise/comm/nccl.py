@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Work
+from shardwise.comm.channel import channel_of
+from shardwise.comm.protocol import FINISHED, Buffer, Combine, Reduction, Region, Work
+from shardwise.comm.timeout import timeout_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,6 +59,7 @@ class NcclCollectives(PrivateBuffers):
         if separate_reductions:
             ranks = dist.get_process_group_ranks(group)
             self._reduce_group = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+        self._channel = channel_of(group, timeout_s(group), self.labels)
         self._gather_stream = torch.cuda.Stream(device)
         self._reduce_stream = torch.cuda.Stream(device)
         self._free: dict[int, torch.cuda.Event] = {}  # by buffer: after its last reader
@@ -67,7 +70,7 @@ class NcclCollectives(PrivateBuffers):
         if buffer.index in self._free:
             self._current().wait_event(self._free.pop(buffer.index))
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
         with self._on(self._gather_stream), self._together(self._group, len(regions)):
             for region in regions:
                 nbytes = region.shard_bytes * self.world_size
@@ -86,7 +89,7 @@ class NcclCollectives(PrivateBuffers):
         return super().detach(buffer)
 
     @torch.no_grad()
-    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         check_reductions(reductions, self.world_size)
         with self._on(self._reduce_stream):
             own = [slice_of(r.flat, self.rank, self.world_size) for r in reductions]
@@ -100,7 +103,7 @@ class NcclCollectives(PrivateBuffers):
         return work
 
     @torch.no_grad()
-    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         with self._on(self._reduce_stream):
             if isinstance(after, _OnStream):  # of another group, so on another stream; `after` keeps its memory until
                 self._reduce_stream.wait_event(after.event)  # the compute stream has waited for it as well
@@ -114,7 +117,14 @@ class NcclCollectives(PrivateBuffers):
     def barrier(self) -> None:
         dist.barrier(self._group, device_ids=[self._gather_stream.device_index])
 
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        return self._channel.exchange(message, combine, label)
+
+    def abandon(self) -> None:
+        self._channel.abandon()
+
     def close(self) -> None:
+        self._channel.close()
         if self._reduce_group is not self._group:
             dist.destroy_process_group(self._reduce_group)
             self._reduce_group = self._group

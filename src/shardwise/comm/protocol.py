@@ -12,7 +12,9 @@ Life of a *reduce buffer*:
 waits for and advances counters that its peers watch, gloo and dry have nothing to do. Nobody reads a gather
 buffer outside `wait .. release`, and nobody writes one outside `claim .. all_gather`.
 
-Every method is collective unless it says otherwise: all ranks of the group call it in the same order.
+Every method is collective unless it says otherwise: all ranks of the group call it in the same order. What each call is
+for travels along as a *label*, a small number that is the same on every rank; `labels` says it in words. On CPUs ranks
+that come with different labels get a MismatchError that names both, on GPUs `exchange` is where they find out.
 """
 
 from __future__ import annotations
@@ -97,6 +99,10 @@ class Then:
             second().wait()
 
 
+Combine = Callable[[bytes, bytes], bytes]
+"""Two messages to one, associative: what lower ranks said, what higher ones did."""
+
+
 class Collectives(Protocol):
     """A group of ranks that exchange bytes. Sums are taken in rank order, in fp32 or wider."""
 
@@ -106,6 +112,8 @@ class Collectives(Protocol):
     """This rank's position in the group."""
     world_size: int
     device: torch.device
+    labels: dict[int, str]
+    """What the labels mean, for errors; filled by whoever uses them."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -117,7 +125,7 @@ class Collectives(Protocol):
     def claim(self, buffer: Buffer) -> None:
         """Wait until this rank may write into `buffer`."""
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
         """Complete every region of a gather buffer, in place, from the slices that the ranks wrote."""
 
     def release(self, buffer: Buffer) -> None:
@@ -129,13 +137,13 @@ class Collectives(Protocol):
         whoever on this rank still holds views of it. Not collective. Called between `wait` and `release`; the
         replacement is then the one to be released."""
 
-    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         """Sum each flat buffer over the ranks, each rank keeping its own slice in `out`."""
 
     def advance(self) -> None:
         """Do what is left of reductions under way on this rank where nobody has to be waited for. Not collective."""
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         """In place on any contiguous tensor (need not be in a buffer), op "sum" or "max". Large tensors travel as
         reduce-scatter + all-gather. Sums are bit-identical on all ranks. `after`: what writes the tensor, perhaps in
         another group; nobody need have waited for it. A CPU rank then begins when the result is waited for."""
@@ -145,6 +153,14 @@ class Collectives(Protocol):
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
+
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        """What `combine` makes of every rank's message, in rank order, the same on every rank. Small messages, between
+        hosts: no device is waited for. The ranks must have agreed on nothing before, the length included."""
+
+    def abandon(self) -> None:
+        """This rank raised and does not go on with what it was in: peers that wait for it raise, now or when they come
+        here, unless they have abandoned it as well. Not collective; waits for nobody."""
 
     def close(self) -> None:
         """Give back what the operating system would not. Idempotent; not collective."""

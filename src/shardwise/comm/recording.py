@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Combine, Reduction, Region, Work
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +24,8 @@ class Event:
     sequence: int
     """Position among this group's recorded calls."""
     op: str
-    """all_gather, reduce_scatter, all_reduce, control (small all_reduce, broadcast, barrier), or what happens to a
-    buffer: allocate, claim, release, detach."""
+    """all_gather, reduce_scatter, all_reduce, control (small all_reduce, broadcast, barrier, exchange), or what
+    happens to a buffer: allocate, claim, release, detach."""
     buffer: int | None
     """`Buffer.index`, where the call works in one."""
     bytes_sent: int
@@ -43,6 +43,7 @@ class RecordingCollectives:
         self.rank = inner.rank
         self.world_size = inner.world_size
         self.device = inner.device
+        self.labels = inner.labels
         self.events: list[Event] = []
 
     @property
@@ -65,10 +66,10 @@ class RecordingCollectives:
         self._record("claim", buffer)
         self.inner.claim(buffer)
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
         # Each rank sends its slice to every other.
         self._record("all_gather", buffer, sum(r.shard_bytes for r in regions) * (self.world_size - 1))
-        return self.inner.all_gather(buffer, regions)
+        return self.inner.all_gather(buffer, regions, label)
 
     def release(self, buffer: Buffer) -> None:
         self._record("release", buffer)
@@ -78,21 +79,21 @@ class RecordingCollectives:
         self._record("detach", buffer)
         return self.inner.detach(buffer)
 
-    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         # Each rank sends every other the slice that is theirs, in the dtype that travels.
         nbytes = sum(r.out.numel() * r.flat.itemsize for r in reductions) * (self.world_size - 1)
         self._record("reduce_scatter", buffer, nbytes, tuple(r.flat.dtype for r in reductions))
-        return self.inner.reduce_scatter(buffer, reductions)
+        return self.inner.reduce_scatter(buffer, reductions, label)
 
     def advance(self) -> None:
         self.inner.advance()
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         # As a reduce-scatter and an all-gather.
         nbytes = tensor.numel() * tensor.itemsize
         sent = 2 * nbytes * (self.world_size - 1) // self.world_size
         self._record("control" if nbytes <= CONTROL_BYTES else "all_reduce", None, sent, (tensor.dtype,))
-        return self.inner.all_reduce(tensor, op, after)
+        return self.inner.all_reduce(tensor, op, after, label)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         sent = tensor.numel() * tensor.itemsize * (self.world_size - 1) if src == self.rank else 0
@@ -102,6 +103,14 @@ class RecordingCollectives:
     def barrier(self) -> None:
         self._record("control", None)
         self.inner.barrier()
+
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        # Up a tree and down again: what it says is small, and what matters is that it is said.
+        self._record("control", None, 2 * len(message) * (self.world_size > 1))
+        return self.inner.exchange(message, combine, label)
+
+    def abandon(self) -> None:
+        self.inner.abandon()
 
     def close(self) -> None:
         self.inner.close()

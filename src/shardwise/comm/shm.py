@@ -7,7 +7,7 @@ read: every rank sums its own slice of all of them. Neither copies; the counters
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.buffers import POISON_BYTE, check_reductions, pieces_of, poison_asked, shares, slice_of
-from shardwise.comm.counters import Counter, Watch, sign
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Region, Then, Work
+from shardwise.comm.counters import JOURNAL_LINES, Counter, Journal, Watch
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Reduction, Region, Then, Work
 from shardwise.comm.segment import Segment, make_private
+from shardwise.comm.signature import sign
 from shardwise.comm.summation import RankOrderSum
-from shardwise.errors import ConfigError
+from shardwise.comm.timeout import timeout_s
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -29,6 +30,7 @@ STAGE_BYTES = 2**20
 """What each rank can show the others at once, in an all_reduce or broadcast of memory that is in no buffer."""
 SMALL_BYTES = 64 * 2**10
 """Up to here every rank sums all of a staged all_reduce; beyond, each sums a share and shows the result."""
+_LENGTH_BYTES = 8
 
 
 class ShmCollectives:
@@ -46,24 +48,28 @@ class ShmCollectives:
         self.world_size = group.size()
         self.device = torch.device("cpu")
         self.poison = poison_asked() if poison is None else poison
+        self.labels: dict[int, str] = {}
         self._group = group
-        self._watch = Watch(group, _timeout_s(group))
+        self._watch = Watch(group, timeout_s(group))
         self._slots: list[_Slot] = []
         self._reduce_slots: dict[int, _Slot] = {}  # by the address of this rank's own memory
         self._scattering: list[_Deferred] = []
         """Reductions that wait for nobody once everybody has posted, in their order."""
         self._sum = RankOrderSum()
-        stage = Segment(group, lines=self.world_size, parts=self.world_size, part_bytes=2 * STAGE_BYTES)
+        lines = self.world_size * (1 + JOURNAL_LINES)
+        stage = Segment(group, lines=lines, parts=self.world_size, part_bytes=2 * STAGE_BYTES)
         self._stages = stage.map(0, self.world_size, populate=False).view(self.world_size, 2, STAGE_BYTES)
         self._turns = Counter(stage.head, 0, self.world_size, self._watch)
         self._turn = 0
+        self._journal = Journal(stage.head, self.world_size, self.rank, self.world_size, self.labels)
+        self._watch.journal, self._watch.labels = self._journal, self.labels
 
     @property
     def scratch_bytes(self) -> int:
         return self._sum.scratch_bytes + 2 * STAGE_BYTES
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
-        self._meet("allocate", sign(nbytes, kind))  # ranks that disagree here would map each other's memory wrong
+        self._meet(sign("allocate", 0, nbytes, kind))  # ranks that disagree here would map each other's memory wrong
         slot = _Slot(self._group, self._watch, len(self._slots), nbytes, kind)
         self._slots.append(slot)
         buffer = self._map(slot)
@@ -77,8 +83,8 @@ class ShmCollectives:
         slot.pending.wait()
         slot.finished.wait(slot.uses, f"claim of buffer {buffer.index}")
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
-        return self._slots[buffer.index].post("all_gather", sign(regions))
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+        return self._post(self._slots[buffer.index], sign("all_gather", label, buffer.index, regions))
 
     def release(self, buffer: Buffer) -> None:
         slot = self._slots[buffer.index]
@@ -96,12 +102,12 @@ class ShmCollectives:
         make_private(buffer.bytes)
         return replacement
 
-    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         check_reductions(reductions, self.world_size)
         slot = self._slots[buffer.index]
         slot.pending.wait()
         what = tuple((r.flat.storage_offset(), r.flat.dtype, r.out.numel()) for r in reductions)
-        arrival = slot.post("reduce_scatter", sign(what))
+        arrival = self._post(slot, sign("reduce_scatter", label, buffer.index, what))
 
         def sum_own_slices() -> None:
             for r in reductions:
@@ -120,17 +126,18 @@ class ShmCollectives:
             work.wait()
 
     @torch.no_grad()
-    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         if after is not FINISHED:
-            return Then(after, lambda: self.all_reduce(tensor, op))
+            return Then(after, lambda: self.all_reduce(tensor, op, label=label))
         flat = tensor.detach().view(-1)
         slot = self._reduce_slots.get(flat.untyped_storage().data_ptr())
         if slot is None:
             for chunk in pieces_of(flat, STAGE_BYTES // flat.itemsize):
-                self._all_reduce_staged(chunk, op)
+                self._all_reduce_staged(chunk, op, label)
             return FINISHED
         slot.pending.wait()
-        arrival = slot.post("all_reduce", sign(flat.storage_offset(), flat.dtype, flat.numel(), op))
+        what = slot.index, flat.storage_offset(), flat.dtype, flat.numel(), op
+        arrival = self._post(slot, sign("all_reduce", label, *what))
         slot.uses += 1
         return _Deferred(slot, arrival, partial(self._all_reduce_in_place, slot, arrival.use, flat, op))
 
@@ -139,12 +146,31 @@ class ShmCollectives:
         flat = tensor.detach().view(-1)
         for chunk in pieces_of(flat, STAGE_BYTES // flat.itemsize):
             mine = chunk if self.rank == src else None
-            shown = self._meet("broadcast", sign(chunk.numel(), chunk.dtype, src), mine)
+            shown = self._meet(sign("broadcast", 0, chunk.numel(), chunk.dtype, src), mine)
             if self.rank != src:
                 chunk.copy_(shown[src, : chunk.numel() * chunk.itemsize].view(chunk.dtype))
 
     def barrier(self) -> None:
-        self._meet("barrier", sign())
+        self._meet(sign("barrier"))
+
+    @torch.no_grad()
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        room = STAGE_BYTES - _LENGTH_BYTES
+        said = [b""] * self.world_size
+        length = len(message).to_bytes(_LENGTH_BYTES, "little")
+        for start in range(0, 2**62, room):  # once, but for more parameters than models have
+            part = torch.frombuffer(bytearray(length + message[start : start + room]), dtype=torch.uint8)
+            rows = self._meet(sign("exchange", label), part).numpy()
+            lengths = [int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little") for row in rows]
+            for rank, row in enumerate(rows):
+                held = min(room, lengths[rank] - start)
+                said[rank] += row[_LENGTH_BYTES : _LENGTH_BYTES + max(0, held)].tobytes()
+            if start + room >= max(lengths):
+                break
+        return functools.reduce(combine, said)
+
+    def abandon(self) -> None:
+        self._journal.write(sign("abandon"))
 
     def close(self) -> None:
         """Forget every segment. Memory and file descriptors go when the last view of a buffer does."""
@@ -160,28 +186,34 @@ class ShmCollectives:
             self._reduce_slots[buffer.bytes.data_ptr()] = slot
         return buffer
 
-    def _meet(self, op: str, signature: int, mine: Tensor | None = None) -> Tensor:
+    def _post(self, slot: _Slot, signature: int) -> _Arrival:
+        self._journal.write(signature)
+        slot.uses += 1
+        slot.posted.post(slot.uses, signature)
+        return _Arrival(slot, signature)
+
+    def _meet(self, signature: int, mine: Tensor | None = None) -> Tensor:
         """Wait for every rank's turn, showing them `mine`. Returns what each shows, [world_size, STAGE_BYTES] uint8,
         which stands until the next turn but one: a rank that has come to the next has read this one's."""
         self._turn += 1
         stages = self._stages[:, self._turn % 2]
         if mine is not None and mine.numel():
             stages[self.rank, : mine.numel() * mine.itemsize].view(mine.dtype).copy_(mine)
-        signature = sign(op, signature)
+        self._journal.write(signature)
         self._turns.post(self._turn, signature)
-        self._turns.wait(self._turn, op, signature)
+        self._turns.wait(self._turn, signature)
         return stages
 
-    def _all_reduce_staged(self, chunk: Tensor, op: str) -> None:
-        signature = sign(chunk.numel(), chunk.dtype, op)
+    def _all_reduce_staged(self, chunk: Tensor, op: str, label: int) -> None:
+        signature = sign("all_reduce", label, chunk.numel(), chunk.dtype, op)
         nbytes = chunk.numel() * chunk.itemsize
-        shown = self._meet("all_reduce", signature, chunk)[:, :nbytes].view(chunk.dtype)
+        shown = self._meet(signature, chunk)[:, :nbytes].view(chunk.dtype)
         if nbytes <= SMALL_BYTES:
             self._sum(list(shown), chunk, op=op)
             return
         parts = shares(chunk, self.world_size)
         self._sum([shares(theirs, self.world_size)[self.rank] for theirs in shown], parts[self.rank], op=op)
-        shown = self._meet("all_reduce", signature, parts[self.rank])
+        shown = self._meet(signature, parts[self.rank])
         for part, theirs in zip(parts, shown, strict=True):
             part.copy_(theirs[: part.numel() * part.itemsize].view(part.dtype))
 
@@ -225,12 +257,6 @@ class _Slot:
         first = self.rank if self.kind is BufferKind.REDUCE else 0
         return self._segment.map(first, 1, populate=True)[: self._nbytes]
 
-    def post(self, op: str, signature: int) -> _Arrival:
-        self.uses += 1
-        signature = sign(op, signature)
-        self.posted.post(self.uses, signature)
-        return _Arrival(self, f"{op} of buffer {self.index}", signature)
-
     def everybodys(self, flat: Tensor) -> list[Tensor]:
         """Each rank's memory where this rank has `flat`, a view of its own reduce buffer."""
         start = flat.storage_offset() * flat.itemsize
@@ -241,9 +267,8 @@ class _Slot:
 class _Arrival:
     """Everybody's post of one use of a buffer."""
 
-    def __init__(self, slot: _Slot, op: str, signature: int) -> None:
+    def __init__(self, slot: _Slot, signature: int) -> None:
         self.use = slot.uses
-        self.op = op
         self._posted = slot.posted
         self._signature = signature
 
@@ -251,7 +276,7 @@ class _Arrival:
         return self._posted.reached(self.use)
 
     def wait(self) -> None:
-        self._posted.wait(self.use, self.op, self._signature)
+        self._posted.wait(self.use, self._signature)
 
 
 class _Deferred:
@@ -276,12 +301,3 @@ class _Deferred:
         slot.pending = FINISHED
         arrival.wait()
         finish()
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """How long to wait for a peer: `SHARDWISE_TIMEOUT_S`, else the process group's own timeout."""
-    asked = os.environ.get("SHARDWISE_TIMEOUT_S")
-    try:
-        return float(asked) if asked else group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    except ValueError:
-        raise ConfigError(f"SHARDWISE_TIMEOUT_S={asked!r} is not a number of seconds") from None

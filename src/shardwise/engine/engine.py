@@ -3,6 +3,8 @@
 It acts at five moments, all of them hooks: before and after a unit's forward, when the gradient of a unit's output
 arrives (its backward begins), when the gradient of its first input is complete (its backward is over), and when
 autograd is done. Whatever is gathered at other times is gathered on demand, by a saved tensor being unpacked.
+
+Hooks of backward say how far it has come; what is done follows from the calls of the forward pass (`call.py`).
 """
 
 from __future__ import annotations
@@ -11,28 +13,31 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from shardwise.comm.protocol import BufferKind
 from shardwise.engine.arena import Arena, Slot, size_classes
-from shardwise.engine.call import Call
+from shardwise.engine.call import Call, ForwardPass
+from shardwise.engine.control import Control, Moment
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.saved import SavedTensors
+from shardwise.engine.saved import Place, SavedTensors
 from shardwise.engine.schedule import Event, Phase, Schedule
 from shardwise.engine.unit import Unit, UnitState
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import CollectiveTimeout, ConfigError, MismatchError, UsageError
 from shardwise.modules.newcomers import Newcomers
 from shardwise.modules.trees import cast_tensors, exchange_input, exchange_tensors, first_differentiable, output_tensors
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 
-Forward = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _nothing() -> None:
@@ -42,6 +47,13 @@ def _nothing() -> None:
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have torch.compile break the graph here: hooks traced into a graph would run once, at tracing."""
     return torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
+
+
+def _outside_transforms() -> AbstractContextManager[object, bool | None]:
+    """Leave torch.func's transforms (jvp), which would wrap the views that slots keep."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 class Engine:
@@ -55,8 +67,9 @@ class Engine:
         self.keeps_params = keeps_params
         self.units: list[Unit] = []
         self.schedule = Schedule()
-        self.saved = SavedTensors(self._ensure)
-        self.gradients = Gradients(mesh, strategy.keeps_grads)
+        self.control = Control(mesh)
+        self.saved = SavedTensors(self._on_enter, self._ensure)
+        self.gradients = Gradients(mesh, self.control, strategy.keeps_grads)
         self.depth = 0
         """Units whose forward is under way."""
         self.in_backward = False
@@ -67,11 +80,14 @@ class Engine:
         self._arena: Arena[Unit] | None = None
         self._secondary: Arena[Unit] | None = None
         self._planned = False
-        self._open_calls: list[Call] = []
-        """Whose backward is under way, in the order of its beginning."""
+        self._passes = 0
+        """Outermost forwards so far."""
+        self._ahead_of_backward = 0
+        """Outermost forwards in grad mode since the root's last, or a backward."""
+        self._walked: list[ForwardPass] = []
+        """What the backward under way has come through, oldest first."""
         self._finisher: Callable[[], object] = _nothing
         """Weakly, the callback that autograd holds until the backward under way is over or has raised."""
-        self._call_count = 0
         self.newcomers: Newcomers
         """Set when the model is sharded."""
 
@@ -89,6 +105,7 @@ class Engine:
             unit.index = index
             unit.keeps_params = self.keeps_params or unit.is_pinned
             unit.hook(self)
+        self.control.name_units([unit.fqn for unit in self.units])
 
     @property
     def nesting(self) -> int:
@@ -155,8 +172,14 @@ class Engine:
             self._release(unit)
         if unit.state is UnitState.SHARDED:
             arena = self._arena_of(unit, again)
-            unit.issue(self._take_slot(arena, unit))
+            self._issue(unit, self._take_slot(arena, unit))
             unit.land()
+
+    def _issue(self, unit: Unit, slot: Slot[Unit]) -> None:
+        label = self.control.gather_label(unit.index)
+        if slot.collectives.world_size > 1:
+            self.control.note(label)
+        unit.issue(slot, label)
 
     def _arena_of(self, unit: Unit, again: bool) -> Arena[Unit]:
         arena = self._secondary if again and unit.has_secondary else self._arena
@@ -212,7 +235,7 @@ class Engine:
                 slot = arena.preferred(unit)
                 if slot.holder is not None:
                     return
-                unit.issue(slot)
+                self._issue(unit, slot)
             if unit.state is UnitState.GATHERING:
                 wanted -= 1
             if wanted <= 0:
@@ -221,10 +244,24 @@ class Engine:
     # Forward --------------------------------------------------------------------------------------------------------
 
     @hide_from_dynamo
-    def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+    def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """A unit's forward begins."""
         if self.suspended:
             return args, kwargs
+        with _outside_transforms():
+            forward, call = self._enter_forward(unit)
+        if unit is self.root and self.precision.cast_inputs and self.precision.param is not None:
+            args, kwargs = cast_tensors((args, kwargs), self.precision.param)
+        if torch.is_grad_enabled():
+            if not call.recompute:
+                unit.is_inside_hooks = self.saved.are_inside_others()
+            if unit.is_inside_hooks or not call.recompute:
+                call.token = self.saved.push()
+            args, kwargs = self._mark_input(forward, call, args, kwargs)
+        return args, kwargs
+
+    def _enter_forward(self, unit: Unit) -> Place:
+        """Have the unit gathered, and its modules hold the full parameters."""
         recompute = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled():
             self.saved.check()
@@ -232,11 +269,11 @@ class Engine:
             self._begin_step(unit)
         self._check_autocast(unit)
         self.plan()
-        self._call_count += 1
-        call = Call(unit, self._call_count, recompute)
+        forward, call = self._forward_pass(recompute), Call(unit, recompute)
+        if torch.is_grad_enabled():
+            forward.begin(call)
         unit.calls.append(call)
-        if torch.is_grad_enabled() and not recompute:
-            unit.awaited.append(call)
+        self.saved.places.append((forward, call))
         self.depth += 1
         self.schedule.record(Event(Phase.FORWARD, unit.index))
         unit.forward_depth += 1
@@ -244,12 +281,16 @@ class Engine:
         if unit.state is UnitState.GATHERED:
             unit.show_inner()
         self._prefetch()
-        if unit is self.root and self.precision.cast_inputs and self.precision.param is not None:
-            args, kwargs = cast_tensors((args, kwargs), self.precision.param)
-        if torch.is_grad_enabled():
-            call.token = self.saved.push()
-            args, kwargs = self._mark_input(call, args, kwargs)
-        return args, kwargs
+        return forward, call
+
+    def _forward_pass(self, recompute: bool) -> ForwardPass:
+        """The outermost forward that a call belongs to, which may begin with it."""
+        if self.saved.places:
+            forward, around = self.saved.places[-1]
+            if around.recompute == recompute:
+                return forward
+        self._passes += 1
+        return ForwardPass(self._passes)
 
     @hide_from_dynamo
     def post_forward(self, unit: Unit, output: object) -> object:
@@ -257,18 +298,33 @@ class Engine:
         if not unit.calls:
             return output  # somebody's pre-forward hook raised before ours ran
         call = unit.calls.pop()
+        forward, _ = self.saved.places.pop()
         self.saved.pop(call.token)
         call.token = None
-        if output is None:
-            self.saved.explain(sys.exception())
         self.depth -= 1
         unit.forward_depth -= 1
+        failure = sys.exception() if output is None else None
+        if failure is not None:
+            self.saved.explain(failure)
         if unit is self.root and self.precision.output is not None:
             output = cast_tensors(output, self.precision.output)
-        output = self._watch_outputs(call, output)
-        if unit.forward_depth == 0 and unit.backward_depth == 0:
-            self._leave_forward(unit, call)
+        if failure is None:
+            output = self._watch_outputs(forward, call, output)
+        with _outside_transforms():
+            if not self.depth and not call.recompute:
+                self._compare(failure)
+            if isinstance(failure, MismatchError | CollectiveTimeout):
+                return output  # ranks are out of step: whatever would be waited for now would not come
+            if unit.forward_depth == 0 and unit.backward_depth == 0:
+                self._leave_forward(unit, call)
         return output
+
+    def _compare(self, failure: BaseException | None) -> None:
+        """An outermost forward is over: its output is nobody's before ranks are known to have done the same."""
+        if failure is not None:
+            self.control.abandon()
+        elif self.control.has_news:
+            self.control.agree(Moment.FORWARD_END)
 
     def _leave_forward(self, unit: Unit, call: Call) -> None:
         if unit.state is UnitState.ACTIVE:
@@ -306,13 +362,14 @@ class Engine:
         """
         self.clear_up()
         self.saved.drain()
-        for other in self.units if unit is self.root else ():
-            other.awaited.clear()
+        if unit is self.root:
+            self._ahead_of_backward = 0
         if torch.is_grad_enabled():
             self.newcomers.check()
         self._follow_requires_grad()
-        if not any(other.awaited for other in self.units):
+        if not self._ahead_of_backward:
             self.schedule.begin((torch.is_grad_enabled(), unit.index, unit.module.training))
+        self._ahead_of_backward += torch.is_grad_enabled()
 
     def _follow_requires_grad(self) -> None:
         for unit in self.units:
@@ -331,7 +388,7 @@ class Engine:
                 f'give sw.shard precision=sw.Precision(param="{str(compute).removeprefix("torch.")}") instead'
             )
 
-    def _mark_input(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+    def _mark_input(self, forward: ForwardPass, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Have autograd tell when the call's backward is over: the gradient of its first input is then complete.
 
         The input is replaced by a view of itself, made first. Autograd runs ready nodes newest first, so the view's
@@ -342,35 +399,53 @@ class Engine:
         if tensor is None:
             return args, kwargs
         marked = tensor.view_as(tensor)
-        call.has_marker = True
-        marked.register_hook(lambda grad: self._on_exit(call))
+        marked.register_hook(lambda grad: self._on_exit(forward, call))
         kwargs = {key: exchange_input(value, tensor, marked) for key, value in kwargs.items()}
         return exchange_input(args, tensor, marked), kwargs
 
-    def _watch_outputs(self, call: Call, output: object) -> object:
+    def _watch_outputs(self, forward: ForwardPass, call: Call, output: object) -> object:
         leaves = call.unit.leaf_ids
         if any(id(tensor) in leaves for tensor in output_tensors(output)):
             # A leaf itself loses its data when the unit is released; a view of it keeps the storage.
             output = exchange_tensors(output, lambda p: p.view_as(p) if id(p) in leaves else p)
-        for tensor in output_tensors(output) if torch.is_grad_enabled() else ():
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self._on_enter(call))
+        if torch.is_grad_enabled():
+            watched = [tensor for tensor in output_tensors(output) if tensor.requires_grad]
+            forward.end(call, has_backward=bool(watched) or any(group.trainable for group in call.unit.groups))
+            for tensor in watched:
+                tensor.register_hook(lambda grad: self._on_enter(forward, call))
         return output
 
     # Backward -------------------------------------------------------------------------------------------------------
 
-    def _on_enter(self, call: Call) -> None:
-        """The gradient of one of the call's outputs has arrived."""
-        call.follow(torch._C._current_graph_task_id())
-        if call.entered:
-            return
-        call.entered = True
-        self._begin_backward()
-        for later in [other for other in self._open_calls if not other.has_marker and other.order > call.order]:
-            self._on_exit(later)  # autograd runs the newest nodes first, so it is through with these
+    def _on_enter(self, forward: ForwardPass, call: Call) -> None:
+        """Backward has come to the end of a call: a gradient of its output arrived, or something saved is unpacked."""
+        self._walk_back(forward, call.end)
+
+    def _on_exit(self, forward: ForwardPass, call: Call) -> None:
+        """Backward has come to the beginning of a call: the gradient of its first input is complete."""
+        self._walk_back(forward, call.begin)
+
+    def _walk_back(self, forward: ForwardPass, position: int) -> None:
+        """Do what is due at every moment down to `position` that backward has not come to before."""
+        if forward.follow(torch._C._current_graph_task_id()):
+            self._begin_backward()
+            for newer in [other for other in self._walked if other.order > forward.order]:
+                self._pass(newer)  # autograd is through with it
+            self._walked.append(forward)
+        self._pass(forward, position)
+
+    def _pass(self, forward: ForwardPass, position: int = 0) -> None:
+        for call, is_end in forward.walk_back(position):
+            if call.has_backward and is_end:
+                self._enter(call)
+            elif call.is_open:
+                self._exit(call)
+
+    def _enter(self, call: Call) -> None:
+        """The call's backward begins."""
         unit = call.unit
+        call.is_open = True
         unit.backward_depth += 1
-        self._open_calls.append(call)
         self.gradients.open(unit)
         self.schedule.record(Event(Phase.BACKWARD, unit.index))
         self._gather(unit, again=True)
@@ -378,22 +453,12 @@ class Engine:
             unit.show_inner()
         self._prefetch()
 
-    def _on_exit(self, call: Call) -> None:
+    def _exit(self, call: Call) -> None:
         """The call's backward is over."""
-        call.follow(torch._C._current_graph_task_id())
-        if call.exited:
-            return
-        call.exited = True
         unit = call.unit
-        if call in unit.awaited:
-            unit.awaited.remove(call)
-        if call in self._open_calls:
-            self._open_calls.remove(call)
-            unit.backward_depth -= 1
-        elif not call.entered:  # nobody saw its outputs; peers may have seen theirs
-            self.gradients.open(unit)
-        call.entered = True  # a gradient of an output that comes later must not gather the unit again
-        if not unit.awaited and unit.backward_depth == 0:
+        call.is_open = False
+        unit.backward_depth -= 1
+        if call.is_first:
             self.gradients.reduce(unit)
         if unit.backward_depth == 0 and unit.forward_depth == 0:
             self._leave_backward(unit)
@@ -407,8 +472,6 @@ class Engine:
     def _ensure(self, unit: Unit) -> None:
         """A saved tensor of `unit` is about to be used by backward."""
         self._begin_backward()
-        if unit.backward_depth == 0 and unit.awaited:  # its outputs are out of sight, but here its backward begins
-            self._on_enter(unit.awaited[-1])
         if unit.state in (UnitState.SHARDED, UnitState.GATHERING):
             if unit.backward_depth == 0:
                 self.schedule.record(Event(Phase.BACKWARD, unit.index))
@@ -434,10 +497,11 @@ class Engine:
 
     def _finish_backward(self) -> None:
         """Autograd is done with this backward."""
-        for call in list(self._open_calls):
-            self._on_exit(call)
+        for forward in reversed(self._walked):
+            self._pass(forward)
+        self._walked.clear()
+        self._ahead_of_backward = 0
         for unit in self.units:
-            unit.awaited.clear()
             unit.backward_depth = 0
             if unit.forward_depth == 0 and unit.state is not UnitState.SHARDED:
                 self._leave_backward(unit)
@@ -454,7 +518,7 @@ class Engine:
             self._abandon_forward()
 
     def _abandon_backward(self) -> None:
-        self._open_calls.clear()
+        self._walked.clear()
         self.gradients.abandon(self.units)
         self.in_backward = False
         self.release_all()

@@ -6,6 +6,20 @@ rank may have had the others. Slots are taken and reduced where a unit's backwar
 gradient that meets no slot of its unit, which may happen on some ranks only, waits in memory of its own. What is left
 is reduced when backward ends. The sum is taken in rank order over values scaled by 1 / world_size, so a step's result
 does not depend on timing.
+
+A reduce slot is *free* (no holder), *collecting* (its holder's `reduce_slot`: gradients are written) or *reducing* (one
+reduction in flight has it). Why nothing that graph order allows can lose a gradient:
+
+- Only a free slot is claimed. One that is reducing is finished first: a slot that a unit has for itself is claimed
+  again by the unit's next call, while the sum of the one before may still lie in it.
+- Only `_start` takes a slot from collecting to reducing, and only `_finish` sets it free, when its sum has been added
+  to the shard's gradient. Nobody else waits for a reduction.
+- Reductions of one unit are finished in the order in which they were started: the first of a backward overwrites the
+  shard's gradient and later ones add to it.
+- A gradient that comes while its unit has no slot waits beside, in `late`, and joins the next slot that the unit has;
+  what is left when backward ends is reduced then, on all ranks if on any.
+- `no_sync` and a backward that raised leave slots collecting: the next backward goes on in them, or `abandon` frees
+  them.
 """
 
 from __future__ import annotations
@@ -21,6 +35,7 @@ from torch import Tensor, nn
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Work
 from shardwise.engine.addition import ScaledAddition
 from shardwise.engine.arena import Arena, Slot, size_classes
+from shardwise.engine.control import Control, Moment
 from shardwise.engine.group import Group
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.unit import Unit
@@ -49,9 +64,10 @@ class _InFlight:
 class Gradients:
     """Reduce slots and reductions of one engine. Everything here happens in graph order, alike on every rank."""
 
-    def __init__(self, mesh: Mesh, keeps_full: bool) -> None:
+    def __init__(self, mesh: Mesh, control: Control, keeps_full: bool) -> None:
         """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1)."""
         self._mesh = mesh
+        self._control = control
         self._keeps_full = keeps_full
         # Replicas exchange straight out of the slots when nothing is scattered before.
         self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
@@ -65,8 +81,6 @@ class Gradients:
         """Bytes in a reduce slot that each unit has asked for so far, at most."""
         self._own: dict[Unit, Slot[Unit]] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._flags = self._moving = torch.zeros(0, dtype=torch.uint8, device="cpu")
-        """One byte a parameter, on the host (pinned where that helps) and where collectives want them."""
         self.sync = True
         """Whether backward reduces; `no_sync` turns it off."""
 
@@ -86,11 +100,6 @@ class Gradients:
         """Memory for sums of different dtypes."""
         return self._scaled.scratch_bytes + self._unscaled.scratch_bytes
 
-    @property
-    def flag_bytes(self) -> int:
-        """What ranks tell each other about used parameters."""
-        return self._moving.nbytes
-
     def plan(self, units: Sequence[Unit], nesting: int) -> None:
         """Allocate reduce slots and gradient shards for the parameters that are trainable now."""
         for unit in units:
@@ -101,10 +110,6 @@ class Gradients:
                     self._give_own_slot(unit)
         else:
             self._plan_arena(units, nesting)
-        count = sum(len(group.sharded) for unit in units for group in unit.groups)
-        self._moving = torch.zeros(count, dtype=torch.uint8, device=self._mesh.device)
-        through_host = self._moving.device.type != "cpu" and not self._mesh.is_dry
-        self._flags = self._moving.cpu().pin_memory() if through_host else self._moving
 
     def _plan_arena(self, units: Sequence[Unit], nesting: int) -> None:
         """Slots for the most that each unit has had to reduce, so that freezing and thawing in turn (a GAN's two
@@ -168,10 +173,16 @@ class Gradients:
         self._start(unit, slot)
 
     def finish(self, units: Sequence[Unit]) -> None:
-        """Backward is over: agree on what became of each gradient, reduce what is left and hand out the sums."""
+        """Backward is over: agree on what became of each gradient, reduce what is left and hand out the sums.
+
+        Ranks must agree although this one used every parameter: another may not have, and no rank knows of the others.
+        """
         if not self.sync:
+            if self._control.has_news:
+                self._control.agree(Moment.BACKWARD_END)
             return
-        fates = iter(self._agree([_fate(unit, key) for unit in units for key in unit.keys]))
+        own = bytes(_fate(unit, key) for unit in units for key in unit.keys)
+        fates = iter(self._control.agree(Moment.BACKWARD_END, own))
         of_units = [list(islice(fates, len(unit.keys))) for unit in units]
         for unit, of_unit in zip(units, of_units, strict=True):
             if _LEFT in of_unit:
@@ -199,8 +210,10 @@ class Gradients:
             self._give_own_slot(unit)
         unit.reduce_slot = self._claim(unit.own_reduce_slot or self._take(self._arena, unit), unit)
 
-    @staticmethod
-    def _claim(slot: Slot[Unit], unit: Unit) -> Slot[Unit]:
+    def _claim(self, slot: Slot[Unit], unit: Unit) -> Slot[Unit]:
+        for flight in [flight for flight in self._in_flight if flight.slot is slot]:
+            self._finish(flight)
+        assert slot.holder is None, f"unit {unit.fqn!r} claims a reduce slot that is collecting"
         slot.holder = unit
         slot.collectives.claim(slot.buffer)
         return slot
@@ -235,18 +248,22 @@ class Gradients:
 
     def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
         """Sum in the shard group, and behind that over replicas. Neither is waited for."""
+        assert slot.holder is unit, f"unit {unit.fqn!r} reduces a slot that is not its own"
         groups = [group for group in unit.groups if group.trainable]
         shard, replicate = self._mesh.shard, self._mesh.replicate
+        label = self._control.reduce_label(unit.index)
+        if self._mesh.world_size > 1:
+            self._control.note(label)
         scattered: Work = FINISHED
         if shard.world_size > 1 or replicate.world_size == 1:
             sums = None if self._slices is None else self._claim(self._take(self._slices, unit), unit)
             reductions = tuple(self._reduction(group, slot, sums) for group in groups)
-            scattered = shard.reduce_scatter(slot.buffer, reductions)
+            scattered = shard.reduce_scatter(slot.buffer, reductions, label)
             self._in_flight.append(_InFlight(unit, slot, [scattered]))
             slot = sums or slot
         if replicate.world_size > 1:
             slices = [group.slice_in(slot) for group in groups]
-            works = [replicate.all_reduce(own, after=scattered) for own in slices]
+            works = [replicate.all_reduce(own, after=scattered, label=label) for own in slices]
             self._in_flight.append(_InFlight(unit, slot, works, slices))
 
     def _reduction(self, group: Group, slot: Slot[Unit], sums: Slot[Unit] | None) -> Reduction:
@@ -260,6 +277,14 @@ class Gradients:
             self._finish(self._in_flight[0])
 
     def _finish(self, flight: _InFlight) -> None:
+        for earlier in list(self._in_flight):
+            if earlier is flight:
+                break
+            if earlier.unit is flight.unit:
+                self._complete(earlier)
+        self._complete(flight)
+
+    def _complete(self, flight: _InFlight) -> None:
         self._in_flight.remove(flight)
         for work in flight.works:
             work.wait()
@@ -268,6 +293,7 @@ class Gradients:
             for group, own in zip(groups, flight.slices, strict=True):
                 total, accumulate = self._prepare(group)
                 self._unscaled.add(total, own) if accumulate else total.copy_(own)
+        assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
         flight.slot.holder = None
 
     def _prepare(self, group: Group) -> tuple[Tensor, bool]:
@@ -285,26 +311,6 @@ class Gradients:
                     own.local.copy_(sharded.grad.local)  # type: ignore[attr-defined]
         assert group.grad_shard is not None
         return group.grad_shard, accumulate
-
-    def _agree(self, fates: list[int]) -> Sequence[int]:
-        """The greatest fate over all ranks: one byte a parameter and backward, beside the gradients themselves.
-
-        It cannot be left out when this rank used them all: another may not have, and no rank knows of the others.
-        """
-        mesh = self._mesh
-        if mesh.shard.world_size * mesh.replicate.world_size == 1:
-            return fates
-        if not mesh.is_dry:
-            self._flags.numpy()[:] = fates
-            if self._moving is not self._flags:
-                self._moving.copy_(self._flags, non_blocking=True)
-        mesh.shard.all_reduce(self._moving, "max").wait()
-        mesh.replicate.all_reduce(self._moving, "max").wait()
-        if mesh.is_dry:
-            return fates
-        if self._moving is not self._flags:  # the one wait for the device: the host hands out gradients by these
-            self._flags.copy_(self._moving)
-        return self._flags.tolist()
 
 
 def _fate(unit: Unit, key: tuple[int, int]) -> int:

@@ -2,7 +2,8 @@
 
 While a unit's forward runs, saved-tensor hooks replace every tensor that aliases a slot by a `Handle`. Unpacking in
 backward has the unit gathered again and returns the same view of whatever slot it got. Without this, autograd would
-keep pointing into a slot that by then holds another unit's parameters.
+keep pointing into a slot that by then holds another unit's parameters. Whatever is packed remembers the call of a unit
+that it was saved in: to unpack it is to run that call's backward, though no gradient of an output may have told of it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.arena import Slot
+from shardwise.engine.call import Call, ForwardPass
 from shardwise.engine.unit import Unit
 from shardwise.errors import StaleWeightsError, UsageError
 
 _autograd: Any = torch._C._autograd
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+Place = tuple[ForwardPass, Call]
+"""Where in the forward something was saved."""
 
 
 _FUNC_WAY_OUT = "Take the torch.func transform outside, over sw.unsharded(model)"
@@ -31,6 +37,7 @@ class Handle:
     """A view of a unit's gathered parameters, without its bytes. Offset and strides in elements of `dtype`."""
 
     unit: Unit
+    place: Place | None
     version: int
     dtype: torch.dtype
     offset: int
@@ -51,22 +58,28 @@ class Handle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chained:
-    """What the hooks that were active before ours made of a tensor that is none of our business."""
+    """What the hooks that were active before ours made of a tensor that aliases no slot."""
 
     packed: object
     unpack: Callable[[Any], Tensor]
+    place: Place | None
 
 
 class SavedTensors:
     """The hooks of one engine and the storages they look out for."""
 
-    def __init__(self, ensure: Callable[[Unit], None]) -> None:
-        """`ensure` has a unit gathered; it is called in backward, at unpacking."""
+    def __init__(self, began: Callable[[ForwardPass, Call], None], ensure: Callable[[Unit], None]) -> None:
+        """Both are called at unpacking: `began` where a call's backward is seen to have begun, `ensure` to have a unit
+        gathered."""
+        self._began = began
         self._ensure = ensure
+        self.places: list[Place] = []
+        """Calls under way, outermost first."""
         self.slots: dict[int, Slot[Unit]] = {}
         """Every slot by the identity of its storage."""
         self._plain: Hooks = (self._pack, self._unpack)
         self._tokens: list[Hooks] = []
+        self._buried: list[Hooks] = []
 
     @staticmethod
     def check() -> None:
@@ -79,6 +92,7 @@ class SavedTensors:
 
     def push(self) -> Hooks | None:
         """Activate the hooks on top of whatever is active. Returns a token for `pop`; None when ours are on top."""
+        self.unearth()
         outer: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
         if outer is not None and any(outer[0] is token[0] for token in self._tokens):
             return None
@@ -87,14 +101,29 @@ class SavedTensors:
         self._tokens.append(token)
         return token
 
-    def pop(self, token: Hooks | None) -> None:
-        """Deactivate what `push` activated. Leaves hooks alone that are not ours."""
-        if token is None:
-            return
+    def are_inside_others(self) -> bool:
+        """Whether the innermost hooks are somebody else's, so that ours would go inside them."""
         top = _autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and top[0] is token[0]:
-            _autograd._pop_saved_tensors_default_hooks()
+        return top is not None and not any(top[0] is held[0] for held in self._tokens)
+
+    def pop(self, token: Hooks | None) -> None:
+        """Deactivate what `push` activated. Leaves hooks alone that are not ours, and ours below such until they go."""
+        self.unearth()
+        if token is not None and token in self._tokens and not self._pop_top(token):
+            self._buried.append(token)
+
+    def unearth(self) -> None:
+        """Deactivate hooks of ours that lay under somebody else's when they were to go."""
+        while self._buried and self._pop_top(self._buried[-1]):
+            self._buried.pop()
+
+    def _pop_top(self, token: Hooks) -> bool:
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        if top is None or top[0] is not token[0]:
+            return False
+        _autograd._pop_saved_tensors_default_hooks()
         self._tokens = [held for held in self._tokens if held is not token]
+        return True
 
     @staticmethod
     def explain(error: BaseException | None) -> None:
@@ -104,19 +133,23 @@ class SavedTensors:
 
     def drain(self) -> None:
         """Deactivate whatever an interrupted forward left behind."""
-        while self._tokens:
-            self.pop(self._tokens[-1])
+        while self._tokens and self._pop_top(self._tokens[-1]):
+            pass
+        self._tokens.clear()
+        self._buried.clear()
+        self.places.clear()
 
     def _pack(self, tensor: Tensor) -> object:
         handle = self._handle(tensor)
         if handle is not None:
             return handle
         # Detached (versions are shared): an operation that saves its own output would else keep itself alive for good.
-        return tensor.detach(), tensor._version
+        return tensor.detach(), tensor._version, self.places[-1] if self.places else None
 
     def _unpack(self, packed: object) -> Tensor:
         if type(packed) is tuple:
-            tensor, version = packed
+            tensor, version, place = packed
+            self._note(place)
             if tensor._version != version:
                 raise modified_in_place(tensor, version)
             return tensor  # type: ignore[no-any-return]
@@ -130,10 +163,13 @@ class SavedTensors:
 
         def pack(tensor: Tensor) -> object:
             handle = self._handle(tensor)
-            return Chained(outer_pack(tensor), outer_unpack) if handle is None else handle
+            if handle is not None:
+                return handle
+            return Chained(outer_pack(tensor), outer_unpack, self.places[-1] if self.places else None)
 
         def unpack(packed: object) -> Tensor:
             if isinstance(packed, Chained):
+                self._note(packed.place)
                 return packed.unpack(packed.packed)
             assert isinstance(packed, Handle)
             return self._restore(packed)
@@ -150,6 +186,7 @@ class SavedTensors:
         unit = slot.holder
         return Handle(
             unit,
+            self.places[-1] if self.places else None,
             unit.version,
             tensor.dtype,
             int(tensor.storage_offset()),
@@ -159,6 +196,14 @@ class SavedTensors:
             tensor.is_neg(),
         )
 
+    def _note(self, place: Place | None) -> None:
+        if place is None:
+            return
+        forward, call = place
+        backward = _graph_task()
+        if backward != -1 and call.end >= 0 and not forward.has_come_to(call, backward):
+            self._began(forward, call)
+
     def _restore(self, handle: Handle) -> Tensor:
         unit = handle.unit
         if unit.version != handle.version:
@@ -166,6 +211,7 @@ class SavedTensors:
                 f"the weights of unit {unit.fqn!r} were updated between the forward that saved them and this backward; "
                 "call optimizer.step() after all backwards that use the old weights, or run the forward again"
             )
+        self._note(handle.place)
         self._ensure(unit)
         return handle.view()
 

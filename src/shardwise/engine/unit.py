@@ -74,10 +74,12 @@ class Unit:
         """Optimizer steps seen; fused ones bump no tensor's version."""
         self.forward_depth = 0
         self.backward_depth = 0
-        self.awaited: list[Call] = []
-        """Forward calls of this step whose backward is not over."""
         self.calls: list[Call] = []
         """Forward calls under way, outermost first."""
+        self.is_inside_hooks = False
+        """The last forward ran inside somebody's saved-tensor hooks, a checkpoint's perhaps. If it did not, a
+        checkpoint that recomputes it is the module's own, whose hooks went inside ours: then ours must not go inside
+        them now."""
         self.secondary: list[Tensor] = []
         """By group: this rank's slice over the smaller group that backward gathers from, compute dtype."""
         self.secondary_rank = 0
@@ -289,7 +291,7 @@ class Unit:
 
     # Gathering: each step is called by the engine, in graph order ----------------------------------------------------
 
-    def issue(self, slot: Slot[Unit]) -> None:
+    def issue(self, slot: Slot[Unit], label: int) -> None:
         """Take `slot` (a free one), write this rank's slice, cast, in its final place and start the gather."""
         self.move(UnitState.GATHERING)
         self.slot, slot.holder = slot, self
@@ -306,7 +308,7 @@ class Unit:
             )
         for group, piece in zip(self.groups, slices, strict=True):
             self._slice(slot, group, piece.numel(), collectives.rank).copy_(piece)
-        self.work = collectives.all_gather(slot.buffer, regions)
+        self.work = collectives.all_gather(slot.buffer, regions, label)
 
     def store_secondary(self) -> None:
         """Keep this rank's slice over the smaller group, for backward. Only while gathered."""

@@ -71,9 +71,7 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
         "optimizer": _held_bytes(_optimizer_state(engine)),
         "buffers": _held_bytes(model.buffers()),
         "temporaries": engine.gradients.scratch_bytes + sum(c.scratch_bytes for c in engine.mesh.groups),
-        "other": engine.gradients.flag_bytes
-        + sum(group.placeholder_bytes for group in groups)
-        + _held_bytes([*whole, *whole_gradients]),
+        "other": sum(group.placeholder_bytes for group in groups) + _held_bytes([*whole, *whole_gradients]),
     }
 
 

@@ -27,18 +27,20 @@ class ListeningCollectives(DryCollectives):
         """The fqn of the unit in whose slot a tensor lies."""
         self._recorder = recorder
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...]) -> Work:
-        work = super().all_gather(buffer, regions)
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+        work = super().all_gather(buffer, regions, label)
         nbytes = sum(region.shard_bytes for region in regions) * self.world_size
         return self._issue("all_gather", nbytes, self.unit_of(buffer.bytes), work)
 
-    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         unit = self.unit_of(buffer.bytes)
         nbytes = sum(reduction.flat.nbytes for reduction in reductions)
-        return self._reduce("reduce_scatter", nbytes, unit, super().reduce_scatter(buffer, reductions))
+        return self._reduce("reduce_scatter", nbytes, unit, super().reduce_scatter(buffer, reductions, label))
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
-        return self._reduce("all_reduce", tensor.nbytes, self.unit_of(tensor), super().all_reduce(tensor, op, after))
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
+        return self._reduce(
+            "all_reduce", tensor.nbytes, self.unit_of(tensor), super().all_reduce(tensor, op, after, label)
+        )
 
     def _reduce(self, op: str, nbytes: int, unit: str | None, work: Work) -> Work:
         if unit is None:  # a norm, flags

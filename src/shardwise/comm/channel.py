@@ -1,0 +1,282 @@
+"""Small messages between the hosts of a group: up a tree of sockets and down again.
+
+It needs nothing of the group but its store, so it is there whatever backend the group has, and no device is waited for.
+A rank holds at most nine connections, one to its parent and eight to its children, in a world of any size.
+
+Every exchange has a number and a signature. A rank that raises abandons an exchange: it says so to its neighbours and
+waits for nobody. Whoever notices that ranks are out of step tells its neighbours why before it raises, so that all
+ranks raise within moments and with the same words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from shardwise.comm.protocol import Combine
+from shardwise.comm.signature import in_words, mismatch, sign
+from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
+
+CHILDREN = 8
+"""Of a rank, at most: four levels for 4,000 ranks."""
+_TOKEN_BYTES = 16
+_CONNECT_S = 5.0
+"""How long one address of a parent is tried."""
+_FRAME = struct.Struct("<Bqqq")
+
+
+class _Kind(IntEnum):
+    """What a frame is."""
+
+    SAID = 0
+    """A message on its way up, or what all said together on its way down."""
+    ABANDONED = 1
+    """The sender raised and does not take part in the exchange of that number."""
+    FAILED = 2
+    """The ranks are out of step; the message says why."""
+    MISMATCHED = 3
+    """As FAILED, where ranks did different things."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    kind: _Kind
+    number: int
+    signature: int
+    body: bytes
+
+
+class Channel:
+    """The exchanges of one group of ranks, in their order."""
+
+    def __init__(
+        self, rank: int, world_size: int, store: Store, timeout_s: float, labels: dict[int, str] | None = None
+    ) -> None:
+        """Every rank must call this.
+
+        Args:
+            store: of the group; keys made here begin with "channel/".
+            timeout_s: how long a peer may keep the others waiting.
+            labels: what labels mean, for errors.
+
+        Raises:
+            CollectiveTimeout: a rank could not be reached.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self._labels = {} if labels is None else labels
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._failure: ShardwiseError | None = None
+        children = range(CHILDREN * rank + 1, min(CHILDREN * (rank + 1) + 1, world_size))
+        with _listening(store, rank, bool(children)) as (listener, token):
+            self._parent = _connect(store, rank, (rank - 1) // CHILDREN, timeout_s) if rank else None
+            self._children = _accept(listener, token, children, timeout_s) if listener else []
+
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        """What `combine`, associative and commutative, makes of every rank's message. Every rank must call this.
+
+        Raises:
+            CollectiveTimeout: a rank is gone, did not come in time or raised.
+            MismatchError: a rank came with another label.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._number += 1
+        signature = sign("exchange", label)
+        try:
+            for child in self._children:
+                message = combine(message, self._hear(child, signature))
+            if self._parent is not None:
+                self._parent.send(_Frame(_Kind.SAID, self._number, signature, message))
+                message = self._hear(self._parent, signature)
+            for child in self._children:
+                child.send(_Frame(_Kind.SAID, self._number, signature, message))
+        except OSError as error:
+            self._fail(CollectiveTimeout(f"rank {self.rank} could not reach its peers: {error}"))
+        except BaseException as error:
+            # Half of a frame may have been read: nothing that follows could be understood.
+            self._failure = self._failure or CollectiveTimeout(f"rank {self.rank} left an exchange: {error!r}")
+            raise
+        return message
+
+    def abandon(self) -> None:
+        """This rank raised and takes no part in the exchange that comes next. Not collective."""
+        self._number += 1
+        self._tell(_Frame(_Kind.ABANDONED, self._number, sign("abandon"), b""))
+
+    def close(self) -> None:
+        """Close the connections. Not collective: whoever still waits for this rank raises."""
+        for peer in self._neighbours:
+            peer.socket.close()
+        self._failure = self._failure or CollectiveTimeout("the channel is closed")
+
+    @property
+    def _neighbours(self) -> list[_Peer]:
+        return [*([self._parent] if self._parent else []), *self._children]
+
+    def _hear(self, peer: _Peer, signature: int) -> bytes:
+        while True:
+            try:
+                frame = peer.receive()
+            except TimeoutError:
+                self._fail(
+                    CollectiveTimeout(
+                        f"{in_words(signature, self._labels)} on rank {self.rank}: rank {peer.rank} did not come in "
+                        f"{self._timeout_s:g} s: it hangs, or does something else, or waits for a rank that does."
+                    )
+                )
+            except OSError:
+                self._fail(
+                    CollectiveTimeout(
+                        f"{in_words(signature, self._labels)} on rank {self.rank}: the process of rank {peer.rank} is "
+                        "gone."
+                    )
+                )
+            if frame.kind in (_Kind.FAILED, _Kind.MISMATCHED):
+                kind = MismatchError if frame.kind is _Kind.MISMATCHED else CollectiveTimeout
+                self._fail(kind(frame.body.decode()))
+            if frame.number < self._number:
+                continue  # of an exchange that this rank abandoned
+            if frame.number > self._number or frame.signature != signature:
+                self._fail(mismatch(self.rank, signature, peer.rank, frame.signature, self._labels))
+            return frame.body
+
+    def _fail(self, error: ShardwiseError) -> NoReturn:
+        self._failure = error
+        kind = _Kind.MISMATCHED if isinstance(error, MismatchError) else _Kind.FAILED
+        self._tell(_Frame(kind, self._number, 0, str(error).encode()))
+        raise error
+
+    def _tell(self, frame: _Frame) -> None:
+        for peer in self._neighbours:
+            with contextlib.suppress(OSError):  # it is gone, which others will notice too
+                peer.send(frame)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Peer:
+    """A neighbour in the tree."""
+
+    rank: int
+    socket: socket.socket
+
+    def send(self, frame: _Frame) -> None:
+        header = _FRAME.pack(frame.kind, frame.number, frame.signature, len(frame.body))
+        self.socket.sendall(header + frame.body)
+
+    def receive(self) -> _Frame:
+        kind, number, signature, length = _FRAME.unpack(self._read(_FRAME.size))
+        return _Frame(_Kind(kind), number, signature, self._read(length))
+
+    def _read(self, nbytes: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < nbytes:
+            part = self.socket.recv(nbytes - len(parts))
+            if not part:
+                raise ConnectionError("closed")
+            parts += part
+        return bytes(parts)
+
+
+def channel_of(group: dist.ProcessGroup, timeout_s: float, labels: dict[int, str]) -> Channel:
+    """A new channel between a group's ranks. Every rank of the group must call this, in the same order.
+
+    Under torch's `fake` process group there is nobody else: messages come back as they are.
+    """
+    if dist.get_backend(group) == "fake":
+        return Channel(0, 1, HashStore(), timeout_s, labels)
+    store = distributed_c10d._world.pg_map[group][1]
+    number = _made.get(group.group_name, 0)
+    _made[group.group_name] = number + 1
+    prefix = PrefixStore(f"shardwise/{number}", store)
+    return Channel(group.rank(), group.size(), prefix, timeout_s, labels)
+
+
+_made: dict[str, int] = {}
+"""Channels of each group so far: its ranks count alike."""
+
+
+@contextlib.contextmanager
+def _listening(store: Store, rank: int, wanted: bool) -> Iterator[tuple[socket.socket | None, bytes]]:
+    """A socket that children find by the store, for as long as they connect."""
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    if not wanted:
+        yield None, token
+        return
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with socket.create_server(("", 0), family=family, backlog=CHILDREN, dualstack_ipv6=dual) as listener:
+        where = "\n".join([token.hex(), str(listener.getsockname()[1]), *_own_addresses()])
+        store.set(f"channel/{rank}", where)
+        yield listener, token
+
+
+def _own_addresses() -> list[str]:
+    """How other hosts may reach this one, the likeliest first; the host's name last, by which a process of the same
+    host knows that it is."""
+    found = []
+    master = os.environ.get("MASTER_ADDR")
+    if master:  # the address by which packets to the first host leave this one
+        with contextlib.suppress(OSError):
+            family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                found.append(str(probe.getsockname()[0]))
+    return [*found, socket.gethostname()]
+
+
+def _connect(store: Store, rank: int, parent: int, timeout_s: float) -> _Peer:
+    token, port, *hosts = store.get(f"channel/{parent}").decode().split("\n")
+    if hosts[-1] == socket.gethostname():
+        hosts.insert(0, "127.0.0.1")
+    problems = []
+    for host in hosts:
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=min(_CONNECT_S, timeout_s))
+            connection.settimeout(timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(bytes.fromhex(token) + rank.to_bytes(8, "little"))
+            peer = _Peer(parent, connection)
+            if peer._read(_TOKEN_BYTES) == bytes.fromhex(token):
+                return peer
+            problems.append(f"{host}: another process answers there")
+        except OSError as error:
+            problems.append(f"{host}: {error}")
+    raise CollectiveTimeout(
+        f"rank {rank} cannot reach rank {parent} on port {port} ({'; '.join(problems)}): ranks need to open TCP "
+        "connections to one another"
+    )
+
+
+def _accept(listener: socket.socket, token: bytes, children: Sequence[int], timeout_s: float) -> list[_Peer]:
+    found: dict[int, _Peer] = {}
+    listener.settimeout(timeout_s)
+    while len(found) < len(children):
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            missing = [rank for rank in children if rank not in found]
+            raise CollectiveTimeout(f"ranks {missing} did not connect to their parent in {timeout_s:g} s") from None
+        connection.settimeout(timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stranger = _Peer(-1, connection)
+        with contextlib.suppress(OSError):
+            greeting = stranger._read(_TOKEN_BYTES + 8)
+            rank = int.from_bytes(greeting[_TOKEN_BYTES:], "little")
+            if secrets.compare_digest(greeting[:_TOKEN_BYTES], token) and rank in children:
+                connection.sendall(token)
+                found[rank] = _Peer(rank, connection)
+                continue
+        connection.close()
+    return [found[rank] for rank in children]

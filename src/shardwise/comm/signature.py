@@ -1,0 +1,55 @@
+"""What ranks show one another beside data: which collective this is and what for, in one number.
+
+Ranks that come to different collectives at the same point have different signatures, so they find out before either
+takes the other's bytes for what it expects, and the error can say what each of them was at.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping
+
+from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
+
+OPS = ("abandon", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "allocate", "exchange")
+_CRC_BITS, _OP_BITS, _LABEL_BITS = 32, 5, 24
+
+
+@functools.lru_cache(4096)
+def sign(op: str, label: int = 0, *what: object) -> int:
+    """A nonzero number below 2**62 for a collective: its op, its label and `what` (sizes and dtypes) it is about."""
+    assert 0 <= label < 1 << _LABEL_BITS
+    crc = zlib.crc32(repr(what).encode())
+    return ((label << _OP_BITS | OPS.index(op)) << _CRC_BITS | crc) + 1
+
+
+def in_words(signature: int, labels: Mapping[int, str]) -> str:
+    """What a signature is about: the label's words, else the op."""
+    label, op = _parts(signature)
+    return labels.get(label, op) if label else op
+
+
+def mismatch(rank: int, own: int, peer: int, theirs: int, labels: Mapping[int, str]) -> ShardwiseError:
+    """The error for two ranks that came to the same point with different signatures."""
+    here, there = in_words(own, labels), in_words(theirs, labels)
+    if _parts(theirs)[1] == OPS[0]:
+        return CollectiveTimeout(
+            f"rank {peer} raised and left what rank {rank} waits for: {here}. Its own error says why."
+        )
+    if here == there:
+        return MismatchError(
+            f"rank {peer} and rank {rank} are both at {here}, but with other sizes or dtypes: every rank must build "
+            "the same model and call it alike."
+        )
+    return MismatchError(
+        f"ranks do different things: rank {rank} is at {here}, rank {peer} at {there}. Every rank must call the same "
+        "units in the same order, in forward and in backward."
+    )
+
+
+def _parts(signature: int) -> tuple[int, str]:
+    """Label and op."""
+    upper = (signature - 1) >> _CRC_BITS
+    op = upper & ((1 << _OP_BITS) - 1)
+    return upper >> _OP_BITS, OPS[op] if op < len(OPS) else "something unknown"

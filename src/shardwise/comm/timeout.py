@@ -1,0 +1,30 @@
+"""How long ranks wait for one another."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def timeout_s(group: dist.ProcessGroup) -> float:
+    """Seconds to wait for a peer: `SHARDWISE_TIMEOUT_S`, else the process group's own timeout.
+
+    Raises:
+        ConfigError: the variable is no positive number.
+    """
+    asked = os.environ.get("SHARDWISE_TIMEOUT_S")
+    if not asked:
+        backend = group._get_backend(group._device_types[0])
+        return float(backend.options._timeout.total_seconds())
+    try:
+        seconds = float(asked)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(f"SHARDWISE_TIMEOUT_S={asked!r} is not a number of seconds") from None
+    return seconds

@@ -1,0 +1,143 @@
+"""What ranks agree on besides data: that they do the same, which gradients exist, who wants to stop.
+
+Each rank hashes what it issues, one gather or reduction after the other. At two moments all ranks exchange their
+hashes, on their hosts: when an outermost forward that issued something ends, before its output is returned, and when
+a backward ends, before gradients are handed out. Nothing waits for a device. Ranks whose hashes differ then show
+what they did, and all raise the error that names the first difference. (On CPUs collectives carry labels too, so
+that ranks that wait for one another at different things notice at once.)"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwise.errors import MismatchError
+
+if TYPE_CHECKING:
+    from shardwise.engine.mesh import Mesh
+
+_FIRST_UNIT_LABEL = 16
+_HEAD = struct.Struct("<QqQqq")
+"""The least hash and its rank, the greatest and its rank, what ranks ask for."""
+_PRIME, _MASK = 0x100000001B3, (1 << 64) - 1
+
+
+class Moment(enum.IntEnum):
+    """Where ranks compare what they did."""
+
+    FORWARD_END = 1
+    BACKWARD_END = 2
+
+
+_MOMENTS = {Moment.FORWARD_END: "the end of an outermost forward", Moment.BACKWARD_END: "the end of a backward"}
+
+
+class Control:
+    """What this rank did since all ranks agreed last, and how they agree."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._groups = [group for group in (mesh.shard, mesh.replicate) if group.world_size > 1]
+        self._rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
+        self._labels: dict[int, str] = {}
+        self._hash = 0
+        self._log: list[int] = []
+        self.asks_to_stop = False
+        """Set by whoever wants all ranks to stop; they hear of it at the next moment."""
+        self.agreed_to_stop = False
+        """Some rank asked. The same on every rank."""
+
+    def name_units(self, fqns: Sequence[str]) -> None:
+        """Say what the units are called, for errors. By their index."""
+        self._labels = {int(moment): words for moment, words in _MOMENTS.items()}
+        for index, fqn in enumerate(fqns):
+            name = repr(fqn) if fqn else "the model itself"
+            self._labels[self.gather_label(index)] = f"the all_gather of unit {name}"
+            self._labels[self.reduce_label(index)] = f"the reduction of unit {name}"
+        for group in self._mesh.groups:
+            group.labels.clear()
+            group.labels.update(self._labels)
+
+    @staticmethod
+    def gather_label(unit_index: int) -> int:
+        """Of a collective that gathers a unit."""
+        return _FIRST_UNIT_LABEL + 2 * unit_index
+
+    @staticmethod
+    def reduce_label(unit_index: int) -> int:
+        """Of one that reduces its gradients."""
+        return _FIRST_UNIT_LABEL + 2 * unit_index + 1
+
+    def note(self, label: int) -> None:
+        """This rank issues the collective. Local."""
+        self._log.append(label)
+        self._hash = (self._hash * _PRIME ^ label) & _MASK
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything was issued since ranks agreed last."""
+        return bool(self._log)
+
+    def agree(self, moment: Moment, flags: bytes = b"") -> bytes:
+        """The elementwise greatest of all ranks' flags. Every rank must call this at the same moments.
+
+        Raises:
+            MismatchError: on every rank, if ranks issued different things since they agreed last.
+        """
+        own = _HEAD.pack(self._hash, self._rank, self._hash, self._rank, self.asks_to_stop) + flags
+        told = own
+        for group in self._groups:
+            told = group.exchange(told, _combine, moment)
+        least, lowest, greatest, highest, stop = _HEAD.unpack_from(told)
+        if least != greatest:
+            self._explain(moment, lowest, highest)
+        self._log.clear()
+        self._hash = 0
+        self.agreed_to_stop |= bool(stop)
+        return told[_HEAD.size :]
+
+    def abandon(self) -> None:
+        """This rank raised and does not come to the moment that is next. Waits for nobody."""
+        for group in self._groups:
+            group.abandon()
+        self._log.clear()
+        self._hash = 0
+
+    def _explain(self, moment: Moment, one: int, other: int) -> None:
+        """Raise the error that says where the ranks' ways parted: `one` rank's and the `other`'s."""
+        shown = json.dumps({self._rank: self._log} if self._rank in {one, other} else {}).encode()
+        for group in self._groups:
+            shown = group.exchange(shown, _merge, moment)
+        logs = {int(rank): log for rank, log in json.loads(shown).items()}
+        position = next(
+            (i for i, pair in enumerate(zip(logs[one], logs[other], strict=False)) if pair[0] != pair[1]),
+            min(map(len, logs.values())),
+        )
+        first, second = sorted((one, other))
+        raise MismatchError(
+            f"ranks did different things before {_MOMENTS[moment]}: rank {first} {self._words(logs[first], position)}, "
+            f"rank {second} {self._words(logs[second], position)}. Every rank must call the same units in the same "
+            "order, in forward and in backward"
+        )
+
+    def _words(self, log: Sequence[int], position: int) -> str:
+        return f"issued {self._labels[log[position]]}" if position < len(log) else "issued nothing more"
+
+
+def _combine(left: bytes, right: bytes) -> bytes:
+    """The least and the greatest hash of both, whatever either asks for, and the greatest flags."""
+    a, b = _HEAD.unpack_from(left), _HEAD.unpack_from(right)
+    head = _HEAD.pack(*min(a[:2], b[:2]), *max(a[2:4], b[2:4]), a[4] | b[4])
+    ours, theirs = (np.frombuffer(text, dtype=np.uint8, offset=_HEAD.size) for text in (left, right))
+    if len(ours) != len(theirs):  # the hashes differ as well
+        return head
+    return head + np.maximum(ours, theirs).tobytes()
+
+
+def _merge(left: bytes, right: bytes) -> bytes:
+    return json.dumps(json.loads(left) | json.loads(right)).encode()
