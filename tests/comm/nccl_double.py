@@ -67,8 +67,9 @@ class NcclDouble(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._watchdog = timedelta(seconds=float(os.environ.get(WATCHDOG, timeout.total_seconds())))
-        self._store = store
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, self._watchdog)
+        again = (store.add("made", 1) - 1) // size  # one with the same name may have been there before
+        self._store = dist.PrefixStore(f"{again}/", store)
+        self._gloo = dist.ProcessGroupGloo(self._store, rank, size, self._watchdog)
         self._has_left = False
         NcclDouble.alive.add(self)
 
