@@ -2,12 +2,15 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardwise.errors import PeerError
+from shardwise.train.interruption import Interrupted
 from shardwise.train.ranks import Ranks, started
 from tests.ranks import RankPools
 
@@ -51,10 +54,43 @@ def test_alone_there_is_no_process_group() -> None:
         assert ranks.first_says(True)
 
 
+@pytest.fixture
+def _launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As torchrun starts the only rank of a run."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def leave_with(error: BaseException | None) -> bool:
+    """Whether a process group is left."""
+    with suppress(ValueError, KeyboardInterrupt), started():
+        assert torch.distributed.is_initialized()
+        if error is not None:
+            raise error
+    return torch.distributed.is_initialized()
+
+
+@pytest.mark.usefixtures("_launched")
+@pytest.mark.parametrize("together", [None, Interrupted()], ids=str)
+def test_ranks_that_end_together_part(together: BaseException | None) -> None:
+    assert not leave_with(together)
+
+
+@pytest.mark.usefixtures("_launched")
+@pytest.mark.parametrize("alone", [ValueError(), KeyboardInterrupt()], ids=repr)
+def test_one_that_ends_alone_does_not_wait_for_the_others(alone: BaseException) -> None:
+    assert leave_with(alone)
+
+
 NO_THREADS_LEFT = """
 import os
 import torch
 import shardwise as sw
+from shardwise.train.interruption import Interrupted
 from shardwise.train.ranks import started
 
 def of_gloo():
@@ -75,10 +111,7 @@ assert not of_gloo(), of_gloo()
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are looked up in /proc")
 def test_no_thread_of_gloo_outlives_the_run() -> None:
     """One that holds a tensor as the interpreter ends aborts the process, now and then."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", NO_THREADS_LEFT]
     both = [subprocess.Popen(command, env={**os.environ, **place, "RANK": rank}) for rank in "01"]
     try:
@@ -86,3 +119,10 @@ def test_no_thread_of_gloo_outlives_the_run() -> None:
     finally:
         for process in both:
             process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -213,14 +213,14 @@ def _conclude(
     if -signal.SIGKILL in silent.values() and not interrupted:
         _say_silent(silent)
     elif causes:
-        _say_traceback(causes[0])
+        _say(report.told(causes[0]))
     elif interrupted or any(ending.kind == "interrupted" for ending in reports):
         _say("interrupted")
         return Exit.INTERRUPTED
     elif not failures:
         return Exit.DONE
     elif set(silent.values()) <= {-signal.SIGTERM} and reports:
-        _say_traceback(reports[0])  # every rank lost a peer that nobody saw end
+        _say(report.told(reports[0]))  # every rank lost a peer that nobody saw end
     else:
         _say_silent(silent)
     return Exit.FAILED
@@ -233,10 +233,6 @@ def _say_silent(silent: Mapping[int, int]) -> None:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         hint = "; the machine may be out of memory" if status == -signal.SIGKILL else ""
         _say(f"error: rank {rank} {how}{hint}")
-
-
-def _say_traceback(ending: report.Report) -> None:
-    _say(f"error: rank {ending.rank} failed:\n{ending.traceback}")
 
 
 def _say(text: str) -> None:

@@ -22,7 +22,17 @@ LAUNCHER = "SHARDWISE_LAUNCHER"
 
 _CAUSE_S = 3.0
 """How long a rank that failed with another waits for that one's report."""
+_STORE_ERRORS = ("DistNetworkError", "DistStoreError")
 _PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed")
+_NCCL_LOST_A_PEER = (
+    *_PEER_IS_GONE,
+    "remote process exited",
+    "closed by remote peer",
+    "communicator was aborted",
+    "watchdog",
+    "retrieving nccluniqueid from",
+)
+"""In a `DistBackendError`. Others of its kind are causes: no memory for NCCL's buffers, one GPU used twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,15 @@ def describe(error: BaseException, rank: int) -> Report:
         kind = "interrupted"
     story = str(error) if isinstance(error, OutOfMemory) else full_traceback(error)
     return Report(rank, kind, line or "", story, time.time(), _lost_a_peer(error))
+
+
+def told(ending: Report, debug: bool = False) -> str:
+    """What the user is to read of how one rank ended."""
+    if ending.kind == "mistake":
+        line = f"error: rank {ending.rank}: {ending.line}"
+        return f"{line}\n{ending.traceback}" if debug else line
+    why = " because another did or is gone" if ending.consequence else ""
+    return f"error: rank {ending.rank} failed{why}:\n{ending.traceback}"
 
 
 def write(directory: Path, report: Report) -> None:
@@ -88,12 +107,14 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    return any(
-        isinstance(link, PeerError | CollectiveTimeout | ConnectionError)
-        or type(link).__name__ in ("DistNetworkError", "DistStoreError")
-        or any(words in str(link).lower() for words in _PEER_IS_GONE)
-        for link in _chain(error)
-    )
+    return any(_is_of_a_peer(link) for link in _chain(error))
+
+
+def _is_of_a_peer(error: BaseException) -> bool:
+    said, kind = str(error).lower(), type(error).__name__  # torch is not imported here
+    if isinstance(error, PeerError | CollectiveTimeout | ConnectionError) or kind in _STORE_ERRORS:
+        return True
+    return any(words in said for words in (_NCCL_LOST_A_PEER if kind == "DistBackendError" else _PEER_IS_GONE))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,13 @@ from types import FrameType
 from typing import NoReturn
 
 from shardwise.cli import report
-from shardwise.cli.exit import Exit, mistake
+from shardwise.cli.exit import Exit
 
 _PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>."""
+
+STUCK_S = 15.0
+"""How long a rank that has been asked to end may stand still: less than the 30 s after which torchrun kills it."""
 
 
 def main() -> None:
@@ -70,27 +74,60 @@ class _AtOnce:
 def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exit:
     """Train as one rank of a torchrun that the user started.
 
+    On any error the process says so and ends here and now, whatever its peers do: at the interpreter's end it would
+    tear communicators down, which waits for them.
+
     Args:
         path: the configuration; every rank reads it.
         overrides: `section.key=value` strings.
-        debug: let a user's mistake end with its traceback.
+        debug: let a user's mistake be followed by its traceback.
 
     Returns:
-        The rank's exit status. Unexpected errors are raised.
+        DONE. A user's mistake ends the process with status 2, an interrupt with 130, anything else with 1.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # what torchrun sends on when it is interrupted
         signal.signal(number, signal.default_int_handler)  # the trainer may save
+    _leave_if_stuck()
     try:
         _train(path, overrides)
-    except KeyboardInterrupt:
-        return Exit.INTERRUPTED
-    except Exception as error:
-        line = mistake(error)
-        if line is None or debug:
-            raise
-        print(f"error: rank {os.environ['RANK']}: {line}", file=sys.stderr)
-        return Exit.USER_MISTAKE
+    except BaseException as error:
+        ending = report.describe(error, int(os.environ["RANK"]))
+        if ending.kind == "interrupted":
+            _leave(Exit.INTERRUPTED)
+        print(report.told(ending, debug), file=sys.stderr)
+        _leave(Exit.USER_MISTAKE if ending.kind == "mistake" else Exit.FAILED)
     return Exit.DONE
+
+
+def _leave_if_stuck() -> None:
+    """End this rank if it stands still once it was asked to end.
+
+    When one rank has failed, torchrun asks the others to end by SIGTERM. A rank that waits for the failed one in native
+    code, as GPU ranks do, never comes to handle a signal, and torchrun would wait for it for half a minute. So the part
+    of the handler that runs at once wakes a thread, which watches the main one.
+    """
+    waking, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(waking, STUCK_S), name="shardwise-stuck", daemon=True).start()
+
+
+def _watch(waking: int, stuck_s: float) -> None:
+    os.read(waking, 1)
+    place, since_s = _place(), time.monotonic()
+    while time.monotonic() - since_s < stuck_s:
+        time.sleep(0.1)
+        if _place() != place:
+            place, since_s = _place(), time.monotonic()
+    rank = os.environ["RANK"]
+    print(f"error: rank {rank} was asked to end while it waited for others; it waits no longer", file=sys.stderr)
+    _leave(Exit.FAILED)
+
+
+def _place() -> tuple[int, int]:
+    """Where the main thread is: a frame and an instruction of it."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return id(frame), frame.f_lasti
 
 
 def _train(path: Path, overrides: Sequence[str] = ()) -> None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_REFUSED = (torch.int16, torch.uint16, torch.uint32)
+"""NCCL has no such integers. It has no complex numbers either, which are summed as pairs; what is only moved, moves as
+bytes."""
 
 
 class NcclCollectives(PrivateBuffers):
@@ -58,7 +61,8 @@ class NcclCollectives(PrivateBuffers):
         self._reduce_group = group
         if separate_reductions:
             ranks = dist.get_process_group_ranks(group)
-            self._reduce_group = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+            backend = dist.get_backend(group)
+            self._reduce_group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         self._channel = channel_of(group, timeout_s(group), self.labels)
         self._gather_stream = torch.cuda.Stream(device)
         self._reduce_stream = torch.cuda.Stream(device)
@@ -95,7 +99,7 @@ class NcclCollectives(PrivateBuffers):
             own = [slice_of(r.flat, self.rank, self.world_size) for r in reductions]
             with self._together(self._reduce_group, len(reductions)):
                 for r, part in zip(reductions, own, strict=True):
-                    _reduce_scatter(part, r.flat, group=self._reduce_group)
+                    _reduce_scatter(_real(part), _real(r.flat), group=self._reduce_group)
             for r, part in zip(reductions, own, strict=True):
                 deliver(part, r)
         work = _OnStream(self._reduce_stream, keep=reductions)
@@ -107,12 +111,15 @@ class NcclCollectives(PrivateBuffers):
         with self._on(self._reduce_stream):
             if isinstance(after, _OnStream):  # of another group, so on another stream; `after` keeps its memory until
                 self._reduce_stream.wait_event(after.event)  # the compute stream has waited for it as well
-            dist.all_reduce(tensor.detach(), _OPS[op], group=self._reduce_group)
+            moving = tensor.detach().long() if tensor.dtype in _REFUSED else _real(tensor.detach())
+            dist.all_reduce(moving, _OPS[op], group=self._reduce_group)
+            if tensor.dtype in _REFUSED:
+                tensor.detach().copy_(moving)
         return _OnStream(self._reduce_stream, keep=(tensor, after))
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        dist.broadcast(tensor.detach(), group=self._group, group_src=src)
+        dist.broadcast(tensor.detach().view(-1).view(torch.uint8), group=self._group, group_src=src)
 
     def barrier(self) -> None:
         dist.barrier(self._group, device_ids=[self._gather_stream.device_index])
@@ -140,9 +147,22 @@ class NcclCollectives(PrivateBuffers):
             yield
 
     @staticmethod
-    def _together(group: dist.ProcessGroup, count: int) -> contextlib.AbstractContextManager[Any]:
-        """Launch the block's `count` collectives as one."""
-        return dist.distributed_c10d._coalescing_manager(group) if count > 1 else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _together(group: dist.ProcessGroup, count: int) -> Iterator[None]:
+        """Launch the block's `count` collectives as one. If it raises, an interrupt perhaps, none is launched and the
+        group is as before: torch would record whatever comes next and launch nothing ever again."""
+        c10d = dist.distributed_c10d
+        try:
+            with c10d._coalescing_manager(group) if count > 1 else contextlib.nullcontext():
+                yield
+        except BaseException:
+            c10d._world.pg_coalesce_state.pop(group, None)
+            raise
+
+
+def _real(flat: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, in the same memory; others as they are."""
+    return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
 class _OnStream:

@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class Interrupted(KeyboardInterrupt):
+    """All ranks end here, as they have agreed: none waits for another."""
+
+
 class Interruption:
     """Whether this rank has been asked to end, and whether the ranks have agreed that they do."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from shardwise.plan.forecast import Forecast
 
 _WAYS = 2
+_SEARCH_S = 12.0
+"""After this no further forecast is begun (those of large models take seconds each): peers wait in a collective."""
 _MARGIN = 0.95
 """Of the memory that did not do, what a way out may need where the plan thought that all would fit."""
 
@@ -55,14 +58,15 @@ def explained(
     said = " ".join(str(error).split()).split(" If reserved")[0][:300]
     head = f"step {step} ran out of memory on rank {ranks.rank}: {said}"
     held = sw.memory(model).now
+    until_s = time.monotonic() + _SEARCH_S
     try:
         hardware = hardware_here(config, ranks.device)
         evaluate = Evaluator(source_of(config, text))
         planned = evaluate(job_of(config, ranks, hardware))
-        found = sorted(_ways(config, planned, evaluate, ranks), key=lambda way: way.slowdown)
+        found = sorted(_ways(config, planned, evaluate, ranks, until_s), key=lambda way: way.slowdown)
     except UserError as failure:  # a plan is a help here, and no plan is no reason to hide what happened
         return OutOfMemory("\n".join([head, *_table(None, held), f"no plan for this run: {failure}"]))
-    return OutOfMemory("\n".join([head, *_table(planned, held), *_ways_out(found[:_WAYS])]))
+    return OutOfMemory("\n".join([head, *_table(planned, held), *_ways_out(found[:_WAYS], time.monotonic() > until_s)]))
 
 
 def _table(planned: Forecast | None, held: Mapping[str, int]) -> list[str]:
@@ -85,7 +89,9 @@ def _cell(nbytes: int | None) -> str:
     return "-" if nbytes is None else gib(nbytes)
 
 
-def _ways_out(ways: list[Way]) -> list[str]:
+def _ways_out(ways: list[Way], late: bool) -> list[str]:
+    if not ways and late:
+        return [f"Forecasts take longer than {_SEARCH_S:g} s here, so none was made of a way out: see shardwise plan."]
     if not ways:
         return ["No change of the batch, of recomputation or of the strategy is forecast to fit: use more ranks."]
     return ["The cheapest ways out, by forecast:"] + [
@@ -97,8 +103,8 @@ def _slower(slowdown: float) -> str:
     return f"{slowdown:.0%} slower" if slowdown >= 0.005 else "no slower"
 
 
-def _ways(config: Config, planned: Forecast, evaluate: Evaluator, ranks: Ranks) -> Iterator[Way]:
-    """Changes that are forecast to fit, alone where one does, else two together."""
+def _ways(config: Config, planned: Forecast, evaluate: Evaluator, ranks: Ranks, until_s: float) -> Iterator[Way]:
+    """Changes that are forecast to fit, alone where one does, else two together; those found by then."""
     has = available_bytes(planned)
     saved = int(planned.reserved_memory_bytes * (1 - _MARGIN))
     limit = needed_bytes(planned) - saved if needed_bytes(planned) <= has else has
@@ -112,6 +118,8 @@ def _ways(config: Config, planned: Forecast, evaluate: Evaluator, ranks: Ranks) 
     ]
     for group in (single, pairs):
         for change in group:
+            if time.monotonic() > until_s:
+                return
             forecast = evaluate(job_of(_changed(config, change), ranks, planned.job.gpu))  # type: ignore[arg-type]
             if needed_bytes(forecast) <= limit:
                 seen = True

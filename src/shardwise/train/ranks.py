@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported while there is a group, its functions' defaults would keep the group
 
 from shardwise.errors import PeerError
+from shardwise.train.interruption import Interrupted
 
 T = TypeVar("T")
 
@@ -92,7 +93,9 @@ def started() -> Iterator[Ranks]:
     """Join the other ranks for the length of a run, as torchrun's environment says; alone without one.
 
     Uses nccl where there is a GPU for this rank and gloo otherwise. Every rank must enter. A process group that exists
-    already is used and left alone.
+    already is used and left alone; one that was made here is destroyed when all ranks are through, or end together as
+    an `Interrupted` says. After any other exception it stays as it is: to tear a communicator down waits for ranks that
+    may never come, and the error would wait with it. Whoever catches that exception reports it, then ends the process.
     """
     device = device_here()
     if device.type == "cuda":
@@ -100,16 +103,26 @@ def started() -> Iterator[Ranks]:
     launched = "RANK" in os.environ and not dist.is_initialized()
     if launched:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    joined = dist.is_initialized()
+    ranks = Ranks(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, device)
     try:
-        joined = dist.is_initialized()
-        yield Ranks(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, device)
-    finally:
+        yield ranks
+    except Interrupted:
         if launched:
-            # A sharded model holds its process group, and itself in cycles. While anything holds the group its threads
-            # run on, and one that meets the interpreter's end aborts the process: "terminate called without an active
-            # exception".
-            gc.collect()
-            dist.destroy_process_group()
+            _part()
+        raise
+    if launched:
+        _part()
+
+
+def _part() -> None:
+    """Leave the other ranks, which leave too.
+
+    A sharded model holds its process group, and itself in cycles. While anything holds the group its threads run on,
+    and one that meets the interpreter's end aborts the process: "terminate called without an active exception".
+    """
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def device_here() -> torch.device:

@@ -27,7 +27,7 @@ from shardwise.train.data import Batches, MicroBatch, Share, evaluation_batches,
 from shardwise.train.evaluation import evaluate
 from shardwise.train.export import export
 from shardwise.train.footprint import compare
-from shardwise.train.interruption import Interruption
+from shardwise.train.interruption import Interrupted, Interruption
 from shardwise.train.loss import LossFunction, StepWeights
 from shardwise.train.metrics import MetricsWriter, StepMetrics
 from shardwise.train.models import TextShape, build_model
@@ -137,7 +137,7 @@ class Trainer:
 
         Raises:
             UserError: the loss or the gradient's norm is not finite.
-            KeyboardInterrupt: when interrupted.
+            KeyboardInterrupt: when interrupted; an `Interrupted` where all ranks end together.
         """
         train = self.config.train
         checkpoints = self._checkpoints(directory)
@@ -223,7 +223,7 @@ class Trainer:
             )
         else:
             self.console.say(f"interrupted after step {step}; checkpoint.every=0, so nothing was saved")
-        raise KeyboardInterrupt
+        raise Interrupted
 
     def _explained_step(self, step: int) -> StepMetrics:
         """A step; where memory does not do, an error that says what is where and what to change."""
