@@ -1,0 +1,62 @@
+"""The private names of torch that `src/shardwise` uses; a test keeps this list complete."""
+
+import importlib
+from typing import Any
+
+NAMES = (
+    "torch.Tensor._make_wrapper_subclass",
+    "torch.Tensor._version",
+    "torch.UntypedStorage._cdata",
+    "torch._C._autograd._get_sequence_nr",
+    "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "torch._C._autograd._push_saved_tensors_default_hooks",
+    "torch._C._autograd._saved_tensors_hooks_is_enabled",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._current_autograd_node",
+    "torch._C._current_graph_task_id",
+    "torch._C._disabled_torch_function_impl",
+    "torch._C._storage_Use_Count",
+    "torch._C.DisableTorchFunction",
+    "torch._C.DispatchKey.CompositeImplicitAutograd",
+    "torch._amp_foreach_non_finite_check_and_unscale_",
+    "torch._decomp.get_decompositions",
+    "torch._disable_dynamo",
+    "torch._foreach_mul_",
+    "torch._foreach_norm",
+    "torch._guards.detect_fake_mode",
+    "torch._neg_view",
+    "torch._ops.OpOverload",
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.fake_tensor.unset_fake_temporarily",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.distributed.distributed_c10d._coalescing_manager",
+    "torch.library._scoped_library",
+    "torch.utils._foreach_utils._foreach_supported_types",
+    "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._disable_current_modes",
+    "torch.utils._pytree.tree_flatten",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map",
+    "torch.utils._pytree.tree_map_only",
+    "torch.utils._pytree.tree_unflatten",
+)
+
+
+def missing() -> list[str]:
+    """Those that this torch lacks."""
+    return [name for name in NAMES if not _exists(name)]
+
+
+def _exists(name: str) -> bool:
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for depth, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(parts[:depth]))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
