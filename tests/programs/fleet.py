@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from tests.programs.program import Program
 from tests.programs.running import Outcome, Report, run
 from tests.ranks import RankPools, RanksHung
@@ -19,6 +21,9 @@ TIMEOUT_S = 4.0
 """How long a rank waits for a peer."""
 LIMIT_S = 12.0
 """How long a program may take; it takes less than a second."""
+
+START_S = 90.0
+"""How long new ranks may take to be ready."""
 
 Runner = Callable[..., Report]
 
@@ -48,6 +53,14 @@ class Result:
         return "\n".join(lines)
 
 
+def warm() -> None:
+    """Have everything imported that programs import late."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 1)).sum().backward()
+    optimizer.step()
+
+
 class Fleet:
     """Pools of ranks by world size. A context manager."""
 
@@ -56,6 +69,8 @@ class Fleet:
         self._owned = pools is None
         self._directory = Path(tempfile.mkdtemp(prefix="programs-"))
         self._numbers = itertools.count()
+        self._warm: set[int] = set()
+        """World sizes whose ranks have imported what programs need."""
 
     def __enter__(self) -> Self:
         return self
@@ -71,11 +86,16 @@ class Fleet:
         directory.mkdir()
         start = time.perf_counter()
         pool = self._pools(program.world_size, SHARDWISE_TIMEOUT_S=str(TIMEOUT_S))
+        if program.world_size not in self._warm:
+            pool.run(warm, timeout_s=START_S)
+            self._warm.add(program.world_size)
         try:
             reports = pool.run(runner, program, str(directory), *more, timeout_s=LIMIT_S)
         except RanksHung as error:
+            self._warm.discard(program.world_size)
             reports = [Report(Outcome.HANG, said=f"not over in {LIMIT_S:g} s", trace=str(error))]
         except Exception as error:  # a rank's process is gone
+            self._warm.discard(program.world_size)
             reports = [Report(Outcome.CRASH, said=f"{type(error).__name__}: {error}", trace=str(error))]
         shutil.rmtree(directory, ignore_errors=True)
         return Result(program, tuple(reports), time.perf_counter() - start)
