@@ -66,6 +66,7 @@ def _is_exact(program: Program) -> bool:
     trained = [action for action in program.actions if isinstance(action, Train)]
     in_portions = any(action.shape == "two_forwards" for action in trained)
     in_portions |= any(node.kind == "checkpoint" and node.option == "reentrant" for node in nodes)
+    in_portions |= any(action.recompute == "reentrant" for action in trained)
     waits = any(not all(action.synced) for action in trained)
     waits |= any(isinstance(action, Raise) and not action.synced for action in program.actions)
     clips = any(action.clip for action in trained)
@@ -76,7 +77,7 @@ def _is_exact(program: Program) -> bool:
 
 _BRANCHES = {"residual": 1, "cut": 1}
 """Users of a node's input beside its first child."""
-_ALONE = {"method": 2, "experts": 2, "bump": 1}
+_ALONE = {"method": 2, "stash": 2, "experts": 2, "bump": 1}
 """Users of its input, of nodes that have no child there; others have one."""
 
 
@@ -93,7 +94,7 @@ def _users(nodes: Sequence[Node], before: int = 0) -> tuple[int, int]:
 
 
 def _users_of(node: Node) -> tuple[int, int]:
-    if not node.children or node.kind in ("bump", "cut"):
+    if not node.children or node.kind == "bump" or node.option == "no_grad":
         count = EXPERTS + 1 if node.option == "all-list" else _ALONE.get(node.kind, 1)
         return count, max(count, _users(node.children)[1])
     count, most = _users(node.children, _BRANCHES.get(node.kind, 0))
@@ -107,7 +108,9 @@ def differences(program: Program, plain: Plain, sharded: Sharded) -> list[Differ
     ours, theirs = plain.parameters, sharded.parameters
     if list(ours) != list(theirs):
         return [Difference("parameters", float("inf"), 0.0, f"named {list(theirs)} instead of {list(ours)}")]
-    found += _of_pieces("gradient of", {n: p.grad for n, p in ours.items()}, {n: p.grad for n, p in theirs.items()}, allowed)
+    found += _of_pieces(
+        "gradient of", {n: p.grad for n, p in ours.items()}, {n: p.grad for n, p in theirs.items()}, allowed
+    )
     found += _of_pieces("weight", ours, theirs, allowed)
     found += _of_pieces("buffer", plain.buffers, sharded.buffers, allowed)
     plain.seen, sharded.seen = [], []
@@ -133,7 +136,9 @@ def _of_pieces(
         actual = sharded[name]
         if (expected is None) != (actual is None):
             said = "None instead of a gradient" if actual is None else "a gradient instead of None"
-            found.append(Difference(f"{what} {name}", float("inf"), 0.0 if expected is None else magnitude(expected), said))
+            found.append(
+                Difference(f"{what} {name}", float("inf"), 0.0 if expected is None else magnitude(expected), said)
+            )
         elif expected is not None and actual is not None:
             found += _difference(f"{what} {name}", *_same_piece(expected, actual), allowed, largest / 10)
     return found

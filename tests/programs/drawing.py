@@ -18,7 +18,7 @@ from typing import TypeVar
 from tests.programs.parts import PACKS
 from tests.programs.program import (
     EDITS, GRADS, MODES, OPTIMIZERS, SHAPES, Action, Edit, Evaluate, Freeze, Load, Node, Program, Raise, Save,
-    Sharding, Train, Units,
+    Sharding, Train,
 )  # fmt: skip
 
 T = TypeVar("T")
@@ -45,12 +45,15 @@ class _Drawing:
         self._left = MOST_NODES
         self._waiting = False
         """Whether gradients of a `no_sync` may wait."""
+        self._recomputable = True
+        """Whether the whole model may be checkpointed."""
 
     def program(self) -> Program:
         world_size = self._weighted({1: 1, 2: 5, 3: 2, 4: 3})
         dtype = self._weighted({"fp32": 3, "fp64": 1})
         sharding = self._sharding(world_size, dtype)
-        model = _legal(self._model(), sharding.units)
+        model = _legal(self._model(), sharding)
+        self._recomputable = _is_recomputable(model)
         return Program(
             seed=self._random.randrange(1000),
             world_size=world_size,
@@ -87,6 +90,7 @@ class _Drawing:
             reshard=self._random.choice(choices),
             units=self._weighted({"marked": 5, None: 2, 10: 1, 40: 1, "classes": 2}),  # type: ignore[arg-type]
             extra_slots=self._random.choice((0, 0, 1, 3)),
+            first=self._chance(0.1),
             collectives=self._weighted({"shm": 2, "gloo": 1}),
             param="bf16" if low else None,
             reduce=self._random.choice((None, "fp32")) if low else None,
@@ -117,7 +121,7 @@ class _Drawing:
             kinds |= INNER
         # Recomputed code must not change anything but its output.
         if "checkpoint" in around:
-            for kind in ("stat", "bump"):
+            for kind in CHANGING:
                 kinds.pop(kind, None)
         if "cut" in around:
             kinds.pop("cut", None)
@@ -193,6 +197,9 @@ class _Drawing:
             shape=self._random.choice(SHAPES) if self._chance(0.5) else "plain",
             synced=synced,
             input_grad=self._chance(0.15),
+            recompute=self._random.choice(("reentrant", "non-reentrant"))
+            if self._recomputable and self._chance(0.1)
+            else "",
             grads=self._random.choice(GRADS) if self._chance(0.2) else "",
             clip=self._random.choice(("torch", "sw")) if synced[-1] and self._chance(0.15) else "",
             step=step,
@@ -201,12 +208,14 @@ class _Drawing:
 
 
 LEAVES = {
-    "dense": 8, "wide": 3, "norm": 2, "lookup": 2, "odd": 2, "stat": 1, "dropout": 1, "experts": 3, "method": 1
+    "dense": 8, "wide": 3, "norm": 2, "lookup": 2, "odd": 2, "stat": 1, "dropout": 1, "experts": 3, "method": 1, "stash": 1,
 }  # fmt: skip
 INNER = {
-    "residual": 4, "chain": 2, "checkpoint": 3, "twice": 1, "depth": 1, "pack": 2, "aux": 2, "bump": 1, "cut": 1
+    "residual": 4, "chain": 2, "checkpoint": 3, "twice": 1, "depth": 1, "pack": 2, "aux": 2, "bump": 1, "cut": 1, "hooked": 1,
 }  # fmt: skip
 """How often each kind is drawn."""
+CHANGING = ("stat", "bump")
+WITHOUT_PARAMETERS = ("dropout", *(kind for kind in INNER if kind != "aux"))
 
 
 def is_legal(program: Program) -> bool:
@@ -217,6 +226,10 @@ def is_legal(program: Program) -> bool:
         if "Linear" in chosen or not (units == "marked" or isinstance(units, tuple)):
             return False
     if isinstance(units, int) and any(node.kind == "method" for node in nodes):
+        return False
+    if program.sharding.first and not (program.model.children and _has_own_parameters(program.model.children[0])):
+        return False
+    if not _is_recomputable(program.model) and any(isinstance(a, Train) and a.recompute for a in program.actions):
         return False
     return _waits_legally(program.actions)
 
@@ -236,13 +249,18 @@ def _waits_legally(actions: Sequence[Action]) -> bool:
     return True
 
 
-def _legal(model: Node, units: Units) -> Node:
-    """Heads that are chosen by rank where they cannot become units."""
+def _is_recomputable(model: Node) -> bool:
+    """Recomputed code must not change anything but its output."""
+    return not any(node.kind in CHANGING for node in model.walk())
+
+
+def _legal(model: Node, sharding: Sharding) -> Node:
+    """Heads that are chosen by rank where they cannot become units; a first node that can be sharded by itself."""
 
     def legal(node: Node) -> Node:
         children = tuple(map(legal, node.children))
         option = node.option
-        if option == "rank-list" and units not in ("marked", "classes"):
+        if option == "rank-list" and sharding.units not in ("marked", "classes"):
             option = "rank-raw"
         return dataclasses.replace(node, children=children, option=option)
 
@@ -251,15 +269,22 @@ def _legal(model: Node, units: Units) -> Node:
 
 def _fitting(sharding: Sharding, model: Node) -> Sharding:
     """With units that the model has, and no unit whose methods are called."""
-    kinds = sorted({node.kind for node in model.walk()} - {"chain"})
-    options = {node.option for node in model.walk()}
     units = sharding.units
+    kinds = sorted({node.kind for node in model.walk()} - {"chain"})
     if units == "classes":
-        names = [kind.capitalize() for kind in kinds]
-        chosen = tuple(name for number, name in enumerate(names) if (number + sharding.extra_slots) % 2) or (names[0],)
-        if "Dense" in chosen and sharding.extra_slots == 1 and "rank-list" not in options:
-            chosen = (*chosen, "Linear")
-        units = chosen
+        units = _classes(kinds, sharding.extra_slots, any(node.option == "rank-list" for node in model.walk()))
     if isinstance(units, int) and "method" in kinds:
         units = None
-    return dataclasses.replace(sharding, units=units)
+    first = sharding.first and not isinstance(units, tuple) and _has_own_parameters(model.children[0])
+    return dataclasses.replace(sharding, units=units, first=first)
+
+
+def _classes(kinds: list[str], number: int, by_rank: bool) -> tuple[str, ...]:
+    names = [kind.capitalize() for kind in kinds]
+    chosen = tuple(name for position, name in enumerate(names) if (position + number) % 2) or tuple(names[:1])
+    return (*chosen, "Linear") if number == 1 and not by_rank else chosen or ("Linear",)
+
+
+def _has_own_parameters(node: Node) -> bool:
+    """Whether a part of that node has parameters, below it included."""
+    return any(inner.kind not in WITHOUT_PARAMETERS for inner in node.walk())

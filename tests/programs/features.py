@@ -21,6 +21,8 @@ def features(program: Program) -> set[str]:
         f"collectives:{sharding.collectives}",
         f"precision:{sharding.param}",
     }
+    if sharding.first:
+        found.add("adopted")
     for node in program.model.walk():
         found |= {f"node:{node.kind}", f"node:{node.kind}/{node.option}"} if node.option else {f"node:{node.kind}"}
         found |= {f"node:{name}" for name in ("frozen", "tie") if getattr(node, name)}
@@ -41,6 +43,8 @@ def _of_action(action: Action) -> Iterator[str]:
         yield from (f"{what}:{getattr(action, what)}" for what in ("grads", "clip") if getattr(action, what))
         if action.input_grad:
             yield "input_grad"
+        if action.recompute:
+            yield f"recompute:{action.recompute}"
     elif isinstance(action, Evaluate):
         yield f"{name}:{action.mode}"
     elif isinstance(action, Raise):

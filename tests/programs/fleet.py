@@ -45,6 +45,12 @@ class Result:
         """The report that explains the others."""
         return min(self.reports, key=lambda report: report.worth)
 
+    @property
+    def kind(self) -> tuple[Outcome, str]:
+        """What makes two results the same, roughly: for errors, how they begin."""
+        errs = self.outcome in (Outcome.CRASH, Outcome.REFUSAL, Outcome.INVALID)
+        return self.outcome, self.worst.said[:40] if errs else ""
+
     def __str__(self) -> str:
         lines = [f"{self.outcome.name}: {self.outcome.value}"]
         for rank, report in enumerate(self.reports):

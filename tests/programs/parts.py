@@ -19,6 +19,8 @@
 | aux | its children; a head's loss goes to a list on the side | |
 | method | a helper module's method `encode` | |
 | bump | its children on a fresh x that they change in place | |
+| stash | a matrix product whose backward keeps a view of the weight by itself | |
+| hooked | its children under saved-tensor hooks of the user's own | |
 | cut | x + its children, without gradients | "detach" or "no_grad" |
 """
 
@@ -300,6 +302,34 @@ class Bumped(nn.Module):
         return x
 
 
+class _Product(torch.autograd.Function):
+    """x @ w, keeping w where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.transposed = weight.t()
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0] @ ctx.transposed, ctx.saved_tensors[0].t() @ grads[0]
+
+
+class Stash(Part):
+    def make(self, width: int) -> None:
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x + _Product.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+class Hooked(Part):
+    def compute(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copy: copy):
+            return self.children_of(x)
+
+
 class Cut(Part):
     def compute(self, x: Tensor) -> Tensor:
         if self.option == "detach":
@@ -313,7 +343,7 @@ PARTS: dict[str, type[Part]] = {
     kind.__name__.lower(): kind
     for kind in (
         Dense, Wide, Norm, Lookup, Odd, Stat, Dropout, Chain, Residual, Twice, Experts, Depth, Checkpoint, Pack, Aux,
-        Method, Bump, Cut,
+        Method, Bump, Stash, Hooked, Cut,
     )
 }  # fmt: skip
 

@@ -65,6 +65,8 @@ class Sharding(_Short):
     """As of `sw.shard`; classes by name; "marked" is a callable that says yes to marked nodes."""
     extra_slots: int = 0
     """Beyond the least that the nesting of units needs."""
+    first: bool = False
+    """The first node is sharded by itself before, so that its units are adopted."""
     collectives: str = "shm"
     param: str | None = None
     """Of `sw.Precision`."""
@@ -84,6 +86,8 @@ class Train(_Short):
     """By micro-batch: False is inside `sw.no_sync`."""
     input_grad: bool = False
     """The input wants a gradient too."""
+    recompute: str = ""
+    """The whole model under a checkpoint: "reentrant" or "non-reentrant"."""
     grads: str = ""
     """What is done to gradients: "" or one of `GRADS`."""
     clip: str = ""

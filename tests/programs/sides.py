@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.programs import parts
@@ -88,13 +89,13 @@ class _Pass:
     model: Model
     place: Place
     rank: int
-    input_grad: bool
+    action: Train
     run_backward: Callable[[Tensor, bool], None]
     seen: Seen = field(default_factory=list)
     _inputs: list[Tensor] = field(default_factory=list)
 
     def forward(self, index: int) -> Losses:
-        batch, output = self._run(index, self.input_grad)
+        batch, output = self._run(index, self.action)
         aux = sum(self.model.moment.aux, torch.zeros(()))
         losses = Losses((output - batch.target).square().mean() + 0.1 * aux, 0.1 * output.sin().mean() + 0.3 * aux)
         self.seen += [("loss", losses.main.detach()), ("side loss", losses.side.detach())]
@@ -105,7 +106,7 @@ class _Pass:
             "no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": nullcontext
         }  # fmt: skip
         with contexts[mode]():
-            self.seen.append(("output", self._run(index, False)[1].detach().clone()))
+            self.seen.append(("output", self._run(index, Train())[1].detach().clone()))
 
     def backward(self, loss: Tensor, retain: bool = False) -> None:
         self.run_backward(loss, retain)
@@ -115,17 +116,23 @@ class _Pass:
         for x in self._inputs:
             self.seen.append(("input gradient", torch.zeros(()) if x.grad is None else x.grad))
 
-    def _run(self, index: int, input_grad: bool) -> tuple[Batch, Tensor]:
+    def _run(self, index: int, action: Train) -> tuple[Batch, Tensor]:
         place = Place(self.place.action, self.place.micro_batch, index)
         batch = batch_of(self.program, place, self.rank)
         moment = self.model.moment
         moment.rank, moment.action, moment.ids = self.rank, place.action, batch.ids
         moment.aux, moment.entered = [], 0
         torch.manual_seed(place.seed(self.program, self.rank))
-        if input_grad:
+        if action.input_grad:
             self._inputs.append(batch.x.requires_grad_())
-        output = unpacked(self.model(batch.x))
+        output = self._called(batch.x, action.recompute)
         return batch, output.to(batch.target.dtype)
+
+    def _called(self, x: Tensor, recompute: str) -> Tensor:
+        if not recompute:
+            return unpacked(self.model(x))
+        call: Callable[[Tensor], Tensor] = lambda x: unpacked(self.model(x))  # noqa: E731
+        return checkpoint(call, x, use_reentrant=recompute == "reentrant")  # type: ignore[no-any-return]
 
 
 # Plain ----------------------------------------------------------------------------------------------------------------
@@ -157,7 +164,7 @@ class Plain(Side):
     def micro_batch(self, place: Place, action: Train, synced: bool) -> None:
         """Forwards and backwards of every rank, and what becomes of the gradients."""
         backwards: list[list[Gradients]] = []
-        for rank, walked in self._each_rank(place, action.input_grad):
+        for rank, walked in self._each_rank(place, action):
             WALKS[action.shape](walked)
             walked.input_gradients()
             backwards.append(self._taken)
@@ -199,7 +206,7 @@ class Plain(Side):
 
     def save(self, path: Path) -> None:
         model = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        self._saved = model, copy.deepcopy(self.optimizer.state_dict()), [b.clone() for b in self._buffers[0]]
+        self._saved = model, copy.deepcopy(self.optimizer.state_dict()), copy.deepcopy(self._buffers)
 
     def load(self, path: Path) -> None:
         model, optimizer, buffers = self._saved
@@ -207,9 +214,9 @@ class Plain(Side):
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(model[name])
         self.optimizer.load_state_dict(copy.deepcopy(optimizer))
-        self._buffers = [[b.clone() for b in buffers] for _ in self._buffers]
+        self._buffers = copy.deepcopy(buffers)
 
-    def _each_rank(self, place: Place, input_grad: bool = False) -> Iterator[tuple[int, _Pass]]:
+    def _each_rank(self, place: Place, action: Train = Train()) -> Iterator[tuple[int, _Pass]]:
         """Every rank in turn, with buffers of its own; `.grad` is as before when all are done."""
         self._follow_masters()
         before = {p: p.grad for p in self._computing.parameters()}
@@ -217,7 +224,7 @@ class Plain(Side):
             self._taken: list[Gradients] = []
             _copy_all(self._buffers[rank], list(self._computing.buffers()))
             self._computing.zero_grad()
-            yield rank, _Pass(self.program, self._computing, place, rank, input_grad, self._backward)
+            yield rank, _Pass(self.program, self._computing, place, rank, action, self._backward)
             _copy_all(list(self._computing.buffers()), self._buffers[rank])
         for p, grad in before.items():
             p.grad = grad
@@ -310,7 +317,7 @@ class Sharded(Side):
         return dict(self.model.named_buffers())
 
     def micro_batch(self, place: Place, action: Train, synced: bool) -> None:
-        walked = self._pass(place, action.input_grad)
+        walked = self._pass(place, action)
         with self._syncing(synced):
             WALKS[action.shape](walked)
         walked.input_gradients()
@@ -360,8 +367,8 @@ class Sharded(Side):
     def load(self, path: Path) -> None:
         sw.checkpoint.load(path, self.model, self.optimizer)
 
-    def _pass(self, place: Place, input_grad: bool = False) -> _Pass:
-        return _Pass(self.program, self.model, place, self._rank, input_grad, self._backward)  # type: ignore[arg-type]
+    def _pass(self, place: Place, action: Train = Train()) -> _Pass:
+        return _Pass(self.program, self.model, place, self._rank, action, self._backward)  # type: ignore[arg-type]
 
     @staticmethod
     def _backward(loss: Tensor, retain: bool) -> None:
@@ -381,7 +388,10 @@ def shard(program: Program, model: Model) -> nn.Module:
         options["mesh"] = init_device_mesh("cpu", (2, program.world_size // 2), mesh_dim_names=("replicate", "shard"))
     if sharding.param is not None:
         options["precision"] = sw.Precision(param=sharding.param, reduce=sharding.reduce)
-    return sw.shard(model, sharding.strategy, reshard_after_forward=sharding.reshard, **options)
+    options["reshard_after_forward"] = sharding.reshard
+    if sharding.first:
+        sw.shard(model.body.parts[0], sharding.strategy, **options)
+    return sw.shard(model, sharding.strategy, **options)
 
 
 def classes() -> Mapping[str, type[nn.Module]]:

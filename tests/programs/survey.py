@@ -11,7 +11,6 @@ Exits with 1 if any program ended in anything but OK.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import time
 from collections import Counter
@@ -112,15 +111,11 @@ def _show(fleet: Fleet, program: Program) -> int:
 
 
 def _shrink(fleet: Fleet, program: Program) -> int:
-    outcome = fleet.run(program).outcome
-    if outcome is Outcome.OK:
+    result = fleet.run(program)
+    if result.outcome is Outcome.OK:
         print(f"{program}\n\nOK: nothing to look for")
         return 0
-    return _show(fleet, shrink(program, functools.partial(_ends, fleet, outcome)))
-
-
-def _ends(fleet: Fleet, outcome: Outcome, program: Program) -> bool:
-    return fleet.run(program).outcome is outcome
+    return _show(fleet, shrink(program, lambda smaller: fleet.run(smaller).kind == result.kind))
 
 
 if __name__ == "__main__":
