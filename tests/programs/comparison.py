@@ -70,9 +70,9 @@ def _is_exact(program: Program) -> bool:
     waits = any(not all(action.synced) for action in trained)
     waits |= any(isinstance(action, Raise) and not action.synced for action in program.actions)
     clips = any(action.clip for action in trained)
-    thirds = program.world_size == 3  # noqa: PLR2004
+    thirds = program.world_size == 3
     fused = program.optimizer == "adamw-fused"
-    return not (in_portions or clips or fused or (waits and thirds) or _users([program.model])[1] > 2)  # noqa: PLR2004
+    return not (in_portions or clips or fused or (waits and thirds) or _users([program.model])[1] > 2)
 
 
 _BRANCHES = {"residual": 1, "cut": 1}

@@ -17,9 +17,23 @@ from typing import TypeVar
 
 from tests.programs.parts import PACKS
 from tests.programs.program import (
-    EDITS, GRADS, MODES, OPTIMIZERS, SHAPES, Action, Edit, Evaluate, Freeze, Load, Node, Program, Raise, Save,
-    Sharding, Train,
-)  # fmt: skip
+    EDITS,
+    GRADS,
+    MODES,
+    OPTIMIZERS,
+    SHAPES,
+    Action,
+    Edit,
+    Evaluate,
+    Freeze,
+    Load,
+    Node,
+    Program,
+    Raise,
+    Save,
+    Sharding,
+    Train,
+)
 
 T = TypeVar("T")
 
@@ -76,12 +90,12 @@ class _Drawing:
 
     def _sharding(self, world_size: int, dtype: str) -> Sharding:
         strategies = ["full_shard", "full_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
-        if world_size == 4:  # noqa: PLR2004
+        if world_size == 4:
             strategies += ["hybrid_shard", "hybrid_shard", "hybrid_shard_zero2"]
         strategy = self._random.choice(strategies)
         choices: list[bool | int | None] = [None, None, None]
         if strategy == "full_shard":
-            choices += [True, False] + [2] * (world_size == 4)  # noqa: PLR2004
+            choices += [True, False] + [2] * (world_size == 4)
         elif strategy == "shard_grad_op":
             choices += [True, False]
         low = dtype == "fp32" and self._chance(0.15)
@@ -208,10 +222,12 @@ class _Drawing:
 
 
 LEAVES = {
-    "dense": 8, "wide": 3, "norm": 2, "lookup": 2, "odd": 2, "stat": 1, "dropout": 1, "experts": 3, "method": 1, "stash": 1,
+    "dense": 8, "wide": 3, "norm": 2, "lookup": 2, "odd": 2, "stat": 1, "dropout": 1, "experts": 3, "method": 1,
+    "stash": 1,
 }  # fmt: skip
 INNER = {
-    "residual": 4, "chain": 2, "checkpoint": 3, "twice": 1, "depth": 1, "pack": 2, "aux": 2, "bump": 1, "cut": 1, "hooked": 1,
+    "residual": 4, "chain": 2, "checkpoint": 3, "twice": 1, "depth": 1, "pack": 2, "aux": 2, "bump": 1, "cut": 1,
+    "hooked": 1,
 }  # fmt: skip
 """How often each kind is drawn."""
 CHANGING = ("stat", "bump")

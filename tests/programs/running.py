@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,8 +65,8 @@ class Mismatch(Exception):
 
 
 def run(program: Program, directory: str) -> Report:
-    """Run on this rank. Never raises; if ranks may be at different points, the process group is gone. Every rank must call
-    this.
+    """Run on this rank; never raises. If ranks may be at different points, the process group is gone afterwards. Every
+    rank must call this.
 
     Args:
         directory: an empty one that all ranks see, for checkpoints.
@@ -127,7 +128,8 @@ class _Runner:
             plain = Plain(self.program, rank)
         sharded = Sharded(self.program, rank)
         self._compare(plain, sharded)
-        for self.action, action in enumerate(self.program.actions):
+        for number, action in enumerate(self.program.actions):
+            self.action = number
             for phase in self._phases(action):
                 with _as_invalid():
                     phase(plain)
@@ -140,30 +142,29 @@ class _Runner:
         flag = torch.tensor([bool(found)], dtype=torch.uint8)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         if found:
-            more = f" and {len(found) - 4} more" if len(found) > 4 else ""  # noqa: PLR2004
+            more = f" and {len(found) - 4} more" if len(found) > 4 else ""
             raise Mismatch("; ".join(map(str, found[:4])) + more)
         if flag.item():
             raise Left("another rank's numbers differ")
 
     def _phases(self, action: Action) -> list[Callable[[Both], None]]:
         """What each side does in turn, to be compared after each."""
-        place = Place(self.action)
         if isinstance(action, Train):
             return self._training(action)
-        if isinstance(action, Evaluate):
-            return [lambda side: side.evaluate(place, action)]
-        if isinstance(action, Raise):
-            return [lambda side: side.raise_midway(place, action)]
-        if isinstance(action, Freeze):
-            return [lambda side: side.freeze(action)]
-        if isinstance(action, Edit):
-            return [lambda side: side.edit(action)]
+        place, saved = Place(self.action), self._saved
         if isinstance(action, Save):
-            self._saved = path = self._directory / f"at-{self.action}"
-            return [lambda side: side.save(path)]
-        assert isinstance(action, Load)
-        saved = self._saved
-        return [] if saved is None else [lambda side: side.load(saved)]
+            self._saved = saved = self._directory / f"at-{self.action}"
+        if saved is None and isinstance(action, Load):
+            return []
+        phases: dict[type, Callable[[Any], None]] = {
+            Evaluate: lambda side: side.evaluate(place, action),
+            Raise: lambda side: side.raise_midway(place, action),
+            Freeze: lambda side: side.freeze(action),
+            Edit: lambda side: side.edit(action),
+            Save: lambda side: side.save(saved),
+            Load: lambda side: side.load(saved),
+        }
+        return [phases[type(action)]]
 
     def _training(self, action: Train) -> list[Callable[[Both], None]]:
         phases: list[Callable[[Both], None]] = []

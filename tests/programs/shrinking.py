@@ -83,12 +83,9 @@ def _smaller(node: Node) -> Iterator[Node]:
             yield node.with_child(number, dataclasses.replace(child, kind="dense", option=""))
         for smaller in _smaller(child):
             yield node.with_child(number, smaller)
-    if node.unit or node.frozen or node.tie:
-        for name, value in (("unit", False), ("frozen", False), ("tie", 0)):
-            if getattr(node, name) != value:
-                yield dataclasses.replace(node, **{name: value})
-    if node.kind == "dense" and node.option:
-        yield dataclasses.replace(node, option="")
+    for name in ("unit", "frozen", "tie", *(["option"] if node.kind == "dense" else [])):
+        if getattr(node, name):
+            yield dataclasses.replace(node, **{name: type(getattr(node, name))()})
 
 
 def _plainer(sharding: Sharding) -> Iterator[Sharding]:

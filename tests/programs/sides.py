@@ -29,6 +29,7 @@ from tests.programs.program import Edit, Evaluate, Freeze, Node, Program, Raise,
 Seen = list[tuple[str, Tensor]]
 """What an action showed on the way, in order."""
 
+PLAIN = Train()
 CLIP = 0.3
 EDIT = 0.75
 
@@ -92,6 +93,8 @@ class _Pass:
     action: Train
     run_backward: Callable[[Tensor, bool], None]
     seen: Seen = field(default_factory=list)
+    is_backward: bool = False
+    """A backward has begun: gradients are in no state to be compared if it raised."""
     _inputs: list[Tensor] = field(default_factory=list)
 
     def forward(self, index: int) -> Losses:
@@ -106,9 +109,10 @@ class _Pass:
             "no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": nullcontext
         }  # fmt: skip
         with contexts[mode]():
-            self.seen.append(("output", self._run(index, Train())[1].detach().clone()))
+            self.seen.append(("output", self._run(index, PLAIN)[1].detach().clone()))
 
     def backward(self, loss: Tensor, retain: bool = False) -> None:
+        self.is_backward = True
         self.run_backward(loss, retain)
 
     def input_gradients(self) -> None:
@@ -123,7 +127,7 @@ class _Pass:
         moment.rank, moment.action, moment.ids = self.rank, place.action, batch.ids
         moment.aux, moment.entered = [], 0
         torch.manual_seed(place.seed(self.program, self.rank))
-        if action.input_grad:
+        if action.input_grad or action.recompute == "reentrant":  # which hands on gradients to inputs alone
             self._inputs.append(batch.x.requires_grad_())
         output = self._called(batch.x, action.recompute)
         return batch, output.to(batch.target.dtype)
@@ -182,12 +186,13 @@ class Plain(Side):
         self._computing.train()
 
     def raise_midway(self, place: Place, action: Raise) -> None:
-        raised = False
+        dropped = False
         for rank, walked in self._each_rank(place):
             raised = _raises(walked, action)
             if rank == self.rank:
                 self.seen += [*walked.seen, ("raised", torch.tensor(raised))]
-        if action.where == "backward" or not raised:
+            dropped |= walked.is_backward
+        if dropped:
             self.zero("none")
 
     def zero(self, how: str) -> None:
@@ -216,7 +221,7 @@ class Plain(Side):
         self.optimizer.load_state_dict(copy.deepcopy(optimizer))
         self._buffers = copy.deepcopy(buffers)
 
-    def _each_rank(self, place: Place, action: Train = Train()) -> Iterator[tuple[int, _Pass]]:
+    def _each_rank(self, place: Place, action: Train = PLAIN) -> Iterator[tuple[int, _Pass]]:
         """Every rank in turn, with buffers of its own; `.grad` is as before when all are done."""
         self._follow_masters()
         before = {p: p.grad for p in self._computing.parameters()}
@@ -335,7 +340,7 @@ class Sharded(Side):
         with self._syncing(action.synced):
             raised = _raises(walked, action)
         self.seen += [*walked.seen, ("raised", torch.tensor(raised))]
-        if action.where == "backward" or not raised:
+        if walked.is_backward:
             self.zero("none")
 
     def clip(self, how: str) -> None:
@@ -367,7 +372,7 @@ class Sharded(Side):
     def load(self, path: Path) -> None:
         sw.checkpoint.load(path, self.model, self.optimizer)
 
-    def _pass(self, place: Place, action: Train = Train()) -> _Pass:
+    def _pass(self, place: Place, action: Train = PLAIN) -> _Pass:
         return _Pass(self.program, self.model, place, self._rank, action, self._backward)  # type: ignore[arg-type]
 
     @staticmethod
@@ -418,4 +423,5 @@ def _nesting(program: Program) -> int:
             return max(below, "Linear" in units) + (node.kind.capitalize() in units)
         return 1 + max(below, 1)
 
-    return 0 if units is None else max(0, deepest(program.model) - 1)
+    nesting = 0 if units is None else max(0, deepest(program.model) - 1)
+    return nesting + program.sharding.first
