@@ -85,6 +85,7 @@ class _Nursery:
     @staticmethod
     def serve(fd: int) -> None:
         _die_with_parent()
+        import torch._dynamo  # optimizers and checkpointing import it late, each rank for itself
         import torch.distributed
 
         assert torch.distributed.is_available()

@@ -1,0 +1,87 @@
+"""Random programs give the numbers of plain torch, whatever is called in whatever order.
+
+A failure prints the program and how to see it again; `survey.py` runs as many as one wants.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.programs import program as language
+from tests.programs.drawing import draw, is_legal, program_of
+from tests.programs.features import features
+from tests.programs.fleet import Fleet
+from tests.programs.program import Program
+from tests.programs.running import Outcome
+from tests.programs.shrinking import smaller_ones
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPools
+
+GROUPS, OF_GROUP = 8, 25
+
+programs = st.randoms(use_true_random=False).map(draw)
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_random_programs_match(ranks: RankPools, group: int) -> None:
+    failed = []
+    with Fleet(ranks) as fleet:
+        for seed in range(OF_GROUP * group, OF_GROUP * (group + 1)):
+            result = fleet.run(program_of(seed))
+            if result.outcome is not Outcome.OK:
+                again = f"python tests/programs/survey.py --replay {seed}"
+                failed.append(f"seed {seed} ({again}):\n{result}\n{result.program}")
+    assert not failed, "\n\n".join(failed)
+
+
+@given(programs)
+@settings(max_examples=50, deadline=None)
+def test_a_program_is_what_its_repr_says(program: Program) -> None:
+    assert eval(repr(program), vars(language)) == program
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=50, deadline=None)
+def test_a_seed_is_always_the_same_program(seed: int) -> None:
+    assert program_of(seed) == program_of(seed)
+
+
+@given(programs)
+@settings(max_examples=50, deadline=None)
+def test_what_is_drawn_is_not_refused(program: Program) -> None:
+    assert is_legal(program)
+
+
+@given(programs)
+@settings(max_examples=20, deadline=None)
+def test_smaller_programs_are_others(program: Program) -> None:
+    assert program not in list(smaller_ones(program))
+
+
+def test_everything_is_drawn_before_long() -> None:
+    """Nodes of each kind, every shape, strategy and action."""
+    found = set().union(*(features(program_of(seed)) for seed in range(400)))
+    for what, names in {
+        "strategy": (
+            "no_shard",
+            "shard_optimizer",
+            "shard_grad_op",
+            "full_shard",
+            "hybrid_shard",
+            "hybrid_shard_zero2",
+        ),
+        "shape": language.SHAPES,
+        "zero": language.ZEROS,
+        "grads": language.GRADS,
+        "edit": language.EDITS,
+        "evaluate": language.MODES,
+        "optimizer": language.OPTIMIZERS,
+        "raise": ("forward", "backward"),
+        "checkpoint": ("save", "load"),
+    }.items():
+        assert {f"{what}:{name}" for name in names} <= found
