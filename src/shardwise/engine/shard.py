@@ -16,6 +16,7 @@ from shardwise.engine.heap import keep_freed_memory
 from shardwise.engine.mesh import Mesh, build_mesh, spans_of
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
+from shardwise.modules.admission import check_admissible
 from shardwise.modules.guard import guard
 from shardwise.modules.materialize import materialize, on_meta
 from shardwise.modules.newcomers import Newcomers
@@ -23,7 +24,7 @@ from shardwise.modules.site import Site
 from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -80,6 +81,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     precision, resharding = _settle(
         below, strategy, mesh, _checked_precision(precision), _checked_resharding(reshard_after_forward)
     )
+    if any(engine.suspended for engine in below.values()):
+        raise UsageError("sw.shard inside sw.unsharded of a model below: leave that first")
     for engine in below.values():
         engine.clear_up()  # else modules may hold what they compute with, and it would be sharded
     ignored = list(ignored)
@@ -87,6 +90,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     plans = assign_parameters(
         model, choose_units(model, units), lambda p: id(p) in skipped or isinstance(p, ShardedParameter)
     )
+    check_admissible(model, plans)
     if not below and not any(plan.parameters for plan in plans):
         theirs = [p.fqn for p in model.parameters() if isinstance(p, ShardedParameter)]
         why = (
@@ -197,6 +201,7 @@ def _build_units(
     model: nn.Module, plans: list[UnitPlan], mesh: Mesh, precision: Precision, settings: Sequence[object]
 ) -> list[tuple[Unit, UnitPlan]]:
     units = [(Unit(plan.fqn, plan.module, _groups(plan, mesh, precision)), plan) for plan in plans]
+    given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
     agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
     with torch.no_grad(), torch.inference_mode(False):
         if on_meta(model):
@@ -206,6 +211,9 @@ def _build_units(
                 agree_on_values([(fqn, parameter) for fqn, parameter, _ in plan.parameters], mesh)
                 unit.shard_parameters(mesh.device)
         _prepare_buffers(model, mesh, precision)
+    for group in (group for unit, _ in units for group in unit.groups):
+        for sharded in group.sharded:  # whoever else has the parameter that was given is to know what became of it
+            setattr(given[sharded.fqn], SHARDED_FACE, sharded)
     return units
 
 

@@ -18,11 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.errors import UsageError
 from shardwise.sharded.inputs import to_leaves
-from shardwise.sharded.parameter import Owner, ShardedParameter
+from shardwise.sharded.parameter import SHARDED_FACE as SHARDED_FACE
+from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
 from shardwise.sharded.waiting import drop_waiting
-
-SHARDED_FACE = "_shardwise_sharded"
-"""Attribute of an inner parameter: its outer face."""
 
 stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Every optimizer that has updated a sharded parameter."""
@@ -34,7 +32,7 @@ def _exchange(optimizer: Optimizer) -> None:
         for position, parameter in enumerate(parameters):
             if type(parameter) is ShardedParameter:
                 continue
-            sharded = getattr(parameter, SHARDED_FACE, None)
+            sharded = outer_face(parameter)
             if sharded is None:
                 continue
             if optimizer.state.get(parameter):

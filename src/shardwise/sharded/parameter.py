@@ -27,6 +27,15 @@ from shardwise.layout.fragment import Fragment
 from shardwise.sharded import chunks, elementwise, reductions
 from shardwise.sharded.placement import Placement
 
+SHARDED_FACE = "_shardwise_sharded"
+"""Attribute of a plain parameter that was sharded: its outer face."""
+
+
+def outer_face(parameter: Tensor) -> ShardedParameter | None:
+    """Of a plain parameter that a unit computes with, or that was sharded, what stands for it outside; else None."""
+    face: ShardedParameter | None = getattr(parameter, SHARDED_FACE, None)
+    return face
+
 
 class Owner(Protocol):
     """What a parameter belongs to and tells of its updates: its unit."""
