@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.agreement import agree_on_layout, agree_on_values
+from shardwise.engine.copying import copy_deeply, refuse_to_copy
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Dtypes, Group
 from shardwise.engine.heap import keep_freed_memory
@@ -17,14 +18,14 @@ from shardwise.engine.mesh import Mesh, build_mesh, spans_of
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
-from shardwise.modules.guard import guard
+from shardwise.modules.guard import guard, guard_loading
 from shardwise.modules.materialize import materialize, on_meta
 from shardwise.modules.newcomers import Newcomers
 from shardwise.modules.site import Site
 from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
-from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
+from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter, outer_face
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -112,10 +113,17 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     own = _build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
     engine.install(_in_module_order(model, own, old, groups))
     engine.newcomers = Newcomers(model, ignored)
+    _take_charge(model, engine)
+    return model
+
+
+def _take_charge(model: nn.Module, engine: Engine) -> None:
+    """From here on `engine` serves `model`."""
     model.__dict__[_ENGINE] = engine
     for unit in engine.units:
         guard(unit.module)
-    return model
+    guard_loading(model)
+    copy_deeply(model, engine, _take_charge)
 
 
 def engine_of(model: nn.Module, below: bool = True) -> Engine | None:
@@ -127,12 +135,40 @@ def engine_of(model: nn.Module, below: bool = True) -> Engine | None:
     return None
 
 
+def engines_below(model: nn.Module) -> list[Engine]:
+    """Of every sharded model at or below the module, in module order. Raises UsageError if there is none."""
+    engines = [engine for module in model.modules() if (engine := module.__dict__.get(_ENGINE))]
+    if not engines:
+        raise _not_sharded(model)
+    return engines
+
+
+def engines_of(model: nn.Module) -> list[Engine]:
+    """Every engine that serves something of the module, in module order: of sharded models at or below it, and of the
+    one that it is a part of. Raises UsageError if there is none."""
+    engines: dict[Engine, None] = {}
+    for module in model.modules():
+        if _ENGINE in module.__dict__:
+            engines[module.__dict__[_ENGINE]] = None
+        for parameter in module._parameters.values():
+            face = parameter if parameter is None or isinstance(parameter, ShardedParameter) else outer_face(parameter)
+            if face is not None and isinstance(face.unit, Unit) and face.unit._engine is not None:
+                engines[face.unit._engine] = None
+    if not engines:
+        raise _not_sharded(model)
+    return list(engines)
+
+
 def require_engine(model: nn.Module) -> Engine:
     """As `engine_of`. Raises UsageError if there is none."""
     engine = engine_of(model)
     if engine is None:
-        raise UsageError(f"{type(model).__name__} is not sharded; call sw.shard(model, ...) first")
+        raise _not_sharded(model)
     return engine
+
+
+def _not_sharded(model: nn.Module) -> UsageError:
+    return UsageError(f"{type(model).__name__} is not sharded; call sw.shard(model, ...) first")
 
 
 def _checked_precision(precision: Precision | None) -> Precision | None:
@@ -193,6 +229,7 @@ def _of_units(precision: Precision) -> Precision:
 def _take_over(module: nn.Module) -> Engine:
     """The module's engine, which has given up its units to the one that is being made."""
     engine: Engine = module.__dict__.pop(_ENGINE)
+    refuse_to_copy(module)
     engine.retire()
     return engine
 

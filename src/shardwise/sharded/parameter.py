@@ -73,7 +73,9 @@ class ShardedParameter(Tensor):
     local: Tensor
     """This rank's piece: 1-D, row-major order. Writing to it in place writes the parameter. Every rank must do so,
     those with an empty piece too: the write is what has a unit that is still gathered be gathered again, which all
-    ranks do together. A rank that skips its write computes with old weights while its peers wait for it."""
+    ranks do together. A rank that skips its write computes with old weights while its peers wait for it. `copy_` of a
+    plain tensor of the global shape, and with it `load_state_dict`, writes the piece of what this rank was given: every
+    rank must be given equal numbers."""
     placement: Placement
     unit: Owner | None = None
     """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
@@ -234,8 +236,20 @@ class ShardedParameter(Tensor):
             f"device={self.device}, local=[{piece.start}:{piece.stop}], requires_grad={self.requires_grad})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._no("copy.deepcopy", "copy the model before sw.shard, or use clone() for a copy of this rank's piece")
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        """Of a gradient, optimizer state or a state_dict's handle: a copy of this rank's piece, placed alike. Local.
+        Of a model's parameter alone it is refused: there would be no unit to gather it."""
+        if self.unit is not None:
+            self._no(
+                "copy.deepcopy",
+                "copy.deepcopy the whole sharded model or its state_dict(), or clone() this rank's piece",
+            )
+        piece = self.local.detach().clone()
+        copied = ShardedParameter(piece, self.placement, self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied._is_param = True
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._no("pickling (torch.save)", _SAVE)

@@ -1,0 +1,116 @@
+"""`load_state_dict` and deepcopies of state_dicts: full tensors and pieces."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import UsageError
+from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
+from tests.engine.test_shard import Tied
+
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
+
+
+def other_numbers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.full_like(value, math.pi * i) for i, (name, value) in enumerate(model.state_dict().items())}
+
+
+def same(sharded: nn.Module, expected: dict[str, Tensor]) -> None:
+    full = sw.full_state_dict(sharded, rank0_only=False)
+    assert list(full) == list(expected)
+    assert all(torch.equal(full[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(1, 3)
+def test_a_full_state_dict_is_loaded_and_trained_on(strategy: str) -> None:
+    twins = Twins(lambda: nn.Sequential(Net(), nn.BatchNorm1d(3)), strategy=strategy)
+    with torch.no_grad():
+        twins.sharded.eval()(batch(0))  # strategies that keep parameters have them gathered
+    twins.sharded.train()
+    weights = other_numbers(twins.plain)
+    for model in (twins.plain, twins.sharded):
+        assert model.load_state_dict(weights) == ([], [])
+    same(twins.sharded, weights)
+    with torch.no_grad():
+        assert torch.equal(twins.sharded.eval()(batch(0)), twins.plain.eval()(batch(0)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_training_goes_on_from_what_was_loaded(strategy: str) -> None:
+    twins = Twins(Tied, strategy=strategy)
+    twins.train(1)
+    weights = {name: value * 0.5 for name, value in twins.plain.state_dict().items()}
+    for model in (twins.plain, twins.sharded):
+        model.load_state_dict(weights)
+    twins.train(2)
+
+
+@on_ranks(2)
+def test_what_torch_says_of_wrong_dicts_it_says_here() -> None:
+    twins = Twins()
+    weights = {name: value.double() for name, value in other_numbers(twins.plain).items()}
+    del weights["leave.bias"]
+    weights["stranger"] = torch.zeros(2)
+    for model in (twins.plain, twins.sharded):
+        with pytest.raises(RuntimeError, match=r"Missing key.*leave.bias(.|\n)*Unexpected key.*stranger"):
+            model.load_state_dict(weights)
+        assert model.load_state_dict(weights, strict=False) == (["leave.bias"], ["stranger"])
+        with pytest.raises(RuntimeError, match=r"size mismatch for leave.bias"):
+            model.load_state_dict({"leave.bias": torch.zeros(4)}, strict=False)
+    twins.same_parameters()
+    twins.sharded.blocks[1].load_state_dict(twins.plain.blocks[0].state_dict())  # type: ignore[index, union-attr]
+    twins.plain.blocks[1].load_state_dict(twins.plain.blocks[0].state_dict())  # type: ignore[index, union-attr]
+    twins.same_parameters()
+    twins.train(1)
+
+
+@on_ranks(2)
+def test_assigning_is_refused_before_anything_is_written() -> None:
+    model: Any = sw.shard(seeded(Net))
+    before = sw.full_state_dict(model, rank0_only=False)
+    for part, name in ((model, "this Net"), (model.blocks[0].up, "this Linear"), (model.blocks[0], "'up'|'norm'")):
+        for state in (copy.deepcopy(part.state_dict()), other_numbers(part)):
+            with pytest.raises(UsageError, match=rf"assign=True.*shards of ({name}).*leave assign out"):
+                part.load_state_dict(state, assign=True)
+    same(model, before)
+    squares(copy.deepcopy(model), batch(0)).backward()
+
+
+@on_ranks(2)
+def test_the_best_weights_are_kept_and_brought_back() -> None:
+    """`best = copy.deepcopy(model.state_dict())`, as early stopping does."""
+    twins = Twins()
+    twins.train(1)
+    best = [copy.deepcopy(model.state_dict()) for model in (twins.plain, twins.sharded)]
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in twins.optimizers]
+    twins.train(2)
+    for model, optimizer, weights, state in zip(
+        (twins.plain, twins.sharded), twins.optimizers, best, states, strict=True
+    ):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    twins.same_parameters()
+    twins.train(2)
+
+
+@on_ranks(2)
+def test_a_kept_state_is_not_what_training_goes_on_in() -> None:
+    twins = Twins()
+    twins.train(1)
+    state = copy.deepcopy(twins.optimizers[1].state_dict())
+    first = state["state"][0]["exp_avg"]
+    assert isinstance(first, sw.ShardedParameter)
+    before = first.local.clone()
+    twins.train(1)
+    assert torch.equal(first.local, before)
+    assert dist.get_world_size() == first.placement.layout.world_size
