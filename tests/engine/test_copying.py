@@ -128,7 +128,7 @@ def test_models_are_not_copied_in_part_or_at_the_wrong_time() -> None:
             copy.deepcopy(part)
     with sw.unsharded(model), pytest.raises(UsageError, match=r"inside sw.unsharded: leave that first"):
         copy.deepcopy(model)
-    handle = model.register_forward_hook(lambda module, *_: copy.deepcopy(module))
+    handle = model.blocks[0].register_forward_hook(lambda *_: copy.deepcopy(model))
     with pytest.raises(UsageError, match="inside its forward"):
         model(batch(0))
     handle.remove()

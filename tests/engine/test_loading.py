@@ -114,3 +114,53 @@ def test_a_kept_state_is_not_what_training_goes_on_in() -> None:
     twins.train(1)
     assert torch.equal(first.local, before)
     assert dist.get_world_size() == first.placement.layout.world_size
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ValueError("on purpose")
+
+
+def interrupted(model: Any) -> None:
+    """A backward that raises while units are at work."""
+    handle = model.blocks[1].up.register_forward_hook(lambda module, inputs, output: Raises.apply(output))
+    with pytest.raises(ValueError, match="on purpose"):
+        squares(model, batch(0)).backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_after_a_backward_that_raised_the_shards_are_read_and_written(strategy: str) -> None:
+    twins = Twins(strategy=strategy)
+    twins.train(1)
+    for use in ("load", "save", "unsharded", "copy"):
+        interrupted(twins.sharded)
+        if use == "load":
+            weights = other_numbers(twins.plain)
+            for model in (twins.plain, twins.sharded):
+                model.load_state_dict(weights)
+        if use == "save":
+            assert all(isinstance(value, sw.ShardedParameter) for value in twins.sharded.state_dict().values())
+            same(twins.sharded, twins.plain.state_dict())
+        if use == "unsharded":
+            with sw.unsharded(twins.sharded), torch.no_grad():
+                assert torch.equal(twins.sharded(batch(0)), twins.plain(batch(0)))
+        if use == "copy":
+            twins = copy.deepcopy(twins)
+        twins.same_parameters()
+    twins.train(1)
+
+
+@on_ranks(2)
+def test_loading_inside_a_forward_is_refused() -> None:
+    model: Any = sw.shard(seeded(Net))
+    weights = other_numbers(model)
+    model.blocks[0].up.register_forward_pre_hook(lambda *_: model.load_state_dict(weights))
+    with pytest.raises(UsageError, match=r"inside a forward or backward"):
+        model(batch(0))

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
+from shardwise.engine.state_dicts import give_up_interrupted
 from shardwise.engine.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.modules.site import Site
@@ -48,7 +49,7 @@ class _Nobody:
 
 
 def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, Any]) -> nn.Module:
-    if engine.depth or engine.in_backward or engine.suspended:
+    if not give_up_interrupted(engine) or engine.suspended:
         raise UsageError(
             "copy.deepcopy of a sharded model inside its forward or backward or inside sw.unsharded: leave that first. "
             "For a plain copy build the model anew and load_state_dict(sw.full_state_dict(model, rank0_only=False))"

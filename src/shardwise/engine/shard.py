@@ -15,10 +15,11 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.group import Dtypes, Group
 from shardwise.engine.heap import keep_freed_memory
 from shardwise.engine.mesh import Mesh, build_mesh, spans_of
+from shardwise.engine.state_dicts import watch_state_dicts
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
-from shardwise.modules.guard import guard, guard_loading
+from shardwise.modules.guard import guard
 from shardwise.modules.materialize import materialize, on_meta
 from shardwise.modules.newcomers import Newcomers
 from shardwise.modules.site import Site
@@ -122,7 +123,7 @@ def _take_charge(model: nn.Module, engine: Engine) -> None:
     model.__dict__[_ENGINE] = engine
     for unit in engine.units:
         guard(unit.module)
-    guard_loading(model)
+    watch_state_dicts(model)
     copy_deeply(model, engine, _take_charge)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import foreign_parameter
 from shardwise.engine.shard import engines_below, engines_of
+from shardwise.engine.state_dicts import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.modules.site import Site
 from shardwise.sharded.parameter import ShardedParameter
@@ -35,7 +36,7 @@ def unsharded(model: nn.Module, writeback: bool = False, rank0_only: bool = Fals
     if writeback and rank0_only:
         raise UsageError("sw.unsharded(writeback=True, rank0_only=True): other ranks would have nothing to write back")
     engines = engines_of(model)
-    if any(engine.depth or engine.in_backward for engine in engines):
+    if not all(give_up_interrupted(engine) for engine in engines):
         raise UsageError("sw.unsharded inside a forward or backward of the same model: leave that first")
     within = {id(module) for module in model.modules()}
     with ExitStack() as stack:

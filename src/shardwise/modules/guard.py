@@ -3,9 +3,8 @@ sharded one may lie below. Torch has no hooks around that, so the method of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,28 +30,6 @@ def guard(module: nn.Module) -> None:
         return module
 
     module.__dict__.update(_apply=apply)
-
-
-def guard_loading(model: nn.Module) -> None:
-    """Have `load_state_dict(assign=True)` raise, of the model and of every module in it that holds a sharded
-    parameter."""
-    for module in model.modules():
-        holds = any(isinstance(parameter, ShardedParameter) for parameter in module._parameters.values())
-        if (module is model or holds) and not module.__dict__.get(_LOADING_GUARDED):
-            module.__dict__[_LOADING_GUARDED] = True
-            module.register_load_state_dict_pre_hook(_refuse_to_assign)
-
-
-_LOADING_GUARDED = "_shardwise_loading_guarded"
-
-
-def _refuse_to_assign(module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        where = repr(prefix.removesuffix(".")) if prefix else f"this {type(module).__name__}"
-        raise UsageError(
-            f"load_state_dict(assign=True) would put other tensors in the place of the shards of {where}: leave assign "
-            "out, and each rank's pieces are written (and cast) in place"
-        )
 
 
 _zero_grad = nn.Module.zero_grad
