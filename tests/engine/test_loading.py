@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import shardwise as sw
 from shardwise.errors import UsageError
@@ -72,6 +73,17 @@ def test_what_torch_says_of_wrong_dicts_it_says_here() -> None:
     twins.plain.blocks[1].load_state_dict(twins.plain.blocks[0].state_dict())  # type: ignore[index, union-attr]
     twins.same_parameters()
     twins.train(1)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@on_ranks(2)
+def test_torchs_checkpoint_functions_load_full_dicts(broadcast: bool) -> None:
+    twins = Twins()
+    weights = other_numbers(twins.plain)
+    given = {} if broadcast and dist.get_rank() else {name: value.clone() for name, value in weights.items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(twins.sharded, given, options=options)
+    same(twins.sharded, weights)
 
 
 @on_ranks(2)

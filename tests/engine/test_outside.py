@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +133,57 @@ def test_backward_to_given_inputs(kind: Any) -> None:
         twins.steps += 1
     squares(twins.sharded, twins.batch()).backward(inputs=twins.sharded.leave.bias)  # type: ignore[union-attr]
     assert [n for n, p in twins.sharded.named_parameters() if p.grad is not None] == ["leave.bias"]
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused": {"allow_unused": True},
+    "zeros": {"materialize_grads": True},
+    "graph": {"create_graph": True, "allow_unused": True},
+    "batched": {"is_grads_batched": True, "grad_outputs": torch.ones(2), "allow_unused": True},
+}
+
+
+@pytest.mark.parametrize("how", ASKED)
+@on_ranks(2)
+def test_autograd_grad_over_sharded_parameters_is_never_silent(how: str) -> None:
+    twins = Twins()
+    model: Any = twins.sharded
+    x = twins.batch().requires_grad_()
+    parameters = list(model.parameters())
+    for inputs in (
+        parameters,
+        parameters[0],
+        (x, parameters[-1]),
+        dict(model.named_parameters()),
+        [parameters[0].inner],
+    ):
+        with pytest.raises(UsageError, match=r"torch.autograd.grad over .*loss.backward\(inputs="):
+            torch.autograd.grad(squares(model, x), inputs, **ASKED[how])
+    (ours,), (theirs,) = (torch.autograd.grad(squares(m, x), x) for m in (model, twins.plain))
+    assert torch.equal(ours, theirs)
+    twins.train(1)
+    with sw.unsharded(model):
+        full = torch.autograd.grad(squares(model, x), list(model.parameters()))
+    expected = torch.autograd.grad(squares(twins.plain, x), list(twins.plain.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(full, expected, strict=True))
+
+
+def test_nor_is_it_where_torchs_functions_were_imported_before_shardwise() -> None:
+    script = """
+        from torch.autograd import backward, grad
+        import torch
+        import shardwise as sw
+        model = sw.shard(torch.nn.Linear(3, 2))
+        backward(model(torch.ones(1, 3)).sum(), inputs=[model.bias])
+        assert torch.equal(model.bias.grad.full_tensor(), torch.ones(2)) and model.weight.grad is None
+        grad(model(torch.ones(1, 3)).sum(), list(model.parameters()), allow_unused=True)
+    """
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, env=clean
+    )
+    assert "UsageError: torch.autograd.grad over the sharded parameter 'weight'" in ended.stderr, ended.stderr
 
 
 class _Mixed(nn.Module):

@@ -3,7 +3,8 @@
 Before: parameters that the optimizer was given before `sw.shard` are exchanged for their sharded faces, and gradients
 that still wait to be reduced are an error. After: units whose weights were written get a newer version, since fused
 optimizers bump no tensor's version counter. `zero_grad` drops gradients that `sw.no_sync` left waiting as well as those
-in `.grad`, and the `inputs` of a backward are leaves; torch has no hooks around either, so both are wrapped.
+in `.grad`, and the `inputs` of a backward are leaves; torch has no hooks around either, so both are wrapped: of
+backward what torch's own functions call, so that whoever imported those before is served too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.errors import UsageError
-from shardwise.sharded.inputs import to_leaves
+from shardwise.sharded.inputs import with_leaves
 from shardwise.sharded.parameter import SHARDED_FACE as SHARDED_FACE
 from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
 from shardwise.sharded.waiting import drop_waiting
@@ -79,7 +80,7 @@ def _zero_and_drop(optimizer: Optimizer, set_to_none: bool = True) -> None:
     drop_waiting(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-torch.autograd.backward = to_leaves(torch.autograd.backward)
+torch.autograd._engine_run_backward = with_leaves(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
 Optimizer.zero_grad = _zero_and_drop  # type: ignore[assignment, method-assign]
 register_optimizer_step_pre_hook(_pre_step)
 register_optimizer_step_post_hook(_post_step)
