@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 import shardwise as sw
 from shardwise.errors import UsageError
-from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
+from tests.engine.rig import Net, Twins, adamw, batch, on_ranks, seeded, squares
 from tests.engine.test_shard import Tied
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
@@ -176,3 +178,84 @@ def test_loading_inside_a_forward_is_refused() -> None:
     model.blocks[0].up.register_forward_pre_hook(lambda *_: model.load_state_dict(weights))
     with pytest.raises(UsageError, match=r"inside a forward or backward"):
         model(batch(0))
+
+
+# Optimizers -----------------------------------------------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "asgd": partial(torch.optim.ASGD, lr=0.01),
+}
+
+
+class Odd(Net):
+    """With parameters of no dims and of one element."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(1, 3)
+def test_the_state_of_an_unsharded_optimizer_is_cut(name: str) -> None:
+    build = OPTIMIZERS[name]
+    if name == "fused":  # it rounds by position in the piece
+        build = partial(torch.optim.AdamW, lr=0.01, foreach=False)
+    twins = Twins(Odd, optimizer=build)
+    for _ in range(2):
+        squares(twins.plain, batch(0, 0)).backward()
+        twins.optimizers[0].step()
+        twins.optimizers[0].zero_grad()
+    twins.sharded.load_state_dict(twins.plain.state_dict())
+    if name == "fused":
+        twins.optimizers[1] = OPTIMIZERS["fused"](twins.sharded.parameters())
+    state = copy.deepcopy(twins.optimizers[0].state_dict())
+    twins.optimizers[1].load_state_dict(state)
+    if name == "fused":
+        twins.backward()
+        return twins.step()
+    twins.train(2)
+    return None
+
+
+@on_ranks(2)
+def test_an_optimizer_built_before_shard_loads_too() -> None:
+    twins = Twins()
+    twins.train(1)
+    model = seeded(Net)
+    optimizer = adamw(model.parameters())
+    sw.shard(model)
+    model.load_state_dict(twins.plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(twins.optimizers[0].state_dict()))
+    twins.sharded, twins.optimizers[1] = model, optimizer
+    twins.train(1)
+
+
+@on_ranks(2)
+def test_state_of_another_model_is_refused_and_changes_nothing() -> None:
+    twins = Twins()
+    twins.train(1)
+    plain = adamw(reversed(list(twins.plain.parameters())))
+    squares(twins.plain, batch(0)).backward()
+    plain.step()
+    with pytest.raises(UsageError, match=r"state 'exp_avg' of 'enter.weight' has the shape \(3,\)"):
+        twins.optimizers[1].load_state_dict(plain.state_dict())
+    other = adamw(sw.shard(nn.Sequential(nn.Linear(3, 5), *seeded(Net).children())).parameters())
+    other.load_state_dict(other.state_dict())
+    sharded = Twins(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)))
+    sharded.train(1)
+    few = adamw(list(twins.sharded.parameters())[:4])
+    with pytest.raises(UsageError, match=r"of 'enter.weight' \(6, 4\) was cut for '0.weight' \(5, 4\)"):
+        few.load_state_dict(sharded.optimizers[1].state_dict())
+    assert not few.state
+    twins = Twins()
+    twins.train(1)

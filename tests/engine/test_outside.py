@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.utils import prune
 
 import shardwise as sw
 from shardwise.errors import UsageError
@@ -184,6 +186,80 @@ def test_nor_is_it_where_torchs_functions_were_imported_before_shardwise() -> No
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, env=clean
     )
     assert "UsageError: torch.autograd.grad over the sharded parameter 'weight'" in ended.stderr, ended.stderr
+
+
+LATE: dict[str, tuple[Callable[[Any], object], str]] = {
+    "multi_grad_hook": (
+        lambda m: register_multi_grad_hook(list(m.parameters()), print),
+        r"'enter.weight'.*gradients do not come to it.*register_post_accumulate_grad_hook",
+    ),
+    "to_vector": (
+        lambda m: nn.utils.parameters_to_vector(m.parameters()),
+        r"aten.view .*'enter.weight'.*parameters_to_vector and the like into sw.unsharded",
+    ),
+    "weight_norm": (
+        lambda m: nn.utils.parametrizations.weight_norm(m.leave),
+        r"'leave.weight'.*weight_norm.*before sw",
+    ),
+    "spectral_norm": (
+        lambda m: nn.utils.parametrizations.spectral_norm(m.leave),
+        r"'leave.weight'.*go before sw.shard",
+    ),
+    "prune": (lambda m: prune.l1_unstructured(m.leave, "weight", 0.3), r"'leave.weight'.*pruning.*before sw.shard"),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+@on_ranks(2)
+def test_what_comes_too_late_or_wants_full_parameters_is_told_where_it_goes(late: str) -> None:
+    model = sw.shard(seeded(Net))
+    use, message = LATE[late]
+    with pytest.raises(UsageError, match=message) as raised:
+        use(model)
+    assert ("DistributedData" in str(raised.value)) == ("aten.view" in str(raised.value) and late != "multi_grad_hook")
+    squares(model, batch(0)).backward()
+
+
+@on_ranks(2)
+def test_functional_call_works_on_full_parameters_and_says_so() -> None:
+    twins = Twins()
+    model, x = twins.sharded, twins.batch()
+    with pytest.raises(UsageError, match=r"another sharded tensor, as torch.func.functional_call.*sw.unsharded\(model"):
+        torch.func.functional_call(model, {name: p * 0.5 for name, p in model.named_parameters()}, (x,))
+    halves = [{name: p.detach() * 0.5 for name, p in twins.plain.named_parameters()}]
+    with pytest.raises(UsageError, match=r"replaced by a Tensor after sw.shard"):
+        torch.func.functional_call(model, halves[0], (x,))
+    with sw.unsharded(model):
+        halves.append({name: p.detach() * 0.5 for name, p in model.named_parameters()})
+        ours = torch.func.functional_call(model, halves[1], (x,))
+    assert torch.equal(ours, torch.func.functional_call(twins.plain, halves[0], (x,)))
+    twins.train(1)
+
+
+@on_ranks(2)
+def test_a_parameter_that_was_renamed_is_told_so() -> None:
+    model: Any = sw.shard(seeded(Net))
+    prune.identity(model.enter, "weight")
+    with pytest.raises(UsageError, match=r"'enter.weight' was taken out of its module after sw.shard"):
+        model(batch(0))
+
+
+@on_ranks(2)
+def test_under_a_compiled_optimizer_step_our_own_code_is_not_compiled() -> None:
+    """Dynamo would compile what takes each operation apart: a minute for nothing."""
+    twins = Twins(lambda: Net(depth=1))
+    traces: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traces.extend(node.meta.get("stack_trace", "") for node in graph.graph.nodes)
+        return graph.forward
+
+    twins.backward()
+    torch.compile(twins.optimizers[1].step, backend=backend)()
+    twins.optimizers[0].step()
+    for name, parameter in twins.sharded.named_parameters():
+        assert torch.allclose(parameter.full_tensor(), twins.plain.get_parameter(name), atol=1e-5)  # type: ignore[operator]
+    assert not [trace for trace in traces if "shardwise/sharded" in trace]
 
 
 class _Mixed(nn.Module):

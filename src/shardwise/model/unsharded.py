@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.group import foreign_parameter
 from shardwise.engine.shard import engines_below, engines_of
 from shardwise.engine.state_dicts import give_up_interrupted
 from shardwise.errors import UsageError
-from shardwise.modules.site import Site
+from shardwise.modules.site import Site, foreign_parameter
 from shardwise.sharded.parameter import ShardedParameter
 
 

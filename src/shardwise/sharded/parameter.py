@@ -291,7 +291,12 @@ _ANYTHING_ELSE = (
     "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. In a "
     "forward: the parameter is used outside its unit's forward, so make the module that uses it a unit "
     "(sw.shard(units=...)) or call through it. Elsewhere: use sw.unsharded(model), .full_tensor() (collective), or "
-    ".local for this rank's piece"
+    ".local for this rank's piece; parametrizations (spectral_norm, ...) and pruning go before sw.shard"
+)
+_GRADIENT_EDGE = (
+    "gradients do not come to it but to the leaf that its unit computes with, so a hook of "
+    "torch.autograd.graph.register_multi_grad_hook would never run: use the parameters' own register_hook (this rank's "
+    "gradient) or register_post_accumulate_grad_hook (the mean over ranks)"
 )
 _WAYS_OUT: dict[str, str] = {
     "aten::_amp_foreach_non_finite_check_and_unscale_": "torch's GradScaler would let ranks disagree about a step: "
@@ -299,8 +304,10 @@ _WAYS_OUT: dict[str, str] = {
     "aten::_local_scalar_dense": _LOOK,
     "aten::_foreach_powsum": "use torch._foreach_norm",
     "aten::equal": "each rank would have an answer of its own: compare .full_tensor() of both (collective)",
-    "aten::view": f"{_ANYTHING_ELSE}. DistributedDataParallel around a sharded model is not needed: backward reduces "
-    "gradients",
+    "aten::view": "each rank holds only a 1-D piece, which has no other shape. weight_norm, pruning and other "
+    "parametrizations go before sw.shard, parameters_to_vector and the like into sw.unsharded(model). In a forward: "
+    "make the module that uses the parameter a unit (sw.shard(units=...)) or call through it. DistributedDataParallel "
+    "around a sharded model is not needed: backward reduces gradients",
 }
 _RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
 
@@ -312,7 +319,10 @@ def _refuse(
     name = func._schema.name
     random = torch.Tag.nondeterministic_seeded in func.tags
     way_out = _RANDOM if random else _WAYS_OUT.get(name, _ANYTHING_ELSE)
-    elementwise.first_sharded(cls, args, kwargs)._no(name.replace("::", "."), way_out)
+    sharded = elementwise.first_sharded(cls, args, kwargs)
+    if name == "aten::view" and tuple(args[1]) == sharded.shape:  # how torch finds out where a gradient comes to
+        way_out = _GRADIENT_EDGE
+    sharded._no(name.replace("::", "."), way_out)
 
 
 _handlers: dict[OpOverload, elementwise.Handler] = {}
