@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.utils import prune
 
 import shardwise as sw
 from shardwise.errors import UsageError
@@ -129,6 +135,131 @@ def test_backward_to_given_inputs(kind: Any) -> None:
         twins.steps += 1
     squares(twins.sharded, twins.batch()).backward(inputs=twins.sharded.leave.bias)  # type: ignore[union-attr]
     assert [n for n, p in twins.sharded.named_parameters() if p.grad is not None] == ["leave.bias"]
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused": {"allow_unused": True},
+    "zeros": {"materialize_grads": True},
+    "graph": {"create_graph": True, "allow_unused": True},
+    "batched": {"is_grads_batched": True, "grad_outputs": torch.ones(2), "allow_unused": True},
+}
+
+
+@pytest.mark.parametrize("how", ASKED)
+@on_ranks(2)
+def test_autograd_grad_over_sharded_parameters_is_never_silent(how: str) -> None:
+    twins = Twins()
+    model: Any = twins.sharded
+    x = twins.batch().requires_grad_()
+    parameters = list(model.parameters())
+    for inputs in (
+        parameters,
+        parameters[0],
+        (x, parameters[-1]),
+        dict(model.named_parameters()),
+        [parameters[0].inner],
+    ):
+        with pytest.raises(UsageError, match=r"torch.autograd.grad over .*loss.backward\(inputs="):
+            torch.autograd.grad(squares(model, x), inputs, **ASKED[how])
+    (ours,), (theirs,) = (torch.autograd.grad(squares(m, x), x) for m in (model, twins.plain))
+    assert torch.equal(ours, theirs)
+    twins.train(1)
+    with sw.unsharded(model):
+        full = torch.autograd.grad(squares(model, x), list(model.parameters()))
+    expected = torch.autograd.grad(squares(twins.plain, x), list(twins.plain.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(full, expected, strict=True))
+
+
+def test_nor_is_it_where_torchs_functions_were_imported_before_shardwise() -> None:
+    script = """
+        from torch.autograd import backward, grad
+        import torch
+        import shardwise as sw
+        model = sw.shard(torch.nn.Linear(3, 2))
+        backward(model(torch.ones(1, 3)).sum(), inputs=[model.bias])
+        assert torch.equal(model.bias.grad.full_tensor(), torch.ones(2)) and model.weight.grad is None
+        grad(model(torch.ones(1, 3)).sum(), list(model.parameters()), allow_unused=True)
+    """
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, env=clean
+    )
+    assert "UsageError: torch.autograd.grad over the sharded parameter 'weight'" in ended.stderr, ended.stderr
+
+
+LATE: dict[str, tuple[Callable[[Any], object], str]] = {
+    "multi_grad_hook": (
+        lambda m: register_multi_grad_hook(list(m.parameters()), print),
+        r"'enter.weight'.*gradients do not come to it.*register_post_accumulate_grad_hook",
+    ),
+    "to_vector": (
+        lambda m: nn.utils.parameters_to_vector(m.parameters()),
+        r"aten.view .*'enter.weight'.*parameters_to_vector and the like into sw.unsharded",
+    ),
+    "weight_norm": (
+        lambda m: nn.utils.parametrizations.weight_norm(m.leave),
+        r"'leave.weight'.*weight_norm.*before sw",
+    ),
+    "spectral_norm": (
+        lambda m: nn.utils.parametrizations.spectral_norm(m.leave),
+        r"'leave.weight'.*go before sw.shard",
+    ),
+    "prune": (lambda m: prune.l1_unstructured(m.leave, "weight", 0.3), r"'leave.weight'.*pruning.*before sw.shard"),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+@on_ranks(2)
+def test_what_comes_too_late_or_wants_full_parameters_is_told_where_it_goes(late: str) -> None:
+    model = sw.shard(seeded(Net))
+    use, message = LATE[late]
+    with pytest.raises(UsageError, match=message) as raised:
+        use(model)
+    assert ("DistributedData" in str(raised.value)) == ("aten.view" in str(raised.value) and late != "multi_grad_hook")
+    squares(model, batch(0)).backward()
+
+
+@on_ranks(2)
+def test_functional_call_works_on_full_parameters_and_says_so() -> None:
+    twins = Twins()
+    model, x = twins.sharded, twins.batch()
+    with pytest.raises(UsageError, match=r"another sharded tensor, as torch.func.functional_call.*sw.unsharded\(model"):
+        torch.func.functional_call(model, {name: p * 0.5 for name, p in model.named_parameters()}, (x,))
+    halves = [{name: p.detach() * 0.5 for name, p in twins.plain.named_parameters()}]
+    with pytest.raises(UsageError, match=r"replaced by a Tensor after sw.shard"):
+        torch.func.functional_call(model, halves[0], (x,))
+    with sw.unsharded(model):
+        halves.append({name: p.detach() * 0.5 for name, p in model.named_parameters()})
+        ours = torch.func.functional_call(model, halves[1], (x,))
+    assert torch.equal(ours, torch.func.functional_call(twins.plain, halves[0], (x,)))
+    twins.train(1)
+
+
+@on_ranks(2)
+def test_a_parameter_that_was_renamed_is_told_so() -> None:
+    model: Any = sw.shard(seeded(Net))
+    prune.identity(model.enter, "weight")
+    with pytest.raises(UsageError, match=r"'enter.weight' was taken out of its module after sw.shard"):
+        model(batch(0))
+
+
+@on_ranks(2)
+def test_under_a_compiled_optimizer_step_our_own_code_is_not_compiled() -> None:
+    """Dynamo would compile what takes each operation apart: a minute for nothing."""
+    twins = Twins(lambda: Net(depth=1))
+    traces: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traces.extend(node.meta.get("stack_trace", "") for node in graph.graph.nodes)
+        return graph.forward
+
+    twins.backward()
+    torch.compile(twins.optimizers[1].step, backend=backend)()
+    twins.optimizers[0].step()
+    for name, parameter in twins.sharded.named_parameters():
+        assert torch.allclose(parameter.full_tensor(), twins.plain.get_parameter(name), atol=1e-5)  # type: ignore[operator]
+    assert not [trace for trace in traces if "shardwise/sharded" in trace]
 
 
 class _Mixed(nn.Module):

@@ -119,3 +119,82 @@ def test_writing_a_gathered_parameter_in_forward_raises(strategy: str, grad: boo
     if strategy == "full_shard" and dist.get_world_size() == 2:
         with pytest.raises(UsageError, match=r"'0.weight'.*in place"):
             sw.shard(embedding)(torch.tensor([[1, 2]]))
+
+
+# Parts of models and several models -----------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Around two sharded models."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__()
+        self.first = sw.shard(seeded(Net), strategy)
+        self.second = sw.shard(seeded(Net), strategy)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_what_lies_below_a_module_of_a_sharded_model_is_opened(strategy: str) -> None:
+    twins = Twins(strategy=strategy)
+    twins.train(1)
+    plain, sharded = twins.plain.blocks[1], twins.sharded.blocks[1]  # type: ignore[index]
+    x = batch(0, None, 5, 6)
+    with sw.unsharded(sharded, writeback=True), torch.no_grad():
+        kinds = {name: type(p) for name, p in twins.sharded.named_parameters()}
+        assert {name for name, kind in kinds.items() if kind is nn.Parameter} == {
+            name for name in kinds if name.startswith("blocks.1.")
+        }
+        assert torch.equal(sharded(x), plain(x))
+        for module in (plain, sharded):
+            module.up.weight.mul_(0.5)
+    twins.same_parameters()
+    with sw.unsharded(sharded.up), sw.unsharded(twins.sharded.leave):  # type: ignore[arg-type]
+        assert torch.equal(sharded.up.weight, plain.up.weight)
+        assert torch.equal(twins.sharded.leave.weight, twins.plain.leave.weight)  # type: ignore[union-attr, arg-type]
+        assert isinstance(sharded.down.weight, sw.ShardedParameter)
+        with pytest.raises(UsageError, match=r"'blocks.1.up.weight' unsharded already"), sw.unsharded(sharded):
+            pass
+    twins.train(2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_every_model_below_a_module_is_opened(strategy: str) -> None:
+    pair = Pair(strategy)
+    with sw.unsharded(pair, writeback=True), torch.no_grad():
+        assert all(type(p) is nn.Parameter for p in pair.parameters())
+        pair.first.leave.weight.fill_(2.0)  # type: ignore[union-attr, operator]
+        pair.second.leave.weight.fill_(3.0)  # type: ignore[union-attr, operator]
+    full = sw.full_state_dict(pair, rank0_only=False)
+    assert (full["first.leave.weight"] == 2).all()
+    assert (full["second.leave.weight"] == 3).all()
+    assert torch.equal(pair.second(batch(0)), pair.second(batch(0)))
+    with sw.unsharded(pair, rank0_only=True):
+        kinds = {type(p) for p in (*pair.first.parameters(), *pair.second.parameters())}
+    assert kinds == {nn.Parameter if dist.get_rank() == 0 else sw.ShardedParameter}
+
+
+@on_ranks(2)
+def test_full_state_dicts_of_parts() -> None:
+    twins = Twins()
+    part = sw.full_state_dict(twins.sharded.blocks[2], rank0_only=False)  # type: ignore[index]
+    expected = twins.plain.blocks[2].state_dict()  # type: ignore[index, union-attr]
+    assert list(part) == list(expected)
+    assert all(torch.equal(part[name], value) for name, value in expected.items())
+    with pytest.raises(UsageError, match="ReLU is not sharded"):
+        sw.full_state_dict(nn.ReLU())
+
+
+@on_ranks(2)
+def test_no_sync_of_a_module_around_several_models_is_for_all_of_them() -> None:
+    pair = Pair("full_shard")
+    with sw.no_sync(pair):
+        (squares(pair.first, batch(0)) + squares(pair.second, batch(0))).backward()
+    assert all(p.grad is None for p in (*pair.first.parameters(), *pair.second.parameters()))
+    (squares(pair.first, batch(1)) + squares(pair.second, batch(1))).backward()
+    for first, second in zip(pair.first.parameters(), pair.second.parameters(), strict=True):
+        assert torch.equal(first.grad.full_tensor(), second.grad.full_tensor())
+    with pytest.raises(UsageError, match="not sharded"), sw.no_sync(pair.first.blocks[0]):  # type: ignore[index, arg-type]
+        pass

@@ -82,8 +82,44 @@ def test_state_dict_gives_handles_that_load(sharded: ShardedParameter) -> None:
     doubled = {"p0": handle * 2}
     module.load_state_dict(doubled)
     assert torch.equal(sharded.local, doubled["p0"].local)
-    with pytest.raises(RuntimeError, match=r"sw\.checkpoint"):
-        module.load_state_dict({"p0": torch.zeros(4, 6)})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        module.load_state_dict({"p0": torch.zeros(12)})
+
+
+@pytest.mark.parametrize("whole", [torch.randn(4, 6), torch.randn(6, 4).t(), torch.arange(24).view(4, 6)])
+def test_copying_a_plain_tensor_of_the_whole_shape_takes_the_own_piece(
+    sharded: ShardedParameter, whole: Tensor
+) -> None:
+    parameter = nn.Parameter(sharded)
+    before = sharded.local._version
+    with torch.no_grad():
+        assert parameter.copy_(whole) is parameter
+    assert torch.equal(sharded.local, whole.reshape(-1)[:12].float())
+    assert sharded.local._version > before
+    parameter.data = torch.ones(4, 6)
+    assert torch.equal(sharded.local, torch.ones(12))
+    for wrong in (torch.ones(6), torch.ones(12), torch.ones(1, 6)):
+        with torch.no_grad(), pytest.raises(UsageError, match=r"copy_.. takes a plain tensor of the whole shape"):
+            parameter.copy_(wrong)
+
+
+def test_writing_an_empty_piece_bumps_its_version_too() -> None:
+    empty = rank_0_of_2(*randn((30, 2), (3,)))[1]
+    assert not empty.local.numel()
+    before = empty.local._version
+    empty.copy_(torch.ones(3))
+    assert empty.local._version > before
+
+
+def test_a_deepcopy_of_a_state_tensor_is_a_piece_of_its_own(sharded: ShardedParameter) -> None:
+    first, second = copy.deepcopy([sharded, sharded])
+    assert first is second
+    assert type(first) is ShardedParameter
+    assert first.placement is sharded.placement
+    assert torch.equal(first.local, sharded.local)
+    sharded.zero_()
+    assert first.local.any()
+    assert isinstance(copy.deepcopy(nn.Parameter(sharded)), nn.Parameter)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -163,7 +199,6 @@ def test_repr_shows_what_it_holds(sharded: ShardedParameter) -> None:
 
 
 REFUSED: dict[str, Callable[[ShardedParameter], Any]] = {
-    "deepcopy": copy.deepcopy,
     "copy": copy.copy,
     "save": lambda p: torch.save(p, io.BytesIO()),
     "numpy": lambda p: p.numpy(),

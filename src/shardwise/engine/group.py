@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from shardwise.comm.protocol import Collectives, Region
 from shardwise.engine.arena import SLOT_ALIGN_BYTES, Slot
 from shardwise.engine.stepping import SHARDED_FACE
-from shardwise.errors import UsageError
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
-from shardwise.modules.site import Site, inherit
+from shardwise.modules.site import Site, foreign_parameter, inherit
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement
 
@@ -225,14 +224,6 @@ class Group:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[entry.start : entry.stop].view(entry.shape) for entry in self.layout.entries]
-
-
-def foreign_parameter(fqn: str, held: object) -> UsageError:
-    """The error for a module that holds something else than we put there."""
-    return UsageError(
-        f"parameter {fqn!r} was replaced by a {type(held).__name__} after sw.shard; change weights in place inside "
-        "sw.unsharded(model, writeback=True), or replace modules before sharding"
-    )
 
 
 def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -65,11 +65,15 @@ def build_mesh(
             one shard group per host. Groups that were made already (as the planner makes them) are taken as they are.
         secondary_size: ranks in a group for re-sharding after forward; must divide the shard group.
     Raises:
-        MeshError: the strategy, the mesh and the number of ranks do not fit together.
+        MeshError: the strategy, the mesh and the number of ranks do not fit together; or there is no process group
+            although torchrun started several ranks.
     """
     if isinstance(mesh, Mesh):
         return mesh
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    initialized = dist.is_available() and dist.is_initialized()
+    if mesh is None and not initialized:
+        _check_alone()
+    world_size = dist.get_world_size() if initialized else 1
     device = device or _default_device()
     if world_size == 1 and mesh is None:
         return Mesh(_alone(device), _alone(device), device, secondary_size=secondary_size)
@@ -87,6 +91,18 @@ def build_mesh(
     if secondary_size is not None and over_shard.world_size not in {1, secondary_size}:
         secondary = collectives_for(_subgroup(shard, over_shard.world_size, secondary_size), device)
     return Mesh(over_shard, over_replicas, device, _spans(shard, replicate), secondary, secondary_size)
+
+
+def _check_alone() -> None:
+    """Raise MeshError where a launcher started several ranks: without a process group each would train a model of its
+    own."""
+    rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is not None and ranks.isdecimal() and int(ranks) > 1:
+        raise MeshError(
+            f"RANK={rank} and WORLD_SIZE={ranks} are set, as torchrun sets them, but there is no process group, so "
+            f"each of the {ranks} ranks would train a model of its own: call "
+            "torch.distributed.init_process_group(...) before sw.shard (or unset WORLD_SIZE, if that is what you want)"
+        )
 
 
 def spans_of(strategy: Strategy, mesh: DeviceMesh | Mesh) -> Spans:

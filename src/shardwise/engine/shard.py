@@ -10,12 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.agreement import agree_on_layout, agree_on_values
+from shardwise.engine.copying import copy_deeply, refuse_to_copy
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Dtypes, Group
 from shardwise.engine.heap import keep_freed_memory
 from shardwise.engine.mesh import Mesh, build_mesh, spans_of
+from shardwise.engine.state_dicts import watch_state_dicts
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
+from shardwise.modules.admission import check_admissible
 from shardwise.modules.guard import guard
 from shardwise.modules.materialize import materialize, on_meta
 from shardwise.modules.newcomers import Newcomers
@@ -23,7 +26,7 @@ from shardwise.modules.site import Site
 from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter, outer_face
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -80,6 +83,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     precision, resharding = _settle(
         below, strategy, mesh, _checked_precision(precision), _checked_resharding(reshard_after_forward)
     )
+    if any(engine.suspended for engine in below.values()):
+        raise UsageError("sw.shard inside sw.unsharded of a model below: leave that first")
     for engine in below.values():
         engine.clear_up()  # else modules may hold what they compute with, and it would be sharded
     ignored = list(ignored)
@@ -87,6 +92,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     plans = assign_parameters(
         model, choose_units(model, units), lambda p: id(p) in skipped or isinstance(p, ShardedParameter)
     )
+    check_admissible(model, plans)
     if not below and not any(plan.parameters for plan in plans):
         theirs = [p.fqn for p in model.parameters() if isinstance(p, ShardedParameter)]
         why = (
@@ -108,10 +114,17 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     own = _build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
     engine.install(_in_module_order(model, own, old, groups))
     engine.newcomers = Newcomers(model, ignored)
+    _take_charge(model, engine)
+    return model
+
+
+def _take_charge(model: nn.Module, engine: Engine) -> None:
+    """From here on `engine` serves `model`."""
     model.__dict__[_ENGINE] = engine
     for unit in engine.units:
         guard(unit.module)
-    return model
+    watch_state_dicts(model)
+    copy_deeply(model, engine, _take_charge)
 
 
 def engine_of(model: nn.Module, below: bool = True) -> Engine | None:
@@ -123,12 +136,40 @@ def engine_of(model: nn.Module, below: bool = True) -> Engine | None:
     return None
 
 
+def engines_below(model: nn.Module) -> list[Engine]:
+    """Of every sharded model at or below the module, in module order. Raises UsageError if there is none."""
+    engines = [engine for module in model.modules() if (engine := module.__dict__.get(_ENGINE))]
+    if not engines:
+        raise _not_sharded(model)
+    return engines
+
+
+def engines_of(model: nn.Module) -> list[Engine]:
+    """Every engine that serves something of the module, in module order: of sharded models at or below it, and of the
+    one that it is a part of. Raises UsageError if there is none."""
+    engines: dict[Engine, None] = {}
+    for module in model.modules():
+        if _ENGINE in module.__dict__:
+            engines[module.__dict__[_ENGINE]] = None
+        for parameter in module._parameters.values():
+            face = parameter if parameter is None or isinstance(parameter, ShardedParameter) else outer_face(parameter)
+            if face is not None and isinstance(face.unit, Unit) and face.unit._engine is not None:
+                engines[face.unit._engine] = None
+    if not engines:
+        raise _not_sharded(model)
+    return list(engines)
+
+
 def require_engine(model: nn.Module) -> Engine:
     """As `engine_of`. Raises UsageError if there is none."""
     engine = engine_of(model)
     if engine is None:
-        raise UsageError(f"{type(model).__name__} is not sharded; call sw.shard(model, ...) first")
+        raise _not_sharded(model)
     return engine
+
+
+def _not_sharded(model: nn.Module) -> UsageError:
+    return UsageError(f"{type(model).__name__} is not sharded; call sw.shard(model, ...) first")
 
 
 def _checked_precision(precision: Precision | None) -> Precision | None:
@@ -189,6 +230,7 @@ def _of_units(precision: Precision) -> Precision:
 def _take_over(module: nn.Module) -> Engine:
     """The module's engine, which has given up its units to the one that is being made."""
     engine: Engine = module.__dict__.pop(_ENGINE)
+    refuse_to_copy(module)
     engine.retire()
     return engine
 
@@ -197,6 +239,7 @@ def _build_units(
     model: nn.Module, plans: list[UnitPlan], mesh: Mesh, precision: Precision, settings: Sequence[object]
 ) -> list[tuple[Unit, UnitPlan]]:
     units = [(Unit(plan.fqn, plan.module, _groups(plan, mesh, precision)), plan) for plan in plans]
+    given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
     agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
     with torch.no_grad(), torch.inference_mode(False):
         if on_meta(model):
@@ -206,6 +249,9 @@ def _build_units(
                 agree_on_values([(fqn, parameter) for fqn, parameter, _ in plan.parameters], mesh)
                 unit.shard_parameters(mesh.device)
         _prepare_buffers(model, mesh, precision)
+    for group in (group for unit, _ in units for group in unit.groups):
+        for sharded in group.sharded:  # whoever else has the parameter that was given is to know what became of it
+            setattr(given[sharded.fqn], SHARDED_FACE, sharded)
     return units
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine
-from shardwise.engine.stepping import SHARDED_FACE, stepped
+from shardwise.engine.stepping import stepped
 from shardwise.policy.kinds import STATE_KINDS
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def replicated(model: nn.Module) -> dict[str, int]:
 
 def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
     groups = [group for unit in engine.units for group in unit.groups]
-    whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and not hasattr(p, SHARDED_FACE)]
+    whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and outer_face(p) is None]
     whole_gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
     return {
         "param_shards": sum(unit.shard_bytes for unit in engine.units),

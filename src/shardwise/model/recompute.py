@@ -47,7 +47,8 @@ def checkpoint_units(model: nn.Module, mode: str) -> nn.Module:
     for unit in blocks_of(require_engine(model).units)[:: recomputation.every]:
         if "forward" in unit.module.__dict__:
             raise UsageError(f"the forward of unit {unit.fqn!r} was replaced already; call checkpoint_units once")
-        unit.module.forward = _recomputed(unit.module.forward, selective=recomputation.selective)
+        # A partial of a method: a deepcopy of the module runs the copy's forward.
+        unit.module.forward = partial(_recomputed, unit.module.forward, recomputation.selective)
     return model
 
 
@@ -56,16 +57,13 @@ def blocks_of(units: list[Unit]) -> list[Unit]:
     return [unit for unit in units if unit.ancestors and next(unit.module.children(), None) is not None]
 
 
-def _recomputed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if not selective:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        context_fn = partial(create_selective_checkpoint_contexts, AlternatingPolicy())
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
-
-    return run
+def _recomputed(forward: Callable[..., Any], selective: bool, /, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if not selective:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    context_fn = partial(create_selective_checkpoint_contexts, AlternatingPolicy())
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
 
 class AlternatingPolicy:

@@ -1,17 +1,21 @@
-"""Full parameters outside forward and backward: to look at, to change, to save; and backwards without reduction."""
+"""Full parameters outside forward and backward: to look at, to change, to save; and backwards without reduction.
+
+The model may be a sharded one, a module inside one, or one around several: what is at or below it is meant.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.group import foreign_parameter
-from shardwise.engine.shard import require_engine
+from shardwise.engine.shard import engines_below, engines_of
+from shardwise.engine.state_dicts import give_up_interrupted
 from shardwise.errors import UsageError
+from shardwise.modules.site import Site, foreign_parameter
 from shardwise.sharded.parameter import ShardedParameter
 
 
@@ -20,6 +24,7 @@ def unsharded(model: nn.Module, writeback: bool = False, rank0_only: bool = Fals
     """A context in which modules hold full parameters, in the master dtype: private copies, unsharded, of each rank.
 
     Args:
+        model: a sharded model, a module inside one (what it does not hold stays sharded), or one around several.
         writeback: at exit, store what each rank's copies say of its own slice.
         rank0_only: only global rank 0 gets full parameters; the others keep sharded ones.
         cpu: the full parameters are on the CPU.
@@ -29,40 +34,69 @@ def unsharded(model: nn.Module, writeback: bool = False, rank0_only: bool = Fals
     """
     if writeback and rank0_only:
         raise UsageError("sw.unsharded(writeback=True, rank0_only=True): other ranks would have nothing to write back")
-    engine = require_engine(model)
-    if engine.depth or engine.in_backward:
+    engines = engines_of(model)
+    if not all(give_up_interrupted(engine) for engine in engines):
         raise UsageError("sw.unsharded inside a forward or backward of the same model: leave that first")
+    within = {id(module) for module in model.modules()}
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(_opened(engine, within, writeback, None if rank0_only and not engine.is_rank0 else cpu))
+        yield
+
+
+@contextmanager
+def _opened(engine: Engine, within: set[int], writeback: bool, on_cpu: bool | None) -> Iterator[None]:
+    """As `unsharded`, of one engine's parameters that stand in one of the modules `within`, by id.
+
+    `on_cpu`: None if this rank only helps others to their full parameters.
+    """
     engine.release_all()
-    keep = not rank0_only or engine.is_rank0
-    copies: list[tuple[ShardedParameter, nn.Parameter]] = []
-    for unit in engine.units:
-        for group in unit.groups:
-            for sharded in group.sharded:
-                full = sharded.full_tensor()
-                if keep:
-                    full = full.cpu() if cpu else full
-                    copies.append((sharded, nn.Parameter(full, requires_grad=sharded.requires_grad)))
-    engine.suspended = True
-    _exchange(engine, {id(sharded): full for sharded, full in copies})
+    opened = _standing(engine, within)
+    copies: list[tuple[ShardedParameter, nn.Parameter, Sequence[Site]]] = []
+    for sharded, sites in opened:
+        full = sharded.full_tensor()
+        if on_cpu is not None:
+            full = full.cpu() if on_cpu else full
+            copies.append((sharded, nn.Parameter(full, requires_grad=sharded.requires_grad), sites))
+    before, engine.suspended = engine.suspended, True
+    for sharded, copied, sites in copies:
+        _put(sites, sharded, copied)
     try:
         yield
     finally:
-        _exchange(engine, {id(full): sharded for sharded, full in copies})
-        engine.suspended = False
-        if writeback:
-            for sharded, full in copies:
-                fragment = sharded.fragment
-                sharded.local.copy_(full.detach().reshape(-1)[fragment.start : fragment.stop])
+        for sharded, copied, sites in copies:
+            _put(sites, copied, sharded)
+        engine.suspended = before
+        for sharded, copied, _ in copies if writeback else ():
+            sharded.local.copy_(copied.detach().reshape(-1)[sharded.fragment.start : sharded.fragment.stop])
 
 
-def _exchange(engine: Engine, faces: dict[int, nn.Parameter] | dict[int, ShardedParameter]) -> None:
-    """Have every place in the module tree that holds a sharded parameter hold its other face."""
-    groups = [group for unit in engine.units for group in unit.groups] if faces else []
-    for site in (site for group in groups for sites in group.sites for site in sites):
-        held = site.module._parameters.get(site.name)
-        if id(held) not in faces:
+def _standing(engine: Engine, within: set[int]) -> list[tuple[ShardedParameter, Sequence[Site]]]:
+    """The engine's parameters that stand in some of these modules, with every place where they stand."""
+    found: list[tuple[ShardedParameter, Sequence[Site]]] = []
+    for group in (group for unit in engine.units for group in unit.groups):
+        for sharded, sites in zip(group.sharded, group.sites, strict=True):
+            if any(id(site.module) in within for site in sites):
+                found.append((sharded, sites))
+    for sharded, places in found:
+        for site in places:
+            held: object = site.module._parameters.get(site.name)
+            if held is not sharded and engine.suspended and type(held) is nn.Parameter:
+                raise UsageError(
+                    f"sw.unsharded inside another one, which holds {sharded.fqn!r} unsharded already: leave that first"
+                )
+            if held is not sharded:
+                raise foreign_parameter(sharded.fqn, held)
+    return found
+
+
+def _put(sites: Sequence[Site], old: nn.Parameter | ShardedParameter, new: nn.Parameter | ShardedParameter) -> None:
+    """Have every place that holds one face of a parameter hold the other. Raises UsageError if one holds neither."""
+    for site in sites:
+        held: object = site.module._parameters.get(site.name)
+        if held is not old:
             raise foreign_parameter(site.name, held)
-        site.module._parameters[site.name] = faces[id(held)]  # type: ignore[assignment]
+        site.module._parameters[site.name] = new  # type: ignore[assignment]
 
 
 def full_state_dict(model: nn.Module, cpu: bool = True, rank0_only: bool = True) -> dict[str, Tensor]:
@@ -75,8 +109,8 @@ def full_state_dict(model: nn.Module, cpu: bool = True, rank0_only: bool = True)
     One parameter at a time is gathered, but whoever gets the result holds the whole model. Tied parameters share one
     tensor.
     """
-    engine = require_engine(model)
-    wanted = not rank0_only or engine.is_rank0
+    engines = engines_of(model)
+    wanted = not rank0_only or engines[0].is_rank0
     result: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
     with torch.no_grad():
@@ -101,11 +135,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Costs a full gradient buffer per unit from then on (SHARD_OPTIMIZER has them anyway). Every rank must do so alike.
     What waits is not in `.grad` yet. `zero_grad()` of the optimizer or of a module (around the sharded one or below it,
     too) drops it like what is; `p.grad = None` by hand cannot, since `.grad` is None already. `optimizer.step()` before
-    the sum is an error.
+    the sum is an error. `model` is a sharded model, or a module around several.
     """
-    gradients = require_engine(model).gradients
-    before, gradients.sync = gradients.sync, False
+    all_gradients = [engine.gradients for engine in engines_below(model)]
+    before = [gradients.sync for gradients in all_gradients]
+    for gradients in all_gradients:
+        gradients.sync = False
     try:
         yield
     finally:
-        gradients.sync = before
+        for gradients, sync in zip(all_gradients, before, strict=True):
+            gradients.sync = sync

@@ -39,7 +39,7 @@ class Newcomers:
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Parameter]) -> None:
         """`model` has just been sharded, but for `ignored`."""
         self._model = model
-        self._ignored = list(ignored)
+        self.ignored = list(ignored)
         self._count = _Registrations.count
         """When the model was looked through last."""
         self._found: list[tuple[str, nn.Parameter]] = []
@@ -47,7 +47,7 @@ class Newcomers:
     def check(self) -> None:
         """Raise UsageError, with its name, for a plain parameter that wants a gradient. Frozen ones may come."""
         if self._count != _Registrations.count:
-            known = {id(parameter) for parameter in self._ignored}
+            known = {id(parameter) for parameter in self.ignored}
             self._found = [
                 (fqn, parameter)
                 for fqn, parameter in self._model.named_parameters()

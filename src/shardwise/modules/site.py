@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
@@ -13,6 +16,23 @@ class Site:
 
     module: nn.Module
     name: str
+
+
+def foreign_parameter(fqn: str, held: object) -> UsageError:
+    """The error for a module that holds something else than we put there."""
+    if held is None:
+        return UsageError(
+            f"parameter {fqn!r} was taken out of its module after sw.shard, as pruning, weight_norm and other "
+            "parametrizations do: apply them before sw.shard"
+        )
+    if isinstance(held, ShardedParameter):
+        why = "another sharded tensor, as torch.func.functional_call does: a unit computes with its own shard alone"
+    else:
+        why = f"a {type(held).__name__} after sw.shard"
+    return UsageError(
+        f"parameter {fqn!r} was replaced by {why}; change weights in place inside sw.unsharded(model, writeback=True), "
+        "where functional_call works on full tensors, or replace modules before sharding"
+    )
 
 
 def inherit(heir: nn.Parameter, original: nn.Parameter) -> nn.Parameter:

@@ -16,7 +16,7 @@ from shardwise.modules.site import Site
 
 Units = None | int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Never called, so never units."""
 
 LARGE = 0.5
@@ -69,7 +69,7 @@ def _below(model: nn.Module, wanted: Callable[[str, nn.Module], bool]) -> list[t
     return [
         (fqn, module)
         for fqn, module in model.named_modules()
-        if module is not model and not isinstance(module, _CONTAINERS) and wanted(fqn, module)
+        if module is not model and not isinstance(module, CONTAINERS) and wanted(fqn, module)
     ]
 
 
@@ -137,7 +137,7 @@ def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         found += [
             (f"{fqn}.{name}" if fqn else name, child)
             for name, child in children
-            if classes[type(child)] > 1 and not isinstance(child, _CONTAINERS)
+            if classes[type(child)] > 1 and not isinstance(child, CONTAINERS)
         ]
     return _outermost(found)
 
@@ -148,7 +148,7 @@ def _by_size(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
 
     def visit(module: nn.Module) -> int:
         numel = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
-        if numel >= least and not isinstance(module, _CONTAINERS):
+        if numel >= least and not isinstance(module, CONTAINERS):
             chosen.add(id(module))
             return 0
         return numel

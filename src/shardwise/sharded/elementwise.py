@@ -1,7 +1,8 @@
 """Operations that act on each element alone, so that a piece of the result is the result on the pieces.
 
 All sharded arguments of a call must be cut alike; a plain tensor beside them must be a single number, since a plain
-tensor of the global shape has no piece (and one of the piece's shape would be silently local). No communication.
+tensor of the global shape has no piece (and one of the piece's shape would be silently local). Only `copy_` takes one
+of the global shape, as loading a state_dict does. No communication.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def handler(func: OpOverload) -> Handler | None:
         return None
     if name in _BY_NAME:
         return _BY_NAME[name]
+    if name == "aten::copy_":
+        return _Copy(func)
     if name in _FUSED or (name.startswith("aten::_foreach_") and name not in _NOT_FOREACH):
         return _OnLists(func)
     if (torch.Tag.pointwise in func.tags and name != "aten::equal") or name in _UNTAGGED:
@@ -113,6 +116,21 @@ class _Elementwise:
         return tuple(cls(part, first.placement) for part in result)
 
 
+class _Copy(_Elementwise):
+    """`copy_`, which takes a plain tensor of the whole shape too: each rank cuts its piece out of what it was given."""
+
+    def __call__(
+        self, cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        target, whole = args[:2]
+        if type(target) is cls and type(whole) is not cls and target.ndim and whole.shape == target.shape:
+            fragment = target.fragment
+            target.local.copy_(whole.reshape(-1)[fragment.start : fragment.stop], *args[2:], **kwargs)
+            torch.autograd.graph.increment_version([target.local])
+            return target
+        return super().__call__(cls, func, args, kwargs)
+
+
 def _put_by_mask(
     cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> ShardedParameter:
@@ -162,8 +180,8 @@ def _not_a_number(sharded: Placement, plain: Tensor, func: OpOverload) -> NoRetu
     raise UsageError(
         f"{func} of the sharded {sharded.fqn!r} {sharded.shape} and a plain tensor of shape {tuple(plain.shape)}: only "
         "single numbers combine with a piece. Make the other from this one (torch.zeros_like), or work in "
-        "sw.unsharded(model) or on .full_tensor() (collective). Weights are loaded by sw.checkpoint.load, or in "
-        "sw.unsharded(model, writeback=True)"
+        "sw.unsharded(model) or on .full_tensor() (collective). copy_() takes a plain tensor of the whole shape, equal "
+        "on all ranks; sw.checkpoint.load reads files"
     )
 
 

@@ -1,45 +1,63 @@
-"""`backward(inputs=list(model.parameters()))`: the graph ends at the leaves that modules computed with.
+"""A sharded model's parameters as the `inputs` of a backward: the graph ends at the leaves that modules computed with.
 
-Torch finds no way from a loss to the outer faces and would leave every gradient out without a word.
-(`torch.autograd.grad` says itself that they were not used.)
+Torch finds no way from a loss to the outer faces: `backward(inputs=...)` would leave every gradient out, and
+`torch.autograd.grad` give None or zeros, without a word. The first is told the leaves. The second would give this
+rank's gradients, unreduced, since nothing tells the engine where they go: it is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter, outer_face
+
+RunBackward = Callable[..., Any]
 
 
-def to_leaves(backward: Callable[..., None]) -> Callable[..., None]:
-    """`torch.autograd.backward`, but that in `inputs` a sharded model's parameter means the leaf of its unit."""
+def with_leaves(run_backward: RunBackward) -> RunBackward:
+    """What `torch.autograd.backward` and `torch.autograd.grad` both come to, however they were imported, but that in
+    its inputs a sharded model's parameter means the leaf of its unit; `grad` raises UsageError for one."""
 
-    @wraps(backward)
-    def backward_to_leaves(
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
-    ) -> None:
-        if isinstance(inputs, Tensor):
-            inputs = _leaf(inputs)
-        elif isinstance(inputs, dict):
-            inputs = {name: _leaf(item) for name, item in inputs.items()}
-        elif inputs is not None and not isinstance(inputs, GradientEdge):
-            inputs = [_leaf(item) for item in inputs]
-        backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+    @wraps(run_backward)
+    def run(
+        outputs: Any,
+        grads: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any] = (),
+        *args: Any,
+        accumulate_grad: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        of_inputs = _leaf if accumulate_grad else _no_parameter
+        leaves = tuple(of_inputs(item) for item in inputs)
+        return run_backward(
+            outputs, grads, retain_graph, create_graph, leaves, *args, accumulate_grad=accumulate_grad, **kwargs
+        )
 
-    return backward_to_leaves
+    return run
 
 
 def _leaf(item: Any) -> Any:
     """Of a sharded model's parameter what its gradient comes to; anything else is what it is."""
     inner: Tensor | None = item.inner if type(item) is ShardedParameter else None
     return item if inner is None else inner
+
+
+def _no_parameter(item: Any) -> Any:
+    """The item, unless it is a sharded model's parameter, by either face."""
+    if not isinstance(item, Tensor):
+        return item
+    face = item if isinstance(item, ShardedParameter) else outer_face(item)
+    if face is not None and face.inner is not None:
+        raise UsageError(
+            f"torch.autograd.grad over the sharded parameter {face.fqn!r}: its gradient would be this rank's alone, "
+            "not the mean over ranks. Call loss.backward(inputs=[...]) with the parameters and read their .grad, or "
+            "work in sw.unsharded(model)"
+        )
+    return item

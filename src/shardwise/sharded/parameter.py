@@ -27,6 +27,15 @@ from shardwise.layout.fragment import Fragment
 from shardwise.sharded import chunks, elementwise, reductions
 from shardwise.sharded.placement import Placement
 
+SHARDED_FACE = "_shardwise_sharded"
+"""Attribute of a plain parameter that was sharded: its outer face."""
+
+
+def outer_face(parameter: Tensor) -> ShardedParameter | None:
+    """Of a plain parameter that a unit computes with, or that was sharded, what stands for it outside; else None."""
+    face: ShardedParameter | None = getattr(parameter, SHARDED_FACE, None)
+    return face
+
 
 class Owner(Protocol):
     """What a parameter belongs to and tells of its updates: its unit."""
@@ -64,7 +73,9 @@ class ShardedParameter(Tensor):
     local: Tensor
     """This rank's piece: 1-D, row-major order. Writing to it in place writes the parameter. Every rank must do so,
     those with an empty piece too: the write is what has a unit that is still gathered be gathered again, which all
-    ranks do together. A rank that skips its write computes with old weights while its peers wait for it."""
+    ranks do together. A rank that skips its write computes with old weights while its peers wait for it. `copy_` of a
+    plain tensor of the global shape, and with it `load_state_dict`, writes the piece of what this rank was given: every
+    rank must be given equal numbers."""
     placement: Placement
     unit: Owner | None = None
     """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
@@ -225,8 +236,20 @@ class ShardedParameter(Tensor):
             f"device={self.device}, local=[{piece.start}:{piece.stop}], requires_grad={self.requires_grad})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._no("copy.deepcopy", "copy the model before sw.shard, or use clone() for a copy of this rank's piece")
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        """Of a gradient, optimizer state or a state_dict's handle: a copy of this rank's piece, placed alike. Local.
+        Of a model's parameter alone it is refused: there would be no unit to gather it."""
+        if self.unit is not None:
+            self._no(
+                "copy.deepcopy",
+                "copy.deepcopy the whole sharded model or its state_dict(), or clone() this rank's piece",
+            )
+        piece = self.local.detach().clone()
+        copied = ShardedParameter(piece, self.placement, self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied._is_param = True
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._no("pickling (torch.save)", _SAVE)
@@ -268,7 +291,12 @@ _ANYTHING_ELSE = (
     "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. In a "
     "forward: the parameter is used outside its unit's forward, so make the module that uses it a unit "
     "(sw.shard(units=...)) or call through it. Elsewhere: use sw.unsharded(model), .full_tensor() (collective), or "
-    ".local for this rank's piece"
+    ".local for this rank's piece; parametrizations (spectral_norm, ...) and pruning go before sw.shard"
+)
+_GRADIENT_EDGE = (
+    "gradients do not come to it but to the leaf that its unit computes with, so a hook of "
+    "torch.autograd.graph.register_multi_grad_hook would never run: use the parameters' own register_hook (this rank's "
+    "gradient) or register_post_accumulate_grad_hook (the mean over ranks)"
 )
 _WAYS_OUT: dict[str, str] = {
     "aten::_amp_foreach_non_finite_check_and_unscale_": "torch's GradScaler would let ranks disagree about a step: "
@@ -276,8 +304,10 @@ _WAYS_OUT: dict[str, str] = {
     "aten::_local_scalar_dense": _LOOK,
     "aten::_foreach_powsum": "use torch._foreach_norm",
     "aten::equal": "each rank would have an answer of its own: compare .full_tensor() of both (collective)",
-    "aten::view": f"{_ANYTHING_ELSE}. DistributedDataParallel around a sharded model is not needed: backward reduces "
-    "gradients",
+    "aten::view": "each rank holds only a 1-D piece, which has no other shape. weight_norm, pruning and other "
+    "parametrizations go before sw.shard, parameters_to_vector and the like into sw.unsharded(model). In a forward: "
+    "make the module that uses the parameter a unit (sw.shard(units=...)) or call through it. DistributedDataParallel "
+    "around a sharded model is not needed: backward reduces gradients",
 }
 _RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
 
@@ -289,7 +319,10 @@ def _refuse(
     name = func._schema.name
     random = torch.Tag.nondeterministic_seeded in func.tags
     way_out = _RANDOM if random else _WAYS_OUT.get(name, _ANYTHING_ELSE)
-    elementwise.first_sharded(cls, args, kwargs)._no(name.replace("::", "."), way_out)
+    sharded = elementwise.first_sharded(cls, args, kwargs)
+    if name == "aten::view" and tuple(args[1]) == sharded.shape:  # how torch finds out where a gradient comes to
+        way_out = _GRADIENT_EDGE
+    sharded._no(name.replace("::", "."), way_out)
 
 
 _handlers: dict[OpOverload, elementwise.Handler] = {}

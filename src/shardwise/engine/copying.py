@@ -1,0 +1,124 @@
+"""`copy.deepcopy` of a sharded model: a second one with units, shards and an engine of its own over the same ranks.
+
+Averages of weights are kept so (`torch.optim.swa_utils.AveragedModel`). The module tree is copied by Python as ever,
+with an empty stand-in for each parameter and without the engine's hooks; units are then built from the stand-ins as
+`shard` builds them, and given the pieces. As torch's deepcopy of parameters does, it leaves out their gradients, hooks
+and attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.group import Group
+from shardwise.engine.state_dicts import give_up_interrupted
+from shardwise.engine.unit import Unit
+from shardwise.errors import UsageError
+from shardwise.modules.site import Site
+
+_DEEPCOPY = "__deepcopy__"
+
+Adopt = Callable[[nn.Module, Engine], None]
+
+
+def copy_deeply(module: nn.Module, engine: Engine, adopt: Adopt) -> None:
+    """Have `copy.deepcopy(module)`, which `engine` serves, give another sharded model. Local.
+
+    `adopt`: told of every copy and its engine.
+    """
+
+    def deepcopy(memo: dict[int, Any]) -> nn.Module:
+        return _deepcopy(module, engine, adopt, memo)
+
+    module.__dict__[_DEEPCOPY] = deepcopy  # where copy.deepcopy looks: on the object
+
+
+def refuse_to_copy(module: nn.Module) -> None:
+    """Undo `copy_deeply`."""
+    module.__dict__.pop(_DEEPCOPY, None)
+
+
+class _Nobody:
+    """In a copied module's hooks, whom the original's engine hooks belong to."""
+
+
+def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, Any]) -> nn.Module:
+    if not give_up_interrupted(engine) or engine.suspended:
+        raise UsageError(
+            "copy.deepcopy of a sharded model inside its forward or backward or inside sw.unsharded: leave that first. "
+            "For a plain copy build the model anew and load_state_dict(sw.full_state_dict(model, rank0_only=False))"
+        )
+    nobody = _Nobody()
+    memo[id(engine)] = nobody
+    for unit in engine.units:
+        memo[id(unit)] = nobody
+        for group in unit.groups:
+            for sharded, inner in zip(group.sharded, group.inner, strict=True):
+                memo[id(sharded)] = memo[id(inner)] = _stand_in(group, sharded.shape, sharded.requires_grad)
+    ours = module.__dict__.pop(_DEEPCOPY)
+    try:
+        replica: nn.Module = copy.deepcopy(module, memo)
+    finally:
+        module.__dict__[_DEEPCOPY] = ours
+    for below in replica.modules():
+        _remove_hooks(below, nobody)
+    second = Engine(engine.mesh, engine.strategy, engine.precision, engine.slots, engine.keeps_params)
+    second.install(_copied_units(engine, memo))
+    second.newcomers = type(engine.newcomers)(replica, [memo.get(id(p), p) for p in engine.newcomers.ignored])
+    adopt(replica, second)
+    memo[id(engine)] = second  # what is copied behind the model, an optimizer say, speaks of the same things
+    for unit, copied in zip(engine.units, second.units, strict=True):
+        memo[id(unit)] = copied
+        for group, same in zip(unit.groups, copied.groups, strict=True):
+            memo.update((id(theirs), ours) for theirs, ours in zip(group.sharded, same.sharded, strict=True))
+    return replica
+
+
+def _stand_in(group: Group, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
+    """One zero, seen as a parameter of the full shape."""
+    zero = torch.zeros((), dtype=group.dtypes.master, device=group.shard.device)
+    return nn.Parameter(zero.expand(shape), requires_grad=requires_grad)
+
+
+def _remove_hooks(module: nn.Module, nobody: _Nobody) -> None:
+    """Of the engine's hooks nothing may be left in a copied module, in whichever of its tables of hooks."""
+    tables = [value for name, value in module.__dict__.items() if "_hooks" in name and isinstance(value, dict)]
+    gone = {key for table in tables for key, hook in table.items() if getattr(hook, "__self__", None) is nobody}
+    for table in tables if gone else ():
+        for key in gone & table.keys():
+            del table[key]
+
+
+def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
+    copies: dict[Unit, Unit] = {}
+    with torch.no_grad(), torch.inference_mode(False):
+        for unit in engine.units:
+            if id(unit.module) not in memo:
+                raise UsageError(f"copy.deepcopy of a sharded model left out the module of unit {unit.fqn!r}")
+            groups = [_copied_group(group, memo) for group in unit.groups]
+            copied = copies[unit] = Unit(unit.fqn, memo[id(unit.module)], groups)
+            copied.ancestors = tuple(copies[ancestor] for ancestor in unit.ancestors)
+            copied.shard_parameters(engine.mesh.device)
+            for group, original in zip(groups, unit.groups, strict=True):
+                group.shard.copy_(original.shard)
+                for ours, theirs in zip(group.sharded, original.sharded, strict=True):
+                    ours.placement = theirs.placement  # one object: operations on both see at once that cuts are alike
+    return list(copies.values())
+
+
+def _copied_group(group: Group, memo: Mapping[int, Any]) -> Group:
+    parameters = zip(group.fqns, group.sharded, group.sites, strict=True)
+    return Group(
+        [
+            (fqn, memo[id(sharded)], tuple(Site(memo[id(site.module)], site.name) for site in sites))
+            for fqn, sharded, sites in parameters
+        ],
+        group.dtypes,
+        group.collectives,
+    )

@@ -1,0 +1,65 @@
+"""`state_dict` and `load_state_dict` of modules that hold sharded parameters: what torch's own would get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.unit import Unit
+from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter, outer_face
+
+_WATCHED = "_shardwise_state_dicts"
+
+
+def watch_state_dicts(model: nn.Module) -> None:
+    """Hook the model and every module in it that holds a sharded parameter, once.
+
+    What a backward that raised left gathered is given up before anything is read or written: modules would hold the
+    copies that they computed with. Loading with `assign=True` raises.
+    """
+    for module in model.modules():
+        holds = any(isinstance(parameter, ShardedParameter) for parameter in module._parameters.values())
+        if (module is model or holds) and _WATCHED not in module.__dict__:
+            module.__dict__[_WATCHED] = True
+            module.register_state_dict_pre_hook(_before_saving)
+            module.register_load_state_dict_pre_hook(_before_loading)
+
+
+def give_up_interrupted(engine: Engine) -> bool:
+    """Clear up after a backward that raised. Every rank must do so at the same point. Returns whether the engine is now
+    between steps: False inside a forward or backward."""
+    if engine.depth or torch._C._current_graph_task_id() != -1:
+        return False
+    engine.clear_up()
+    return True
+
+
+def _is_between_steps(module: nn.Module) -> bool:
+    """Of the model that a module's parameters belong to, as far as they show it."""
+    for parameter in module._parameters.values():
+        face = None if parameter is None else outer_face(parameter)
+        if face is not None and isinstance(face.unit, Unit) and face.unit._engine is not None:
+            return give_up_interrupted(face.unit._engine)
+    return True
+
+
+def _before_saving(module: nn.Module, *_: object) -> None:
+    _is_between_steps(module)
+
+
+def _before_loading(module: nn.Module, state: object, prefix: str, metadata: Mapping[str, Any], *_: object) -> None:
+    where = repr(prefix.removesuffix(".")) if prefix else f"this {type(module).__name__}"
+    if metadata.get("assign_to_params_buffers"):
+        raise UsageError(
+            f"load_state_dict(assign=True) would put other tensors in the place of the shards of {where}: leave assign "
+            "out, and each rank's pieces are written (and cast) in place"
+        )
+    if not _is_between_steps(module):
+        raise UsageError(
+            f"load_state_dict of {where} inside a forward or backward of the sharded model: leave that first"
+        )

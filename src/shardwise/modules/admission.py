@@ -1,0 +1,112 @@
+"""What cannot be sharded: told by name before anything of the model is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.errors import LayoutError
+from shardwise.modules.memory import Extent, first_overlap
+from shardwise.modules.wrapping import CONTAINERS, UnitPlan
+from shardwise.sharded.parameter import ShardedParameter, outer_face
+
+
+def check_admissible(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """Raise LayoutError for what would be silently wrong, or an unclear error, once it is sharded. Local.
+
+    Args:
+        model: what is to be sharded.
+        plans: its units with the parameters that are to be sharded, the model's own first.
+    """
+    to_shard = [(fqn, parameter) for plan in plans for fqn, parameter, _ in plan.parameters]
+    _check_ties(model)
+    _check_kinds(to_shard)
+    _check_scripted(model, plans)
+    _check_container(model, plans[0])
+    _check_memory(model, to_shard)
+
+
+def _check_ties(model: nn.Module) -> None:
+    """A leaf that a unit computes with, met where modules hold parameters: its data is there only while that unit is
+    gathered, and NaN at all other times."""
+    places = list(model.named_parameters(remove_duplicate=False))
+    here = {id(parameter): fqn for fqn, parameter in places if isinstance(parameter, ShardedParameter)}
+    for fqn, parameter in places:
+        face = outer_face(parameter)
+        if face is not None:
+            theirs = here.get(id(face))
+            where = repr(theirs) if theirs else f"{face.fqn!r} of another model"
+            raise LayoutError(
+                f"{fqn!r} is tied to {where}, which an earlier sw.shard has sharded without it: a tied parameter "
+                "belongs to the module around all its users. Call sw.shard on that module, without the earlier "
+                "call (units= says what is gathered together), or untie them with .clone() before sharding"
+            )
+
+
+def _check_kinds(to_shard: Iterable[tuple[str, nn.Parameter]]) -> None:
+    for fqn, parameter in to_shard:
+        kind = type(parameter)
+        if kind is nn.Parameter or isinstance(parameter, FakeTensor):
+            plain = True
+        else:  # a subclass that only carries attributes may stay; one that says what operations mean may not
+            plain = (
+                issubclass(kind, nn.Parameter)
+                and kind.__torch_function__ is nn.Parameter.__torch_function__
+                and kind.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
+            )
+        if not plain:
+            raise LayoutError(
+                f"{fqn!r} is a {kind.__name__}, a tensor subclass with operations of its own, which a piece of its "
+                "memory would not have: shard plain parameters (of a DTensor, its .to_local() or .full_tensor()), or "
+                "leave it alone with sw.shard(ignored=...)"
+            )
+        if parameter.layout is not torch.strided or parameter.is_quantized:
+            what = "quantized" if parameter.is_quantized else str(parameter.layout)
+            raise LayoutError(
+                f"{fqn!r} is {what}: only dense parameters can be cut into pieces. Use .to_dense() or .dequantize(), "
+                "or leave it alone with sw.shard(ignored=...)"
+            )
+
+
+def _check_scripted(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """Compiled TorchScript reads its parameters in C++, where modules cannot be let hold anything else."""
+    ours = {id(parameter) for plan in plans for _, parameter, _ in plan.parameters}
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(id(p) in ours for p in module.parameters()):
+            name = repr(fqn) if fqn else "the model"
+            raise LayoutError(
+                f"{name} is a torch.jit {type(module).__name__}, whose parameters cannot be exchanged for gathered "
+                "ones: shard the module that it was made from (torch.compile works on sharded modules), or leave its "
+                "parameters alone with sw.shard(ignored=...)"
+            )
+
+
+def _check_container(model: nn.Module, root: UnitPlan) -> None:
+    """Nobody calls a container, so nothing would gather what is its own."""
+    if isinstance(model, CONTAINERS) and root.parameters:
+        raise LayoutError(
+            f"sw.shard of a {type(model).__name__}, which is never called, so nothing would gather its parameter "
+            f"{root.parameters[0][0]!r}: shard the module that holds and calls it, or each module in it; or have "
+            "units= make a unit of every module in it"
+        )
+
+
+def _check_memory(model: nn.Module, to_shard: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Two tensors over the same bytes are tied by their memory, which sharding takes apart."""
+    ours = {id(parameter) for _, parameter in to_shard}
+    tensors: dict[int, tuple[str, Tensor]] = {id(parameter): (fqn, parameter) for fqn, parameter in to_shard}
+    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not isinstance(tensor, ShardedParameter):
+            tensors.setdefault(id(tensor), (fqn, tensor))
+    extents = [extent for fqn, tensor in tensors.values() if (extent := Extent.of(fqn, tensor, id(tensor) in ours))]
+    overlap = first_overlap(extents)
+    if overlap is not None:
+        first, second = overlap
+        raise LayoutError(
+            f"{first!r} and {second!r} are different tensors over the same memory, and sharding would take them apart: "
+            "to tie parameters assign one nn.Parameter to both places, else give one of them memory of its own with "
+            ".clone()"
+        )

@@ -1,0 +1,47 @@
+"""What an optimizer knows of a sharded parameter, cut as the parameter is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.errors import UsageError
+from shardwise.sharded.elementwise import same_cut
+from shardwise.sharded.parameter import ShardedParameter
+
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""State of torch's optimizers that is one number, whatever the parameter's shape."""
+
+
+def cut_state(parameter: ShardedParameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one parameter with this rank's pieces of what came as full tensors. Local: every rank must have been
+    given equal numbers.
+
+    Raises UsageError for a tensor that has neither the parameter's shape nor is one number, and for pieces that hold
+    other elements than the parameter's.
+    """
+    return {name: _cut(parameter, name, value) for name, value in state.items()}
+
+
+def _cut(parameter: ShardedParameter, name: str, value: Any) -> Any:
+    if isinstance(value, ShardedParameter):
+        if same_cut(value.placement, parameter.placement):
+            return value
+        raise UsageError(
+            f"the optimizer's state {name!r} of {parameter.fqn!r} {tuple(parameter.shape)} was cut for "
+            f"{value.fqn!r} {tuple(value.shape)}, or for another number of ranks: save and load with sw.checkpoint"
+        )
+    if not isinstance(value, Tensor) or name in _NUMBERS:
+        return value
+    if value.shape == parameter.shape:
+        fragment = parameter.fragment
+        piece = value.detach().reshape(-1)[fragment.start : fragment.stop]
+        return ShardedParameter(piece.to(parameter.local.device, copy=True), parameter.placement)
+    if value.ndim <= 1 and value.numel() == 1:
+        return value
+    raise UsageError(
+        f"the optimizer's state {name!r} of {parameter.fqn!r} has the shape {tuple(value.shape)}, not the parameter's "
+        f"{tuple(parameter.shape)}: it belongs to another parameter, or to an optimizer that is not elementwise"
+    )
