@@ -44,6 +44,14 @@ def _nothing() -> None:
     """What a weak reference says when its object is gone."""
 
 
+def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
+    """Autograd has dropped the callback of a backward: it ran, or the backward raised. Then nothing else tells, and
+    whatever the user does next, to parameters perhaps, is to meet what the model holds between steps."""
+    held = engine()
+    if held is not None and held.in_backward:
+        held.show_sharded()
+
+
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have torch.compile break the graph here: hooks traced into a graph would run once, at tracing."""
     return torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
@@ -485,7 +493,7 @@ class Engine:
             self.plan()
             finisher = partial(self._finish_backward)
             torch.autograd.Variable._execution_engine.queue_callback(finisher)  # raises outside a backward
-            self._finisher = weakref.ref(finisher)
+            self._finisher = weakref.ref(finisher, partial(_on_dropped, weakref.ref(self)))
             self.in_backward = True
 
     def on_gradient(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> None:
@@ -507,6 +515,12 @@ class Engine:
                 self._leave_backward(unit)
         self.gradients.finish(self.units)
         self.in_backward = False
+
+    def show_sharded(self) -> None:
+        """Let modules hold the sharded parameters, but where a forward is inside. Local."""
+        for unit in self.units:
+            if unit.state is UnitState.ACTIVE and unit.forward_depth == 0:
+                unit.show_sharded()
 
     # After interruptions --------------------------------------------------------------------------------------------
 
