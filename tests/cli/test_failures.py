@@ -87,10 +87,10 @@ def train(command: tuple[str, ...], failure: str | None = None) -> Ended:
     """The command a user gives, in an environment without ranks."""
     path = os.pathsep.join(["hook", str(ROOT), os.environ.get("PYTHONPATH", "")])
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    env = {**clean, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "NCCL_DOUBLE_WATCHDOG_S": "100"}
+    env = {**clean, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "NCCL_DOUBLE_WATCHDOG_S": "60"}
     env |= {"FAILURE": failure} if failure else {}
     done = subprocess.run(
-        [sys.executable, *command, "train", "run.toml"], env=env, capture_output=True, text=True, timeout=150
+        [sys.executable, *command, "train", "run.toml"], env=env, capture_output=True, text=True, timeout=240
     )
     began_s = float(Path("failed_s").read_text()) if failure else time.time()
     return Ended(done.returncode, done.stderr, time.time() - began_s)

@@ -52,6 +52,7 @@ class Rotated(Block):
         super().__init__()
         self.turn = nn.Parameter(torch.polar(torch.ones(3), torch.linspace(0.1, 0.5, 3)))
         self.register_buffer("counted", torch.arange(3, dtype=torch.int16))
+        self.register_buffer("back", self.turn.detach().clone().conj())
 
     def forward(self, x: Tensor) -> Tensor:
         turned = torch.view_as_real(torch.view_as_complex(x.reshape(-1, 3, 2)) * self.turn)
@@ -126,11 +127,12 @@ def test_a_unit_is_one_launch_whatever_its_groups() -> None:
 
 @on_ranks(2)
 def test_initial_values_of_every_dtype_are_broadcast() -> None:
-    """From rank 0, where ranks differ: complex parameters, buffers of small integers."""
+    """From rank 0, where ranks differ: complex parameters, buffers of small integers, a conjugate view."""
 
     def build() -> nn.Module:
         model = Net(depth=1, block=Rotated)
-        for tensor in (model.blocks[0].turn.data, model.blocks[0].counted):
+        block = model.blocks[0]
+        for tensor in (block.turn.data, block.counted, block.back):
             tensor.add_(torch.distributed.get_rank())
         return model
 
@@ -139,8 +141,8 @@ def test_initial_values_of_every_dtype_are_broadcast() -> None:
         model = sw.shard(seeded(build))
     expected = Net(depth=1, block=Rotated).blocks[0]
     whole = sw.full_state_dict(model, rank0_only=False)
-    assert torch.equal(whole["blocks.0.turn"], expected.turn)  # type: ignore[arg-type]
-    assert torch.equal(whole["blocks.0.counted"], expected.counted)  # type: ignore[arg-type]
+    for name in ("turn", "counted", "back"):
+        assert torch.equal(whole[f"blocks.0.{name}"], getattr(expected, name))
 
 
 @THREADS

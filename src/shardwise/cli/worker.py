@@ -20,7 +20,7 @@ from shardwise.cli.exit import Exit
 _PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>."""
 
-STUCK_S = 15.0
+STUCK_S = 20.0
 """How long a rank that has been asked to end may stand still: less than the 30 s after which torchrun kills it."""
 
 
@@ -113,7 +113,8 @@ def _leave_if_stuck() -> None:
 
 
 def _watch(waking: int, stuck_s: float) -> None:
-    os.read(waking, 1)
+    while os.read(waking, 1)[0] not in {signal.SIGINT, signal.SIGTERM}:  # others may have handlers too
+        pass
     place, since_s = _place(), time.monotonic()
     while time.monotonic() - since_s < stuck_s:
         time.sleep(0.1)

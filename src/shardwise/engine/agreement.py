@@ -86,7 +86,7 @@ def _checksum(tensor: Tensor) -> int:
 
 def _broadcast(tensor: Tensor, mesh: Mesh) -> None:
     """From rank 0 along both axes; the result is written into `tensor`, wherever that is."""
-    moving = tensor.detach().to(mesh.device).contiguous()
+    moving = tensor.detach().to(mesh.device).resolve_conj().resolve_neg().contiguous()
     mesh.replicate.broadcast(moving, 0)
     mesh.shard.broadcast(moving, 0)
     if moving.data_ptr() != tensor.data_ptr():
