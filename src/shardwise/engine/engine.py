@@ -21,6 +21,7 @@ from torch import nn
 from shardwise.comm.protocol import BufferKind
 from shardwise.engine.arena import Arena, Slot, size_classes
 from shardwise.engine.call import Call
+from shardwise.engine.frozen import warn_of_frozen
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.saved import SavedTensors
@@ -319,6 +320,8 @@ class Engine:
             if sum(group.follow_requires_grad() for group in unit.groups):
                 unit.hook_gradients()
                 self._planned = False
+        if not self._planned:
+            warn_of_frozen(self)
 
     def _check_autocast(self, unit: Unit) -> None:
         kind = self.mesh.device.type
