@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,6 @@ def test_async_save_is_refused_on_every_rank_before_any_waits(tmp_path: Path) ->
 def test_another_shape_is_refused(tmp_path: Path) -> None:
     model, _ = build(Case("full_shard", 2), Net)
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "c")
-    other = sw.shard(nn.ModuleDict({"leave": nn.Linear(6, 4)}))
+    other = sw.shard(nn.Sequential(OrderedDict(leave=nn.Linear(6, 4))))
     with pytest.raises(dcp.CheckpointException, match="Size mismatch"):
         dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path / "c")

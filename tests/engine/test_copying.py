@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import shardwise as sw
@@ -62,6 +63,38 @@ def test_a_copy_trains_on_its_own(strategy: str) -> None:
     second.train(1)
     model: Any = second.sharded
     assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reshard_after_forward": 2},
+        {"strategy": "hybrid_shard"},
+        {"precision": sw.Precision(param="bf16", reduce="fp32")},
+    ],
+    ids=["smaller group", "hybrid", "bf16"],
+)
+@on_ranks(4)
+def test_a_copy_of_a_copy_does_what_the_model_does(options: dict[str, Any]) -> None:
+    if options.get("strategy"):
+        options = {**options, "mesh": init_device_mesh("cpu", (2, 2))}
+    model: Any = sw.shard(seeded(Net), **options)
+    squares(model, batch(0)).backward()
+    copied = copy.deepcopy(copy.deepcopy(model))
+    results = []
+    for each in (model, copied):
+        each.zero_grad()
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        losses = []
+        for i in range(3):
+            loss = squares(each, batch(i))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        results.append(torch.stack(losses))
+    assert torch.equal(*results)
+    same_tensors(sw.full_state_dict(model, rank0_only=False), copied.state_dict())
 
 
 @on_ranks(2)

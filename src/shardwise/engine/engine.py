@@ -26,6 +26,7 @@ from shardwise.comm.protocol import BufferKind
 from shardwise.engine.arena import Arena, Slot, size_classes
 from shardwise.engine.call import Call, ForwardPass
 from shardwise.engine.control import Control, Moment
+from shardwise.engine.frozen import warn_of_frozen
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.saved import Place, SavedTensors
@@ -384,6 +385,8 @@ class Engine:
             if sum(group.follow_requires_grad() for group in unit.groups):
                 unit.hook_gradients()
                 self._planned = False
+        if not self._planned:
+            warn_of_frozen(self)
 
     def _check_autocast(self, unit: Unit) -> None:
         kind = self.mesh.device.type

@@ -63,8 +63,9 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
 
     Raises:
         ConfigError: an argument cannot be used; `slots` are fewer than the nesting of units needs.
-        MeshError: ranks, mesh and strategy do not fit together.
-        LayoutError: the model has no parameters, or one that cannot be laid out.
+        MeshError: ranks, mesh and strategy do not fit together, or torchrun's ranks have no process group.
+        LayoutError: the model has no parameters, or something that cannot be sharded: a tie to what was sharded before,
+            two tensors over the same memory, a tensor subclass, TorchScript, a container that nobody calls.
         DifferentModelsError: ranks built different models.
 
     Ranks whose initial parameters or buffers differ get rank 0's, with a warning. A second call on an ancestor adopts

@@ -1,0 +1,37 @@
+"""Parameters that were frozen after they were laid beside trained ones: they travel with them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+_told: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def warn_of_frozen(engine: Engine) -> None:
+    """Say once for a model that a backward reduces more than is trained, and how to have it otherwise.
+
+    To be called where the engine has followed a change of `requires_grad`. A group is reduced as a whole; only one
+    without a trained parameter is left out.
+    """
+    if engine in _told or not engine.is_rank0:
+        return
+    reduced = [group for unit in engine.units for group in unit.groups if group.trainable]
+    frozen = [p for group in reduced for p in group.sharded if not p.requires_grad and p.numel()]
+    if not frozen:
+        return
+    _told.add(engine)
+    everything = sum(group.layout.used_numel for group in reduced)
+    trained = everything - sum(parameter.numel() for parameter in frozen)
+    shown = ", ".join(repr(parameter.fqn) for parameter in frozen[:3])
+    shown += f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+    warnings.warn(
+        f"shardwise: {shown} do not train but lie in groups that do, because requires_grad changed after sw.shard: "
+        f"each backward reduces {everything:,} elements for {trained:,} trained ones. Call requires_grad_(False) "
+        "before sw.shard, which lays frozen parameters apart",
+        stacklevel=2,
+    )
