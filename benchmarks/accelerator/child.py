@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accelerator.row import failed, impossible, not_run
+from benchmarks.accelerator.bench import Bench
+from benchmarks.accelerator.row import Row, failed, impossible, not_run
 
 LOST = 3
 """Exit status of a process whose device is no longer usable."""
@@ -54,11 +55,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, say: Say, deadline: float) -> int:
     try:
-        from benchmarks.accelerator.bench import Bench
-        from benchmarks.accelerator.device import device_at_hand
-
         cases = importlib.import_module(args.module).CASES
-        bench = Bench(device_at_hand(), args.quick, args.folder)
+        bench = Bench(args.quick, args.folder)
     except Exception as error:
         traceback.print_exc()
         say({"row": asdict(_unimportable(error))})
@@ -87,13 +85,14 @@ def _run(args: argparse.Namespace, say: Say, deadline: float) -> int:
 def _told(error: BaseException) -> str:
     """The error and the line of this source tree that it came by, the innermost."""
     root = str(Path(__file__).parents[2])
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(root)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    own = [frame for frame in frames if frame.filename.startswith(root)]
     where = f" [{os.path.relpath(own[-1].filename, root)}:{own[-1].lineno}]" if own else ""
     way_out = f"; pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{way_out}{where}"
 
 
-def _unimportable(error: Exception) -> Any:
+def _unimportable(error: Exception) -> Row:
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.split(".")[0] in {"xxhash", "numpy"}:
         return impossible("start", f"the engine needs {error.name}: pip install {error.name}")
     return failed("start", _told(error))
