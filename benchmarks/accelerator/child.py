@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--pipe", type=int, required=True)
     p.add_argument("--limit-s", type=float, required=True)
     p.add_argument("--folder", type=Path, required=True)
-    p.add_argument("--skip", default="", help="cases that were run already, by comma")
+    p.add_argument("--skip", type=json.loads, default=[], help="cases that were run already, as JSON")
     p.add_argument("--quick", action="store_true")
     args = p.parse_args(argv)
     deadline = time.monotonic() + args.limit_s
@@ -61,17 +61,13 @@ def _run(args: argparse.Namespace, say: Say, deadline: float) -> int:
         traceback.print_exc()
         say({"row": asdict(_unimportable(error))})
         return 0
-    skipped = set(filter(None, args.skip.split(",")))
-    say({"cases": [name for name in cases if name not in skipped]})
-    for name, case in cases.items():
-        if name in skipped:
-            continue
+    left = {name: case for name, case in cases.items() if name not in args.skip}
+    say({"cases": list(left)})
+    for name, case in left.items():
         say({"begin": name})
-        if time.monotonic() > deadline - _STACKS_S:
-            say({"row": asdict(not_run(name, "out of time"))})
-            continue
+        is_late = time.monotonic() > deadline - _STACKS_S
         try:
-            for row in case(bench):
+            for row in [not_run(name, "out of time")] if is_late else case(bench):
                 say({"row": asdict(row)})
         except Exception as error:
             traceback.print_exc()

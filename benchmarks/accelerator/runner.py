@@ -109,7 +109,7 @@ class Runner:
         limit_s = end_s - time.monotonic()
         read, write = os.pipe()
         command = [sys.executable, "-m", "benchmarks.accelerator.child", check.module, "--pipe", str(write)]
-        command += ["--limit-s", f"{limit_s:.1f}", "--folder", str(self.folder), "--skip", ",".join(told.begun)]
+        command += ["--limit-s", f"{limit_s:.1f}", "--folder", str(self.folder), "--skip", json.dumps(told.begun)]
         command += ["--quick"] if self.quick else []
         with tempfile.TemporaryFile() as log, os.fdopen(read) as pipe:
             process = subprocess.Popen(
@@ -127,7 +127,8 @@ class Runner:
             listener.start()
             in_time = _wait(process, limit_s)
             listener.join(_DRAIN_S)
-            return process.returncode, _tail(log), in_time
+            status = -signal.SIGKILL if process.returncode is None else process.returncode
+            return status, _tail(log), in_time
 
     def _listen(self, check: Check, told: Told, pipe: IO[str]) -> None:
         for line in pipe:
@@ -159,7 +160,8 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver's call may hold it; then it is left to itself
+            process.wait(_DRAIN_S)
 
 
 def _tail(log: IO[bytes]) -> str:

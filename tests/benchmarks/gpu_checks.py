@@ -42,7 +42,7 @@ def hangs(bench: Bench) -> Iterator[Row]:
 
 CASES: Cases = {
     "good": good,
-    "wrong": wrong,
+    "wrong, with a comma": wrong,
     "raises": raises,
     "loses": loses_its_device,
     "crashes": crashes,

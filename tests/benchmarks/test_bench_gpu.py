@@ -93,6 +93,7 @@ def test_whatever_a_case_does_the_others_run(tmp_path: Path) -> None:
     rows, runner = rows_of(tmp_path, Check("odd", "", 10, "tests.benchmarks.gpu_checks"))
     assert time.monotonic() - start < 25
     found = {row.name: row for row in rows}
+    assert len(found) == len(rows), "no case runs twice"
     assert [row.name for row in rows if row.verdict is Verdict.PASS] == ["good", "raises, first"]
     assert found["wrong"].verdict is Verdict.FAIL
     assert "on purpose [tests/benchmarks/gpu_checks.py:" in found["raises"].reason
