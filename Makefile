@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: setup train test lint clean
+.PHONY: setup train test gpu lint clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,14 @@ train: setup
 # Two files of tests at a time, each with ranks of its own. Plain pytest runs one.
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What one accelerator can tell, in nine minutes at most: with $(PYTHON) if its torch sees one, or has torch where there is
+# no virtual environment, else with that, made first if need be. `make gpu ARGS='--only parity'`
+gpu:
+	@test -x $(BIN)/python || $(PYTHON) -c 'import torch' 2>/dev/null || $(MAKE) setup
+	@python=$(PYTHON); if test -x $(BIN)/python && \
+		! $(PYTHON) -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())' 2>/dev/null; \
+		then python=$(BIN)/python; fi; $$python benchmarks/gpu.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -29,10 +29,9 @@ if not __package__:  # started as a file
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "src")]
 
 from benchmarks import facts, report
-from benchmarks.accelerator.check import CHECKS, Check
+from benchmarks.accelerator.check import CHECKS, ROOT, Check
 from benchmarks.accelerator.row import Row, Verdict
 from benchmarks.accelerator.runner import Runner, environment
-from benchmarks.launch import ROOT
 
 BUDGET_S = 520.0
 """Of all checks together; what comes before and after them takes seconds."""

@@ -2,23 +2,31 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from benchmarks.accelerator.row import Row
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class Bench:
     """One run of one check, in a process of its own."""
 
-    device: torch.device
-    """The accelerator, or the CPU where there is none."""
     quick: bool
     """Sizes that only show that the case runs."""
     folder: Path
     """For files that belong to the result."""
+
+    @cached_property
+    def device(self) -> "torch.device":
+        """The accelerator, or the CPU where there is none."""
+        from benchmarks.accelerator.device import device_at_hand
+
+        return device_at_hand()
 
     @property
     def on_cpu(self) -> bool:

@@ -1,7 +1,10 @@
 """Which checks there are. Each runs in a process of its own and has a limit of time of its own."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

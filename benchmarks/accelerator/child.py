@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accelerator.row import failed, impossible, not_run
+from benchmarks.accelerator.bench import Bench
+from benchmarks.accelerator.row import Row, failed, impossible, not_run
 
 LOST = 3
 """Exit status of a process whose device is no longer usable."""
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--pipe", type=int, required=True)
     p.add_argument("--limit-s", type=float, required=True)
     p.add_argument("--folder", type=Path, required=True)
-    p.add_argument("--skip", default="", help="cases that were run already, by comma")
+    p.add_argument("--skip", type=json.loads, default=[], help="cases that were run already, as JSON")
     p.add_argument("--quick", action="store_true")
     args = p.parse_args(argv)
     deadline = time.monotonic() + args.limit_s
@@ -54,26 +55,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, say: Say, deadline: float) -> int:
     try:
-        from benchmarks.accelerator.bench import Bench
-        from benchmarks.accelerator.device import device_at_hand
-
         cases = importlib.import_module(args.module).CASES
-        bench = Bench(device_at_hand(), args.quick, args.folder)
+        bench = Bench(args.quick, args.folder)
     except Exception as error:
         traceback.print_exc()
         say({"row": asdict(_unimportable(error))})
         return 0
-    skipped = set(filter(None, args.skip.split(",")))
-    say({"cases": [name for name in cases if name not in skipped]})
-    for name, case in cases.items():
-        if name in skipped:
-            continue
+    left = {name: case for name, case in cases.items() if name not in args.skip}
+    say({"cases": list(left)})
+    for name, case in left.items():
         say({"begin": name})
-        if time.monotonic() > deadline - _STACKS_S:
-            say({"row": asdict(not_run(name, "out of time"))})
-            continue
+        is_late = time.monotonic() > deadline - _STACKS_S
         try:
-            for row in case(bench):
+            for row in [not_run(name, "out of time")] if is_late else case(bench):
                 say({"row": asdict(row)})
         except Exception as error:
             traceback.print_exc()
@@ -87,13 +81,14 @@ def _run(args: argparse.Namespace, say: Say, deadline: float) -> int:
 def _told(error: BaseException) -> str:
     """The error and the line of this source tree that it came by, the innermost."""
     root = str(Path(__file__).parents[2])
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(root)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    own = [frame for frame in frames if frame.filename.startswith(root)]
     where = f" [{os.path.relpath(own[-1].filename, root)}:{own[-1].lineno}]" if own else ""
     way_out = f"; pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{way_out}{where}"
 
 
-def _unimportable(error: Exception) -> Any:
+def _unimportable(error: Exception) -> Row:
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.split(".")[0] in {"xxhash", "numpy"}:
         return impossible("start", f"the engine needs {error.name}: pip install {error.name}")
     return failed("start", _told(error))

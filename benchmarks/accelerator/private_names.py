@@ -7,6 +7,8 @@ NAMES = (
     "torch.Tensor._make_wrapper_subclass",
     "torch.Tensor._version",
     "torch.UntypedStorage._cdata",
+    "torch._C.DisableTorchFunction",
+    "torch._C.DispatchKey.CompositeImplicitAutograd",
     "torch._C._autograd._get_sequence_nr",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
     "torch._C._autograd._push_saved_tensors_default_hooks",
@@ -16,8 +18,6 @@ NAMES = (
     "torch._C._current_graph_task_id",
     "torch._C._disabled_torch_function_impl",
     "torch._C._storage_Use_Count",
-    "torch._C.DisableTorchFunction",
-    "torch._C.DispatchKey.CompositeImplicitAutograd",
     "torch._amp_foreach_non_finite_check_and_unscale_",
     "torch._decomp.get_decompositions",
     "torch._disable_dynamo",
@@ -26,12 +26,25 @@ NAMES = (
     "torch._guards.detect_fake_mode",
     "torch._neg_view",
     "torch._ops.OpOverload",
+    "torch._subclasses.fake_tensor.DataDependentOutputException",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.fake_tensor.UnsupportedOperatorException",
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
     "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.distributed_c10d._coalescing_manager",
     "torch.library._scoped_library",
+    "torch.nn.utils.stateless._reparametrize_module",
+    "torch.ops.aten._log_softmax",
+    "torch.ops.aten._log_softmax_backward_data",
+    "torch.ops.aten._scaled_dot_product_efficient_attention",
+    "torch.ops.aten._scaled_dot_product_flash_attention",
+    "torch.ops.aten._softmax",
+    "torch.ops.aten._softmax_backward_data",
+    "torch.ops.aten._to_copy.default",
+    "torch.optim.optimizer._foreach_supported_types",
     "torch.utils._foreach_utils._foreach_supported_types",
     "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
     "torch.utils._python_dispatch.TorchDispatchMode",
@@ -53,10 +66,8 @@ def _exists(name: str) -> bool:
     parts = name.split(".")
     found: Any = importlib.import_module(parts[0])
     for depth, part in enumerate(parts[1:], 2):
-        if not hasattr(found, part):
-            try:
-                importlib.import_module(".".join(parts[:depth]))
-            except ImportError:
-                return False
-        found = getattr(found, part)
+        try:
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(".".join(parts[:depth]))
+        except ImportError:
+            return False
     return True

@@ -6,6 +6,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def _results(pipes: list[Any], end_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < RANKS:
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = multiprocessing.connection.wait(waiting, max(0.0, end_s - time.monotonic()))
+        ready = wait(waiting, max(0.0, end_s - time.monotonic()))
         if not ready:
             raise RankFailed(f"ranks {sorted(set(range(RANKS)) - set(results))} did not end in time")
         for rank, pipe in enumerate(pipes):
