@@ -78,10 +78,12 @@ class Engine:
         self.schedule = Schedule()
         self.control = Control(mesh)
         self.saved = SavedTensors(self._on_enter, self._ensure)
-        self.gradients = Gradients(mesh, self.control, strategy.keeps_grads)
+        self.gradients = Gradients(mesh, self.control, strategy.keeps_grads, gathers=not keeps_params)
         self.depth = 0
         """Units whose forward is under way."""
         self.in_backward = False
+        self.runs_model = False
+        """A backward is under way that may recompute forwards, in which code reads the parameters' dtype."""
         self.replaced_slots = 0
         """Slots left to somebody who still held a view of them when their unit was released."""
         self.suspended = False
@@ -284,7 +286,10 @@ class Engine:
         unit.calls.append(call)
         self.saved.places.append((forward, call))
         self.depth += 1
-        self.schedule.record(Event(Phase.FORWARD, unit.index))
+        if (
+            not recompute or unit.state is UnitState.SHARDED
+        ):  # else nothing is gathered, and ranks may not all recompute
+            self.schedule.record(Event(Phase.FORWARD, unit.index))
         unit.forward_depth += 1
         self._gather(unit, again=False)
         if unit.state is UnitState.GATHERED:
@@ -497,7 +502,7 @@ class Engine:
             finisher = partial(self._finish_backward)
             torch.autograd.Variable._execution_engine.queue_callback(finisher)  # raises outside a backward
             self._finisher = weakref.ref(finisher, partial(_on_dropped, weakref.ref(self)))
-            self.in_backward = True
+            self.in_backward = self.runs_model = True
 
     def on_gradient(self, unit: Unit, key: tuple[int, int], leaf: nn.Parameter) -> None:
         """Autograd has accumulated a gradient into a leaf."""
@@ -508,6 +513,7 @@ class Engine:
 
     def _finish_backward(self) -> None:
         """Autograd is done with this backward."""
+        self.runs_model = False
         for forward in reversed(self._walked):
             self._pass(forward)
         self._walked.clear()
@@ -521,6 +527,7 @@ class Engine:
 
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters, but where a forward is inside. Local."""
+        self.runs_model = False
         for unit in self.units:
             if unit.state is UnitState.ACTIVE and unit.forward_depth == 0:
                 unit.show_sharded()
@@ -537,7 +544,7 @@ class Engine:
     def _abandon_backward(self) -> None:
         self._walked.clear()
         self.gradients.abandon(self.units)
-        self.in_backward = False
+        self.in_backward = self.runs_model = False
         self.release_all()
 
     def _abandon_forward(self) -> None:

@@ -64,11 +64,13 @@ class _InFlight:
 class Gradients:
     """Reduce slots and reductions of one engine. Everything here happens in graph order, alike on every rank."""
 
-    def __init__(self, mesh: Mesh, control: Control, keeps_full: bool) -> None:
-        """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1)."""
+    def __init__(self, mesh: Mesh, control: Control, keeps_full: bool, gathers: bool) -> None:
+        """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1). `gathers`: backward gathers
+        units."""
         self._mesh = mesh
         self._control = control
         self._keeps_full = keeps_full
+        self._gathers = gathers and mesh.shard.world_size > 1
         # Replicas exchange straight out of the slots when nothing is scattered before.
         self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
         self._scaled = ScaledAddition(1.0 / (mesh.shard.world_size * mesh.replicate.world_size))
@@ -131,6 +133,7 @@ class Gradients:
                 f"requires_grad in unit {unit.fqn!r} changed while gradients of a sw.no_sync backward wait "
                 "to be reduced: run a backward outside sw.no_sync first"
             )
+        self._close(unit)  # it may be collecting what zero_grad() has dropped since
         unit.place_groups()
         for group in unit.groups:
             group.allocate_gradients()
@@ -178,7 +181,7 @@ class Gradients:
         Ranks must agree although this one used every parameter: another may not have, and no rank knows of the others.
         """
         if not self.sync:
-            if self._control.has_news:
+            if self._gathers:  # else nothing was issued, and ranks may well do different numbers of such backwards
                 self._control.agree(Moment.BACKWARD_END)
             return
         own = bytes(_fate(unit, key) for unit in units for key in unit.keys)

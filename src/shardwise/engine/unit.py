@@ -146,8 +146,9 @@ class Unit:
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward of its model is under way, this unit's or another's."""
-        return self._engine is not None and self._engine.depth > 0
+        """Whether a forward of its model is under way, this unit's or another's, or a backward, which may recompute
+        one."""
+        return self._engine is not None and (self._engine.depth > 0 or self._engine.runs_model)
 
     @property
     def is_fresh(self) -> bool:
