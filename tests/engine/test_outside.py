@@ -7,17 +7,24 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import prune
 
 import shardwise as sw
 from shardwise.errors import UsageError
+from tests.engine.cases import CASES, Case
 from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPools
 
 
 class _Attention(nn.Module):
@@ -50,34 +57,73 @@ def test_one_tensor_given_twice_stays_one() -> None:
     Twins(_Attending, units={_Attention}).train(2)
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@on_ranks(2)
-def test_a_gradient_past_the_units_raises(strategy: str, before: bool) -> None:
-    """It would be this rank's own. Torch's own way of accumulating knows nothing of ranks."""
-    twins = Twins(strategy=strategy)
-    twins.train(1)
-    model = twins.sharded
+PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": torch.norm,
+    "squares": lambda p: p.square().sum(),
+    "power": lambda p: (0.5 * p**2).mean(),
+    "abs": lambda p: p.abs().sum(),
+    "sum": torch.sum,
+    "scaled": lambda p: (p * torch.tensor(3.0)).sum(),
+}
 
-    def penalty(reduce: Any) -> Tensor:
-        return sum(reduce(p) for p in model.parameters())  # type: ignore[return-value]
 
-    for reduce in (torch.norm, torch.sum):
-        early = penalty(reduce) if before else None
-        loss = squares(model, batch(9))
-        with pytest.raises(UsageError, match=r"outside its unit's forward.*weight_decay"):
-            (loss + 0.1 * (penalty(reduce) if early is None else early)).backward()
+def close_gradients(twins: Twins) -> None:
+    """Whole-tensor reductions are sums of sums, so that numbers that depend on them are rounded elsewhere."""
+    for (name, p), q in zip(twins.plain.named_parameters(), twins.sharded.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+@pytest.mark.parametrize("case", [c for c in CASES if c.world_size in {2, 4}], ids=str)
+def test_a_penalty_on_parameters_is_the_mean_over_ranks(ranks: RankPools, case: Case, kind: str) -> None:
+    ranks(case.world_size).run(_penalised, case, kind)
+
+
+def _penalised(case: Case, kind: str) -> None:
+    """Each rank weighs it otherwise; it accumulates, with and without no_sync, and goes with zero_grad()."""
+    hybrid = case.replicas > 1 and case.shards > 1
+    mesh = {"mesh": init_device_mesh("cpu", (2, 2))} if hybrid else {}
+    twins = Twins(strategy=case.strategy, reshard_after_forward=case.reshard, **mesh)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return squares(model, x) + 0.1 * x[0, 0] * sum(PENALTIES[kind](p) for p in model.parameters())
+
+    for synced in (True, False, True, True):
+        of_ranks = [lambda model, r=rank: loss(model, twins.batch(r)) for rank in twins.every_rank]
+        expected = twins.plain_backward(of_ranks)
+        with nullcontext() if synced else sw.no_sync(twins.sharded):
+            own = loss(twins.sharded, twins.batch())
+            own.backward()
+        torch.testing.assert_close(own.detach(), expected[dist.get_rank()])
+        twins.steps += 1
+        if synced:
+            close_gradients(twins)
+    for model in (twins.plain, twins.sharded):
         model.zero_grad()
-    twins.train(1)
+    PENALTIES[kind](next(twins.sharded.parameters())).backward()
+    twins.plain_backward([lambda model: PENALTIES[kind](next(model.parameters()))] * twins.world_size)
+    first, *others = twins.sharded.parameters()
+    torch.testing.assert_close(first.grad.full_tensor(), next(twins.plain.parameters()).grad)
+    assert all(parameter.grad is None for parameter in others)
 
 
 @on_ranks(2)
-def test_gradients_of_parameters_thawed_later_are_refused_too() -> None:
+def test_a_penalty_on_parameters_thawed_later() -> None:
     model = sw.shard(seeded(lambda: Net(depth=1).requires_grad_(False)))
     model.requires_grad_(True)
     squares(model, batch(0)).backward()
-    with pytest.raises(UsageError, match="outside its unit's forward"):
-        next(model.parameters()).norm().backward()
+    model.zero_grad()
+    first = next(model.parameters())
+    first.square().sum().backward()
+    assert torch.equal(first.grad.full_tensor(), 2 * first.full_tensor())
+
+
+@on_ranks(2)
+def test_what_is_no_reduction_of_a_parameter_keeps_its_error() -> None:
+    model = sw.shard(seeded(Net))
+    with pytest.raises(UsageError, match="neither elementwise nor a whole-tensor reduction"):
+        (squares(model, batch(0)) + next(model.parameters()).T.sum()).backward()
 
 
 @on_ranks(2)

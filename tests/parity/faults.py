@@ -27,7 +27,7 @@ Fault = Callable[[Engine, torch.optim.Optimizer], AbstractContextManager[Any]]
 def skipped_reduction(engine: Engine, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     """Every rank keeps its own gradient of its slice."""
 
-    def own_slice(buffer: Buffer, reductions: tuple[Reduction, ...]) -> Work:
+    def own_slice(buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         for reduction in reductions:
             start = engine.mesh.shard.rank * reduction.out.numel()
             reduction.out.copy_(reduction.flat[start : start + reduction.out.numel()])
@@ -40,7 +40,7 @@ def skipped_replicas(engine: Engine, optimizer: torch.optim.Optimizer) -> Abstra
     """Replicas do not hear of each other's gradients."""
     true_sum = engine.mesh.replicate.all_reduce
 
-    def all_reduce(tensor: Tensor, op: str = "sum", after: Work = FINISHED) -> Work:
+    def all_reduce(tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         return after if tensor.is_floating_point() else true_sum(tensor, op, after)
 
     return patch.object(engine.mesh.replicate, "all_reduce", all_reduce)

@@ -194,17 +194,19 @@ def channel_of(group: dist.ProcessGroup, timeout_s: float, labels: dict[int, str
 
     Under torch's `fake` process group there is nobody else: messages come back as they are.
     """
-    if dist.get_backend(group) == "fake":
+    backend, store = distributed_c10d._world.pg_map.get(group, ("", None))
+    if backend == "fake":
         return Channel(0, 1, HashStore(), timeout_s, labels)
-    store = distributed_c10d._world.pg_map[group][1]
-    number = _made.get(group.group_name, 0)
-    _made[group.group_name] = number + 1
-    prefix = PrefixStore(f"shardwise/{number}", store)
-    return Channel(group.rank(), group.size(), prefix, timeout_s, labels)
+    if store is None:  # a group made by hand, in Python, of all ranks
+        store = PrefixStore(f"by hand/{group.size()}", distributed_c10d._get_default_store())
+    name = ",".join(map(str, distributed_c10d._world.pg_group_ranks.get(group, ())))
+    number = _made.get(name, 0)
+    _made[name] = number + 1
+    return Channel(group.rank(), group.size(), PrefixStore(f"shardwise/{number}", store), timeout_s, labels)
 
 
 _made: dict[str, int] = {}
-"""Channels of each group so far: its ranks count alike."""
+"""Channels over the same ranks so far: they count alike."""
 
 
 @contextlib.contextmanager

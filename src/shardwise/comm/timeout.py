@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
+_DEFAULT_S = 1800.0
+"""As torch's. For groups that have no backends: made by hand, in Python."""
+
+
 def timeout_s(group: dist.ProcessGroup) -> float:
     """Seconds to wait for a peer: `SHARDWISE_TIMEOUT_S`, else the process group's own timeout.
 
@@ -19,8 +23,8 @@ def timeout_s(group: dist.ProcessGroup) -> float:
     """
     asked = os.environ.get("SHARDWISE_TIMEOUT_S")
     if not asked:
-        backend = group._get_backend(group._device_types[0])
-        return float(backend.options._timeout.total_seconds())
+        kinds = group._device_types
+        return group._get_backend(kinds[0]).options._timeout.total_seconds() if kinds else _DEFAULT_S
     try:
         seconds = float(asked)
     except ValueError:

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from shardwise.comm.protocol import BufferKind
@@ -510,6 +510,11 @@ class Engine:
             raise UsageError("backward() inside sw.unsharded(model): leave it first, or use torch.autograd.grad")
         self._begin_backward()
         self.gradients.add(unit, key, leaf)
+
+    def on_penalty(self, unit: Unit, key: tuple[int, int], piece: Tensor) -> None:
+        """Autograd has brought a gradient to the outer face of a parameter. Every rank must call this."""
+        self._begin_backward()
+        self.gradients.add_penalty(unit, key, piece)
 
     def _finish_backward(self) -> None:
         """Autograd is done with this backward."""

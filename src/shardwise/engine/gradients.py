@@ -163,6 +163,18 @@ class Gradients:
         unit.add_gradient(key, grad, self._scaled)
         self._collectives.advance()
 
+    def add_penalty(self, unit: Unit, key: tuple[int, int], piece: Tensor) -> None:
+        """Take a penalty's gradient: this rank's piece of the mean over its shard group. Every rank must call this."""
+        replicate = self._mesh.replicate
+        piece = piece.detach().clone()
+        if replicate.world_size > 1:
+            replicate.all_reduce(piece, label=self._control.reduce_label(unit.index)).wait()
+            piece.div_(replicate.world_size)
+        if self._mesh.world_size > 1:
+            self._control.note(self._control.reduce_label(unit.index))
+        held = unit.penalties.get(key)
+        unit.penalties[key] = piece if held is None else held.add_(piece)
+
     def reduce(self, unit: Unit) -> None:
         """Start reducing the unit's slot, if it has one; missing gradients count as zeros. It is waited for when the
         slot is wanted again or backward ends. `no_sync` leaves everything in the slot."""
@@ -194,6 +206,8 @@ class Gradients:
             else:
                 self._close(unit)
         self._finish_all()
+        for unit in units:
+            self._add_penalties(unit)
         for unit, of_unit in zip(units, of_units, strict=True):
             _hand_out(unit, of_unit)
 
@@ -299,6 +313,15 @@ class Gradients:
         assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
         flight.slot.holder = None
 
+    def _add_penalties(self, unit: Unit) -> None:
+        for (g, i), piece in unit.penalties.items():
+            group = unit.groups[g]
+            total, accumulate = self._prepare(group)
+            if not accumulate:
+                total.zero_()
+            group.grads[i].local.add_(piece)
+        unit.penalties.clear()
+
     def _prepare(self, group: Group) -> tuple[Tensor, bool]:
         """The shard's gradient, and whether the coming reduction is to be added to it; makes that hold what p.grad
         says."""
@@ -319,7 +342,7 @@ class Gradients:
 def _fate(unit: Unit, key: tuple[int, int]) -> int:
     if key in unit.written or key in unit.late:
         return _LEFT
-    return _REDUCED if key in unit.used else _UNUSED
+    return _REDUCED if key in unit.used or key in unit.penalties else _UNUSED
 
 
 def _hand_out(unit: Unit, fates: Sequence[int]) -> None:

@@ -72,8 +72,7 @@ class Unit:
         """Version of the weights that lie in the slot."""
         self.updates = 0
         """Optimizer steps seen; fused ones bump no tensor's version."""
-        self.forward_depth = 0
-        self.backward_depth = 0
+        self.forward_depth = self.backward_depth = 0
         self.calls: list[Call] = []
         """Forward calls under way, outermost first."""
         self.is_inside_hooks = False
@@ -82,8 +81,7 @@ class Unit:
         them now."""
         self.secondary: list[Tensor] = []
         """By group: this rank's slice over the smaller group that backward gathers from, compute dtype."""
-        self.secondary_rank = 0
-        self.secondary_version = -1
+        self.secondary_rank, self.secondary_version = 0, -1
         self.reduce_slot: Slot[Unit] | None = None
         self.own_reduce_slot: Slot[Unit] | None = None
         """Kept by strategies with full-size gradients and by `no_sync`."""
@@ -91,6 +89,8 @@ class Unit:
         """(group, parameter) whose gradient lies in the reduce slot."""
         self.late: dict[tuple[int, int], Tensor] = {}
         """Gradients that came while there was no slot: scaled, in the reduce dtype."""
+        self.penalties: dict[tuple[int, int], Tensor] = {}
+        """Gradients of penalties in the loss: this rank's piece of the mean over all ranks, master dtype."""
         self.used: set[tuple[int, int]] = set()
         """(group, parameter) whose gradient came since gradients were last agreed on."""
         self.keys = [(g, i) for g, group in enumerate(groups) for i in range(len(group.fqns))]
@@ -223,7 +223,7 @@ class Unit:
             for i, leaf in enumerate(group.inner):
                 if leaf.requires_grad and id(leaf) not in self._hooked_leaves:
                     self._hooked_leaves.add(id(leaf))
-                    group.sharded[i].refuse_gradients()
+                    group.sharded[i].hand_on_gradients()
                     leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
 
     def rebase(self, fqn: str, collectives: Collectives) -> None:
@@ -248,7 +248,7 @@ class Unit:
     @property
     def is_waiting(self) -> bool:
         """Whether gradients of a `no_sync` backward wait to be reduced."""
-        return bool(self.written or self.late)
+        return bool(self.written or self.late or self.penalties)
 
     def about_to_step(self) -> None:
         """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
@@ -267,6 +267,12 @@ class Unit:
     def stepped(self) -> None:
         """An optimizer has updated the shards."""
         self.updates += 1
+
+    def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
+        """A gradient came to the outer face, from a penalty in the loss: the mean over the shard group. In backward."""
+        assert self._engine is not None
+        key = next(key for key in self.keys if self.groups[key[0]].sharded[key[1]] is face)
+        self._engine.on_penalty(self, key, piece)
 
     def _gradient_hook(self, key: tuple[int, int]) -> Any:
         this = weakref.ref(self)  # the collector cannot see through a tensor's hooks: the leaf would keep us for ever
@@ -435,5 +441,6 @@ class Unit:
         """Drop what came of these gradients and was not handed out. Local."""
         for key in keys:
             self.late.pop(key, None)
+            self.penalties.pop(key, None)
         self.written.difference_update(keys)
         self.used.difference_update(keys)

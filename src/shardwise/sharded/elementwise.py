@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise.errors import UsageError
+from shardwise.sharded import penalties
 from shardwise.sharded.placement import Placement
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
         return value.local
     if type(value) in _NUMBERS or not isinstance(value, Tensor):
         return value
+    if penalties.are_in_backward():
+        return penalties.meeting(value, first)
     if value.ndim > min(first.ndim, 1) or value.numel() != 1:
         _not_a_number(first.placement, value, func)
     # Among 0-d tensors dtypes promote as equals; a 0-d parameter's piece is 1-D, so its partners must be too.

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import UsageError
 from shardwise.layout.fragment import Fragment
-from shardwise.sharded import chunks, elementwise, reductions
+from shardwise.sharded import chunks, elementwise, penalties, reductions
 from shardwise.sharded.placement import Placement
 
 SHARDED_FACE = "_shardwise_sharded"
@@ -49,6 +49,9 @@ class Owner(Protocol):
 
     def stepped(self) -> None:
         """An optimizer has updated the shards."""
+
+    def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
+        """A gradient came to the outer face, from a penalty in the loss: the mean over the shard group. In backward."""
 
     def drop_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
         """The user zeroes these parameters' gradients: what waits to be reduced goes too. Every rank must do so."""
@@ -82,6 +85,8 @@ class ShardedParameter(Tensor):
     inner: torch.nn.Parameter | None = None  # type: ignore[assignment]
     """The leaf that modules compute with while the unit is gathered; None as for `unit`."""
 
+    _held_grad: Tensor | None = None
+    """`.grad` while autograd puts a penalty's gradient there."""
     _origin: ShardedParameter | None = None
     """The tensor whose alias this is."""
     _aliases: Sequence[weakref.ref[ShardedParameter]] = ()
@@ -157,9 +162,19 @@ class ShardedParameter(Tensor):
         self._grad_hooks[handle.id] = hook
         return handle
 
-    def refuse_gradients(self) -> None:
-        """From here on a gradient that autograd itself brings to this face is an error. Called by the engine."""
-        super().register_post_accumulate_grad_hook(_no_gradient_here)  # type: ignore[no-untyped-call]
+    def hand_on_gradients(self) -> None:
+        """From here on a gradient that autograd itself brings to this face goes to its unit. Called by the engine."""
+        this = weakref.ref(self)  # the collector cannot see through a tensor's hooks
+
+        def aside(grad: Tensor) -> None:
+            face = this()
+            assert face is not None
+            face._held_grad, face.grad = face.grad, None  # which autograd would add to
+            assert face.unit is not None
+            face.unit.take_penalty(face, penalties.piece_of(grad, face))
+
+        super().register_hook(aside)  # type: ignore[no-untyped-call]
+        super().register_post_accumulate_grad_hook(_give_back)  # type: ignore[no-untyped-call]
 
     def take_grad_hooks(self, parameter: torch.nn.Parameter) -> None:
         """Have the post-accumulate hooks of `parameter` run here instead; their handles go on working."""
@@ -270,15 +285,10 @@ class ShardedParameter(Tensor):
         raise UsageError(f"{operation} of the sharded parameter {self.fqn!r} is not possible: {way_out}")
 
 
-def _no_gradient_here(face: Tensor) -> NoReturn:
-    """What autograd calls when it has put a gradient into a sharded face."""
+def _give_back(face: Tensor) -> None:
+    """What autograd calls when it has put a gradient into a sharded face, whose unit has it already."""
     assert isinstance(face, ShardedParameter)
-    face.grad = None
-    raise UsageError(
-        f"a gradient came to {face.fqn!r} from an operation outside its unit's forward (its norm in a loss, say): it "
-        "would be this rank's alone, not the mean over ranks. Compute with the parameter inside the forward of its "
-        "unit, use the optimizer's weight_decay, or add the gradient to .grad under torch.no_grad()"
-    )
+    face.grad, face._held_grad = face._held_grad, None
 
 
 _SAVE = "call sw.checkpoint.save, or save sw.full_state_dict(model, cpu=True, rank0_only=True) (collective)"

@@ -1,0 +1,56 @@
+"""Gradients of losses that read parameters outside their units' forwards: a norm or a sum of squares as a penalty.
+
+Such a loss is `c * S(p)`, S a whole-tensor reduction, equal on all ranks, and c whatever each rank's loss makes of
+it. The gradient wanted is the mean over ranks, `mean(c) * dS/dp`, and of dS/dp every rank can form its own piece. So
+where autograd hands a number down into the pieces its mean over the shard group takes its place: one small
+collective for each parameter and penalty, in the order of the graph, which must be the same on all ranks. The mean
+over replicas is taken of pieces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardwise.comm.protocol import Collectives
+    from shardwise.sharded.parameter import ShardedParameter
+
+
+def are_in_backward() -> bool:
+    """Whether this is a formula of autograd's: a backward is under way and records nothing."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
+def meeting(grad: Tensor, sharded: ShardedParameter) -> Tensor:
+    """What a plain gradient, a number or a tensor of the whole shape, is to the pieces of `sharded`: the mean over the
+    shard group, of one element or as the piece. Every rank must call this."""
+    group, fragment = sharded.placement.shard_group, sharded.fragment
+    if _is_one_number(grad):
+        mean = _mean(grad.as_strided((), ()), group)
+        return mean.reshape(1) if sharded.ndim == 0 else mean  # among 0-d tensors dtypes promote as equals
+    assert grad.shape == sharded.shape, f"a gradient of {sharded.fqn!r} of shape {tuple(grad.shape)}"
+    return _mean(grad.reshape(-1), group)[fragment.start : fragment.stop]
+
+
+def piece_of(grad: Tensor, sharded: ShardedParameter) -> Tensor:
+    """This rank's piece of the mean over the shard group of a gradient that autograd brings to the outer face: 1-D, in
+    the dtype of the piece. Every rank must call this."""
+    if isinstance(grad, type(sharded)):
+        return grad.local  # its numbers met the pieces further up
+    local = sharded.local
+    return meeting(grad, sharded).to(local.dtype).expand(local.shape)
+
+
+def _is_one_number(grad: Tensor) -> bool:
+    return grad.numel() == 1 or (grad.numel() > 1 and not any(grad.stride()))
+
+
+def _mean(values: Tensor, group: Collectives) -> Tensor:
+    if group.world_size == 1:
+        return values
+    wide = torch.float64 if values.numel() == 1 else torch.promote_types(values.dtype, torch.float32)
+    total = values.to(wide, copy=True).contiguous()
+    group.all_reduce(total, "sum").wait()
+    return (total / group.world_size).to(values.dtype)
