@@ -6,6 +6,7 @@ What `sw.shard` documents as refused is not drawn; this is all of it:
 - a unit's method other than forward (helpers with methods are no units);
 - units that run on some ranks only: heads that are chosen by rank lie inside a unit;
 - weights written between a forward and its backward.
+Beside that, what ranks skip inside a unit differs only where `uneven` is asked for.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tests.programs.program import (
     Save,
     Sharding,
     Train,
+    Units,
 )
 
 T = TypeVar("T")
@@ -40,6 +42,9 @@ T = TypeVar("T")
 DEEPEST = 3
 """Nodes around a node."""
 MOST_NODES = 14
+
+
+UNITS: dict[Units, int] = {"marked": 5, None: 2, 10: 1, 40: 1, "classes": 2}
 
 
 def program_of(seed: int, uneven: bool = False) -> Program:
@@ -102,7 +107,7 @@ class _Drawing:
         return Sharding(
             strategy=strategy,
             reshard=self._random.choice(choices),
-            units=self._weighted({"marked": 5, None: 2, 10: 1, 40: 1, "classes": 2}),  # type: ignore[arg-type]
+            units="marked" if self._uneven else self._weighted(UNITS),
             extra_slots=self._random.choice((0, 0, 1, 3)),
             first=self._chance(0.1),
             collectives=self._weighted({"shm": 2, "gloo": 1}),
@@ -132,7 +137,7 @@ class _Drawing:
     def _kinds(self, depth: int, around: frozenset[str]) -> dict[str, int]:
         kinds = dict(LEAVES)
         if depth < DEEPEST and self._left > 0:
-            kinds |= INNER
+            kinds |= {**INNER, "depth": 8} if self._uneven else INNER
         # Recomputed code must not change anything but its output.
         if "checkpoint" in around:
             for kind in CHANGING:
@@ -145,7 +150,7 @@ class _Drawing:
         options: dict[str, Sequence[str]] = {
             "dense": ("", "", "", "bf16", "fp64"),
             "experts": ("rank-raw", "rank-raw", "rank-list", "rank-list", "step-list", "all-list"),
-            "depth": ("step", "rank") if self._uneven else ("step",),
+            "depth": ("rank",) if self._uneven else ("step",),
             "checkpoint": ("non-reentrant", "non-reentrant", "reentrant"),
             "pack": PACKS,
             "cut": ("detach", "no_grad"),
@@ -236,18 +241,25 @@ WITHOUT_PARAMETERS = ("dropout", *(kind for kind in INNER if kind != "aux"))
 
 def is_legal(program: Program) -> bool:
     """Whether a program that somebody made smaller is none of what is refused."""
-    units, nodes = program.sharding.units, list(program.model.walk())
+    first = program.model.children[:1]
+    recomputed = any(isinstance(action, Train) and action.recompute for action in program.actions)
+    return (
+        _is_divided_legally(program.sharding.units, program.model)
+        and (not program.sharding.first or any(map(_has_own_parameters, first)))
+        and (not recomputed or _is_recomputable(program.model))
+        and _waits_legally(program.actions)
+    )
+
+
+def _is_divided_legally(units: Units, model: Node) -> bool:
+    nodes = list(model.walk())
+    skipping = [node for node in nodes if node.kind == "depth" and node.option == "rank"]
+    skipped = [node for top in skipping for child in top.children for node in child.walk()]
+    if skipping and (units != "marked" or any(node.unit for node in skipped)):
+        return False
     if any(node.option == "rank-list" for node in nodes):
-        chosen = units if isinstance(units, tuple) else ()
-        if "Linear" in chosen or not (units == "marked" or isinstance(units, tuple)):
-            return False
-    if isinstance(units, int) and any(node.kind == "method" for node in nodes):
-        return False
-    if program.sharding.first and not (program.model.children and _has_own_parameters(program.model.children[0])):
-        return False
-    if not _is_recomputable(program.model) and any(isinstance(a, Train) and a.recompute for a in program.actions):
-        return False
-    return _waits_legally(program.actions)
+        return units == "marked" or (isinstance(units, tuple) and "Linear" not in units)
+    return not (isinstance(units, int) and any(node.kind == "method" for node in nodes))
 
 
 def _waits_legally(actions: Sequence[Action]) -> bool:
@@ -271,16 +283,19 @@ def _is_recomputable(model: Node) -> bool:
 
 
 def _legal(model: Node, sharding: Sharding) -> Node:
-    """Heads that are chosen by rank where they cannot become units; a first node that can be sharded by itself."""
+    """Heads that are chosen by rank where they cannot become units, and no units where ranks skip what others run."""
 
-    def legal(node: Node) -> Node:
-        children = tuple(map(legal, node.children))
+    def legal(node: Node, skipped: bool) -> Node:
         option = node.option
         if option == "rank-list" and sharding.units not in ("marked", "classes"):
             option = "rank-raw"
-        return dataclasses.replace(node, children=children, option=option)
+        if node.kind == "depth" and sharding.units != "marked":
+            option = "step"
+        skipping = skipped or (node.kind == "depth" and option == "rank")
+        children = tuple(legal(child, skipping) for child in node.children)
+        return dataclasses.replace(node, children=children, option=option, unit=node.unit and not skipped)
 
-    return legal(model)
+    return legal(model, False)
 
 
 def _fitting(sharding: Sharding, model: Node) -> Sharding:

@@ -81,7 +81,7 @@ class Part(nn.Module):
         moment.entered += 1
         if here and moment.where == "forward":
             raise OnPurpose
-        if here and moment.where == "backward" and x.requires_grad:
+        if here and moment.where == "backward" and x.requires_grad and torch.is_grad_enabled():
             x = x * 1.0
             x.register_hook(_raise)
         return self.compute(x)
@@ -201,7 +201,7 @@ class Experts(Part):
 class Depth(Part):
     def compute(self, x: Tensor) -> Tensor:
         by_rank = self.moment.rank if self.option == "rank" else 0
-        return x * 1.0 if (by_rank + self.moment.action) % 2 else self.children_of(x)
+        return x if (by_rank + self.moment.action) % 2 else self.children_of(x)
 
 
 class Checkpoint(Part):
