@@ -73,9 +73,9 @@ def dropped_reduction() -> AbstractContextManager[Any]:
     """A sum that is to be added to what is there goes nowhere."""
 
     def change(original: Change) -> Change:
-        def reduce_scatter(self: Any, buffer: Any, reductions: Any) -> Any:
+        def reduce_scatter(self: Any, buffer: Any, reductions: Any, label: int = 0) -> Any:
             lost = [dataclasses.replace(r, out=r.out.clone()) if r.accumulate else r for r in reductions]
-            return original(self, buffer, tuple(lost))
+            return original(self, buffer, tuple(lost), label)
 
         return reduce_scatter
 
@@ -83,15 +83,36 @@ def dropped_reduction() -> AbstractContextManager[Any]:
 
 
 def slot_claimed_early() -> AbstractContextManager[Any]:
-    """A reduce slot is given to the next unit while the sum of the one before is under way in it."""
+    """A reduce slot is claimed while a sum is under way in it."""
 
     def take(original: Change) -> Change:
         return lambda self, arena, unit: arena.choices(unit)[0]
 
-    def claim(original: Change) -> Change:
+    def claim_slot(original: Change) -> Change:
+        def claim(self: Any, slot: Any, unit: Any) -> Any:
+            slot.holder = unit
+            slot.collectives.claim(slot.buffer)
+            return slot
+
+        return claim
+
+    def claim_buffer(original: Change) -> Change:
         return lambda self, buffer: None if buffer.kind.value == "reduce" else original(self, buffer)
 
-    return all_of(at("engine.gradients:Gradients._take", take), of_cpu_collectives("claim", claim))
+    return all_of(
+        at("engine.gradients:Gradients._take", take),
+        at("engine.gradients:Gradients._claim", claim_slot),
+        of_cpu_collectives("claim", claim_buffer),
+    )
+
+
+def reductions_finished_out_of_order() -> AbstractContextManager[Any]:
+    """A reduction is finished before the unit's earlier ones."""
+
+    def change(original: Change) -> Change:
+        return lambda self, flight: self._complete(flight)
+
+    return at("engine.gradients:Gradients._finish", change)
 
 
 def stale_gather() -> AbstractContextManager[Any]:
@@ -103,13 +124,26 @@ def used_flag_lost() -> AbstractContextManager[Any]:
     """A rank goes by its own word on which parameters were used."""
 
     def change(original: Change) -> Change:
-        def agree(self: Any, fates: list[int]) -> list[int]:
-            original(self, fates)
-            return fates
+        def agree(self: Any, moment: Any, flags: bytes = b"") -> bytes:
+            original(self, moment, flags)
+            return flags
 
         return agree
 
-    return at("engine.gradients:Gradients._agree", change)
+    return at("engine.control:Control.agree", change)
+
+
+def skipped_call_not_passed() -> AbstractContextManager[Any]:
+    """What hooks do not tell of is not made up for: a unit that this rank skipped is neither gathered nor reduced."""
+
+    def change(original: Change) -> Change:
+        def walk_back(self: Any, position: int = 0) -> Any:
+            passed = list(original(self, position))
+            return passed[-1:] if position else passed
+
+        return walk_back
+
+    return at("engine.call:ForwardPass.walk_back", change)
 
 
 def overwritten_gradient() -> AbstractContextManager[Any]:
@@ -157,12 +191,12 @@ def wrong_offset() -> AbstractContextManager[Any]:
     """The last rank's slice lies one element off."""
 
     def change(original: Change) -> Change:
-        def all_gather(self: Any, buffer: Any, regions: Any) -> Any:
+        def all_gather(self: Any, buffer: Any, regions: Any, label: int = 0) -> Any:
             for region in regions if self.rank == self.world_size - 1 > 0 else ():
                 start = region.start + self.rank * region.shard_bytes
                 own = buffer.bytes[start : start + region.shard_bytes]
                 own.copy_(own.roll(4))
-            return original(self, buffer, regions)
+            return original(self, buffer, regions, label)
 
         return all_gather
 
@@ -189,9 +223,9 @@ def replicas_skipped() -> AbstractContextManager[Any]:
 
     def change(original: Change) -> Change:
         def all_reduce(self: Any, tensor: Any, op: str = "sum", *after: Any, **named: Any) -> Any:
-            if named or after:
+            if "after" in named or after:
                 return named.get("after", *after)
-            return original(self, tensor, op)
+            return original(self, tensor, op, **named)
 
         return all_reduce
 
@@ -215,9 +249,9 @@ def local_norm() -> AbstractContextManager[Any]:
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     fault.__name__: fault
     for fault in (
-        dropped_reduction, slot_claimed_early, stale_gather, used_flag_lost, overwritten_gradient, wrong_world_size,
-        late_gradient_dropped, released_too_early, wrong_offset, no_sync_forgotten, replicas_skipped,
-        old_gradients_left, local_norm,
+        dropped_reduction, slot_claimed_early, reductions_finished_out_of_order, skipped_call_not_passed,
+        stale_gather, used_flag_lost, overwritten_gradient, wrong_world_size, late_gradient_dropped,
+        released_too_early, wrong_offset, no_sync_forgotten, replicas_skipped, old_gradients_left, local_norm,
     )
 }  # fmt: skip
 
