@@ -169,8 +169,8 @@ def test_conjugated_and_negated_views_are_what_they_say(tmp_path: Path) -> None:
         def __init__(self, start: int) -> None:
             super().__init__()
             numbers = (torch.arange(12.0) + start).view(torch.complex64)
-            self.register_buffer("conjugated", numbers.conj())
-            self.register_buffer("negated", numbers.view(2, 3).conj().imag)
+            self.register_buffer("conjugated", numbers.clone().conj())
+            self.register_buffer("negated", numbers.clone().view(2, 3).conj().imag)
             self.register_buffer("flat", torch._neg_view(numbers.imag + torch.distributed.get_rank()))
             self.weight = nn.Parameter(numbers.conj())
 

@@ -95,7 +95,7 @@ def _recorded(case: Case, precision: sw.Precision) -> tuple[dict[str, int], dict
     before = [len(group.events) for group in groups]
     _step(model, optimizer, dtype_of(precision))
     sent = {"gather": 0, "reduce": 0, "across": 0, "control": 0}
-    kinds = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "across", "control": "control"}
+    kinds = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "across", "exchange": "control"}
     calls = dict.fromkeys(sent, 0)
     for group, start in zip(groups, before, strict=True):
         for event in group.events[start:]:
@@ -192,14 +192,14 @@ FULL_SHARD = [
     ("claim", 2), ("all_gather", 2),
     ("release", 1),
     ("claim", 1), ("all_gather", 1),  # in the last block, which stays: the one before, for backward
-    ("control", None),  # before the output is returned: whether ranks did the same
+    ("exchange", None),  # before the output is returned: whether ranks did the same
     ("claim", 6),  # backward: the root collects gradients from here to the end
     ("claim", 4), ("reduce_scatter", 4), ("release", 2),  # the last block
     ("claim", 5), ("claim", 0), ("all_gather", 0),  # the second; the first is gathered meanwhile
     ("reduce_scatter", 5), ("release", 1),
     ("claim", 4), ("reduce_scatter", 4), ("release", 0),
     ("reduce_scatter", 6), ("release", 3),
-    ("control", None),  # the same of backward, and which parameters were used
+    ("exchange", None),  # the same of backward, and which parameters were used
 ]  # fmt: skip
 
 
@@ -214,4 +214,4 @@ def test_the_order_of_a_step_that_keeps_parameters(ranks: RankPools) -> None:
     for order in ranks(2).run(_order, "shard_grad_op"):
         assert [buffer for op, buffer in order if op == "all_gather"] == [3, 0, 1, 2]
         assert [buffer for op, buffer in order if op == "reduce_scatter"] == [4, 5, 4, 6]
-        assert [op for op, _ in order if op == "control"] == ["control"] * 2
+        assert [op for op, _ in order if op == "exchange"] == ["exchange"] * 2

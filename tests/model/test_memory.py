@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.counters import JOURNAL_LINES
 from shardwise.comm.shm import STAGE_BYTES
 from shardwise.engine.shard import require_engine
 from shardwise.model.memory import replicated
@@ -167,7 +168,8 @@ def _shared(case: Case) -> tuple[int, int]:
     expected = 0
     for group in engine.mesh.groups:
         if group.world_size > 1:
-            expected += _pages(group.world_size * LINE_BYTES + 8) + group.world_size * 2 * STAGE_BYTES
+            lines = group.world_size * (1 + JOURNAL_LINES)
+            expected += _pages(lines * LINE_BYTES + 8) + group.world_size * 2 * STAGE_BYTES
     arenas = [(slot, 1) for arena in engine.arenas for slot in arena.slots]
     reduce = [(slot, slot.collectives.world_size) for slot in engine.gradients.slots]
     for slot, parts in arenas + reduce:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ class GlooCollectives(PrivateBuffers):
 
     @property
     def scratch_bytes(self) -> int:
-        return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes
+        return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes + self._line.header_bytes
 
     @torch.no_grad()
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
@@ -117,9 +117,9 @@ class GlooCollectives(PrivateBuffers):
             post.send(mine, peer, "said")
         said = [message] * self.world_size
         for peer, length in post.lengths().items():
-            theirs = torch.empty(length, dtype=torch.uint8, device="cpu")
-            post.wait(post.receive(theirs, peer, "said"))
-            said[peer] = theirs.numpy().tobytes()
+            theirs = bytearray(length or 1)
+            post.wait(post.receive(torch.frombuffer(theirs, dtype=torch.uint8)[:length], peer, "said"))
+            said[peer] = bytes(theirs[:length])
         post.wait_sent()
         return functools.reduce(combine, said)
 
@@ -164,10 +164,23 @@ class _Line:
     failure: ShardwiseError | None = None
     """What ended the first wait that failed: the ranks are out of step, so no later one is worth its time."""
 
+    free_headers: list[Tensor] = field(default_factory=list)
+    """[world_size, 2] int64 each, of collectives that are over: made once, as nothing is allocated in steady state."""
+    header_bytes: int = 0
+    """Of all that were made."""
+
     def fail(self, error: ShardwiseError) -> ShardwiseError:
         """Remember it. Returns the error, to be raised."""
         self.failure = error
         return error
+
+    def headers(self) -> Tensor:
+        """Room for the headers of a collective, by rank. It goes back to `free_headers`."""
+        if not self.free_headers:
+            with torch.inference_mode(False):
+                self.free_headers.append(torch.empty(self.group.size(), 2, dtype=torch.int64, device="cpu"))
+            self.header_bytes += self.free_headers[0].nbytes
+        return self.free_headers.pop()
 
 
 class _Post:
@@ -183,11 +196,13 @@ class _Post:
         self._signature = signature
         self._sequence = sequence
         self._sent: list[_Message] = []
-        header = torch.tensor([signature, length], dtype=torch.int64, device="cpu")
-        self._headers = {peer: torch.empty_like(header) for peer in hears}
-        self._unread = [message for peer, theirs in self._headers.items() for message in self._hear(theirs, peer)]
+        self._hears = hears
+        self._headers: Tensor | None = line.headers()
+        self._headers.numpy()[self._rank] = signature, length
+        mine = self._headers[self._rank]
+        self._unread = [self._hear(self._headers[peer], peer) for peer in hears]
         for peer in to:
-            self._sent.append(_Message(self._try(peer, line.group.send, *self._header(header, peer)), peer))
+            self._sent.append(_Message(self._try(peer, line.group.send, *self._header(mine, peer)), peer))
 
     def send(self, tensor: Tensor, peer: int, part: object) -> None:
         if tensor.numel():
@@ -206,7 +221,8 @@ class _Post:
             MismatchError: a peer is at another collective.
         """
         self._read_headers()
-        return {peer: int(theirs[1]) for peer, theirs in self._headers.items()}
+        assert self._headers is not None
+        return {peer: int(self._headers.numpy()[peer, 1]) for peer in self._hears}
 
     def wait(self, arrivals: Sequence[_Message]) -> None:
         self._read_headers()
@@ -218,18 +234,22 @@ class _Post:
         for message in self._sent:
             self._try(message.peer, message.work.wait, self._line.timeout)
         self._sent.clear()
+        if self._headers is not None:
+            self._line.free_headers.append(self._headers)
+            self._headers = None
 
     def _read_headers(self) -> None:
         unread, self._unread = self._unread, []
         for message in unread:
             self._try(message.peer, message.work.wait, self._line.timeout)
-            theirs = int(self._headers[message.peer][0])
+            assert self._headers is not None
+            theirs = int(self._headers.numpy()[message.peer, 0])
             if theirs != self._signature:
                 line = self._line
                 raise line.fail(mismatch(self._rank, self._signature, message.peer, theirs, line.labels))
 
-    def _hear(self, header: Tensor, peer: int) -> list[_Message]:
-        return [_Message(self._try(peer, self._line.group.recv, *self._header(header, peer)), peer)]
+    def _hear(self, header: Tensor, peer: int) -> _Message:
+        return _Message(self._try(peer, self._line.group.recv, *self._header(header, peer)), peer)
 
     def _header(self, header: Tensor, peer: int) -> tuple[list[Tensor], int, int]:
         return [header], peer, _tag("header", self._sequence)

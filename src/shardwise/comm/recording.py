@@ -24,8 +24,8 @@ class Event:
     sequence: int
     """Position among this group's recorded calls."""
     op: str
-    """all_gather, reduce_scatter, all_reduce, control (small all_reduce, broadcast, barrier, exchange), or what
-    happens to a buffer: allocate, claim, release, detach."""
+    """all_gather, reduce_scatter, all_reduce, control (small all_reduce, broadcast, barrier), exchange (between hosts),
+    or what happens to a buffer: allocate, claim, release, detach."""
     buffer: int | None
     """`Buffer.index`, where the call works in one."""
     bytes_sent: int
@@ -106,7 +106,7 @@ class RecordingCollectives:
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
         # Up a tree and down again: what it says is small, and what matters is that it is said.
-        self._record("control", None, 2 * len(message) * (self.world_size > 1))
+        self._record("exchange", None, 2 * len(message) * (self.world_size > 1))
         return self.inner.exchange(message, combine, label)
 
     def abandon(self) -> None:

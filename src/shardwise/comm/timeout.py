@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 _DEFAULT_S = 1800.0
-"""As torch's. For groups that have no backends: made by hand, in Python."""
+"""As torch's. For groups without options: torch's `fake` one, or made by hand in Python."""
 
 
 def timeout_s(group: dist.ProcessGroup) -> float:
@@ -24,7 +24,8 @@ def timeout_s(group: dist.ProcessGroup) -> float:
     asked = os.environ.get("SHARDWISE_TIMEOUT_S")
     if not asked:
         kinds = group._device_types
-        return group._get_backend(kinds[0]).options._timeout.total_seconds() if kinds else _DEFAULT_S
+        options = group._get_backend(kinds[0]).options if kinds else None
+        return _DEFAULT_S if options is None else options._timeout.total_seconds()
     try:
         seconds = float(asked)
     except ValueError:

@@ -264,9 +264,10 @@ class Engine:
         if unit is self.root and self.precision.cast_inputs and self.precision.param is not None:
             args, kwargs = cast_tensors((args, kwargs), self.precision.param)
         if torch.is_grad_enabled():
+            inside = self.saved.are_inside_others()
             if not call.recompute:
-                unit.is_inside_hooks = self.saved.are_inside_others()
-            if unit.is_inside_hooks or not call.recompute:
+                unit.is_inside_hooks = inside
+            if unit.is_inside_hooks or not inside:
                 call.token = self.saved.push()
             args, kwargs = self._mark_input(forward, call, args, kwargs)
         return args, kwargs
@@ -286,9 +287,7 @@ class Engine:
         unit.calls.append(call)
         self.saved.places.append((forward, call))
         self.depth += 1
-        if (
-            not recompute or unit.state is UnitState.SHARDED
-        ):  # else nothing is gathered, and ranks may not all recompute
+        if not recompute or unit.backward_depth == 0:  # else it is gathered, and ranks may not all recompute
             self.schedule.record(Event(Phase.FORWARD, unit.index))
         unit.forward_depth += 1
         self._gather(unit, again=False)
