@@ -5,7 +5,9 @@ What `sw.shard` documents as refused is not drawn; this is all of it:
 - fewer slots than the nesting of units needs;
 - a unit's method other than forward (helpers with methods are no units);
 - units that run on some ranks only: heads that are chosen by rank lie inside a unit;
-- weights written between a forward and its backward.
+- weights written between a forward and its backward;
+- ties between a module that is sharded first and the rest of the model;
+- checkpoints of which a rank recomputes something and another, whose experts are idle, nothing.
 Beside that, what ranks skip inside a unit differs only where `uneven` is asked for.
 """
 
@@ -306,7 +308,8 @@ def _fitting(sharding: Sharding, model: Node) -> Sharding:
         units = _classes(kinds, sharding.extra_slots, any(node.option == "rank-list" for node in model.walk()))
     if isinstance(units, int) and "method" in kinds:
         units = None
-    first = sharding.first and not isinstance(units, tuple) and _has_own_parameters(model.children[0])
+    tied = any(node.tie for node in model.walk())
+    first = sharding.first and not tied and not isinstance(units, tuple) and _has_own_parameters(model.children[0])
     return dataclasses.replace(sharding, units=units, first=first)
 
 

@@ -106,15 +106,6 @@ def slot_claimed_early() -> AbstractContextManager[Any]:
     )
 
 
-def reductions_finished_out_of_order() -> AbstractContextManager[Any]:
-    """A reduction is finished before the unit's earlier ones."""
-
-    def change(original: Change) -> Change:
-        return lambda self, flight: self._complete(flight)
-
-    return at("engine.gradients:Gradients._finish", change)
-
-
 def stale_gather() -> AbstractContextManager[Any]:
     """What was gathered before the optimizer's step counts as fresh."""
     return at("engine.unit:Unit.is_fresh", lambda original: property(lambda self: True))
@@ -249,7 +240,7 @@ def local_norm() -> AbstractContextManager[Any]:
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     fault.__name__: fault
     for fault in (
-        dropped_reduction, slot_claimed_early, reductions_finished_out_of_order, skipped_call_not_passed,
+        dropped_reduction, slot_claimed_early, skipped_call_not_passed,
         stale_gather, used_flag_lost, overwritten_gradient, wrong_world_size, late_gradient_dropped,
         released_too_early, wrong_offset, no_sync_forgotten, replicas_skipped, old_gradients_left, local_norm,
     )

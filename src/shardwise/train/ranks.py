@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported while there is a group, its functions' defaults would keep the group
 
+from shardwise.comm.channel import Channel, channel_of
+from shardwise.comm.protocol import Combine
+from shardwise.comm.timeout import timeout_s
 from shardwise.errors import PeerError
 from shardwise.train.interruption import Interrupted
 
@@ -21,49 +26,58 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process's place in a run."""
+    """One process's place in a run. What it hears of its peers goes from host to host: no device is waited for."""
 
     rank: int
     world_size: int
     device: torch.device
+    _channels: list[Channel] = field(default_factory=list, init=False, repr=False, compare=False)
+    """One, from the first exchange on."""
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes files and talks to the terminal."""
         return self.rank == 0
 
-    def sum(self, values: Sequence[float], dtype: torch.dtype = torch.float64) -> list[float]:
+    def sum(self, values: Sequence[float], dtype: type[np.generic] = np.float64) -> list[float]:
         """Elementwise sums over all ranks, the same numbers everywhere. Every rank must call this.
 
         Args:
             values: local numbers, equally many on every rank.
             dtype: float64 or, for counts, int64.
         """
-        total = torch.tensor(values, dtype=dtype, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return total.tolist()
+
+        def add(left: bytes, right: bytes) -> bytes:
+            return (np.frombuffer(left, dtype) + np.frombuffer(right, dtype)).tobytes()
+
+        total: list[float] = np.frombuffer(self._exchange(np.array(values, dtype).tobytes(), add), dtype).tolist()
+        return total
 
     def count(self, local: int) -> int:
         """The sum of an integer over all ranks. Every rank must call this."""
-        return int(self.sum([local], dtype=torch.int64)[0])
+        return int(self.sum([local], np.int64)[0])
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's numbers, in rank order, on every rank. Every rank must call this."""
-        own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self.world_size == 1:
-            return [own.tolist()]
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(rows, own)
-        return [row.tolist() for row in rows]
+        return self.hear([float(value) for value in values])
 
     def hear(self, own: T) -> list[T]:
         """What every rank has to say, in rank order, on every rank; small, and pickled. Every rank must call this."""
+
+        def both(left: bytes, right: bytes) -> bytes:
+            return pickle.dumps(pickle.loads(left) | pickle.loads(right))
+
+        said: dict[int, T] = pickle.loads(self._exchange(pickle.dumps({self.rank: own}), both))
+        return [said[rank] for rank in sorted(said)]
+
+    def _exchange(self, message: bytes, combine: Combine) -> bytes:
         if self.world_size == 1:
-            return [own]
-        said: list[Any] = [None] * self.world_size
-        dist.all_gather_object(said, own)
-        return said
+            return message
+        if not self._channels:
+            world = dist.group.WORLD
+            assert world is not None
+            self._channels.append(channel_of(world, timeout_s(world), {}))
+        return self._channels[0].exchange(message, combine)
 
     @contextmanager
     def together(self) -> Iterator[None]:
