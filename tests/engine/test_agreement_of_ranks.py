@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
 from tests.engine.cases import collectives
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares
-from tests.ranks import RankPools
+from tests.ranks import RankPool, RankPools
 
 STRATEGIES = ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
 TRANSPORTS = ["shm", "gloo"]
@@ -184,7 +184,7 @@ def within(seconds: float) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _loaded(ranks: RankPools, request: pytest.FixtureRequest) -> None:
     """Ranks have imported all that torch loads late: on a busy machine that takes longer than what is timed here."""
-    ranks(request.node.callspec.params["world_size"]).run(_load)
+    ranks(request.node.callspec.params.get("world_size", 2)).run(_load)
 
 
 def _load() -> None:
@@ -287,8 +287,12 @@ def test_exceptions_that_all_ranks_catch_leave_training_as_it_was(transport: str
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(2, timeout_s=30)
 def test_a_timeout_is_waited_out_once(transport: str) -> None:
+    with RankPool(2) as pool:  # gloo closes the connections of a group that timed out
+        pool.run(_time_out, transport, timeout_s=60)
+
+
+def _time_out(transport: str) -> None:
     os.environ["SHARDWISE_TIMEOUT_S"] = "1.5"
     try:
         with collectives(transport):

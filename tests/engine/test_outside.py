@@ -109,6 +109,17 @@ def _penalised(case: Case, kind: str) -> None:
 
 
 @on_ranks(2)
+def test_a_penalty_counts_where_backward_is_given_its_inputs() -> None:
+    twins = Twins()
+    for model in (twins.plain, twins.sharded):
+        parameters = list(model.parameters())
+        loss = sum(p.square().sum() for p in parameters[:3])
+        loss.backward(inputs=parameters[:2])
+    for p, q in list(zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True))[:2]:
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+
+
+@on_ranks(2)
 def test_a_penalty_on_parameters_thawed_later() -> None:
     model = sw.shard(seeded(lambda: Net(depth=1).requires_grad_(False)))
     model.requires_grad_(True)

@@ -91,7 +91,7 @@ class Channel:
             MismatchError: a rank came with another label.
         """
         if self._failure is not None:
-            raise self._failure
+            raise type(self._failure)(*self._failure.args)
         self._number += 1
         signature = sign("exchange", label)
         try:
@@ -104,9 +104,12 @@ class Channel:
                 child.send(_Frame(_Kind.SAID, self._number, signature, message))
         except OSError as error:
             self._fail(CollectiveTimeout(f"rank {self.rank} could not reach its peers: {error}"))
+        except ShardwiseError:
+            raise
         except BaseException as error:
-            # Half of a frame may have been read: nothing that follows could be understood.
-            self._failure = self._failure or CollectiveTimeout(f"rank {self.rank} left an exchange: {error!r}")
+            # Half of a frame may have been read: nothing that follows could be understood. Peers notice what is closed.
+            self._failure = CollectiveTimeout(f"rank {self.rank} left an exchange: {error!r}")
+            self.close()
             raise
         return message
 
@@ -153,7 +156,7 @@ class Channel:
             return frame.body
 
     def _fail(self, error: ShardwiseError) -> NoReturn:
-        self._failure = error
+        self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
         kind = _Kind.MISMATCHED if isinstance(error, MismatchError) else _Kind.FAILED
         self._tell(_Frame(kind, self._number, 0, str(error).encode()))
         raise error
@@ -246,15 +249,20 @@ def _connect(store: Store, rank: int, parent: int, timeout_s: float) -> _Peer:
     for host in hosts:
         try:
             connection = socket.create_connection((host, int(port)), timeout=min(_CONNECT_S, timeout_s))
-            connection.settimeout(timeout_s)
+        except OSError as error:
+            problems.append(f"{host}: {error}")
+            continue
+        try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(bytes.fromhex(token) + rank.to_bytes(8, "little"))
+            connection.settimeout(timeout_s)  # the parent accepts when it has reached its own
             peer = _Peer(parent, connection)
             if peer._read(_TOKEN_BYTES) == bytes.fromhex(token):
                 return peer
             problems.append(f"{host}: another process answers there")
         except OSError as error:
             problems.append(f"{host}: {error}")
+        connection.close()
     raise CollectiveTimeout(
         f"rank {rank} cannot reach rank {parent} on port {port} ({'; '.join(problems)}): ranks need to open TCP "
         "connections to one another"

@@ -49,7 +49,7 @@ class Watch:
 
     def fail(self, error: ShardwiseError) -> ShardwiseError:
         """Remember that the ranks are out of step: no later wait is worth its time. Returns the error, to be raised."""
-        self._failure = error
+        self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
         return error
 
     def until(self, ready: Callable[[], bool], peer: int, op: str | int) -> None:
@@ -60,7 +60,7 @@ class Watch:
             MismatchError: a rank did other things than this one.
         """
         if self._failure is not None and not ready():
-            raise self._failure
+            raise type(self._failure)(*self._failure.args)
         start = time.perf_counter()
         look, spins = start + _LOOK_EVERY_S, 0
         while not ready():
@@ -159,8 +159,11 @@ class Journal:
         own = self._start(self._rank) + _WORDS
         for peer in range(self._world_size):
             theirs = self._start(peer) + _WORDS
-            both = min(self._count, self._head[theirs - _WORDS])
-            for position in range(max(0, both - _KEPT // 2), both):  # the other half may be written meanwhile
+            counts = self._count, self._head[theirs - _WORDS]
+            # Whoever is ahead, perhaps by many posts that need no wait, has written over its oldest entries, and the
+            # peer may be writing more meanwhile.
+            first = max(0, min(counts) - _KEPT // 2, max(counts) - _KEPT // 2)
+            for position in range(first, min(counts)):
                 mine, other = (self._head[start + position % _KEPT] for start in (own, theirs))
                 if mine != other:
                     return mismatch(self._rank, mine, peer, other, self._labels)

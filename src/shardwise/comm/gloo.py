@@ -121,6 +121,8 @@ class GlooCollectives(PrivateBuffers):
             post.wait(post.receive(torch.frombuffer(theirs, dtype=torch.uint8)[:length], peer, "said"))
             said[peer] = bytes(theirs[:length])
         post.wait_sent()
+        while self._left:  # peers are past these
+            self._left.pop().wait_sent()
         return functools.reduce(combine, said)
 
     def abandon(self) -> None:
@@ -171,7 +173,7 @@ class _Line:
 
     def fail(self, error: ShardwiseError) -> ShardwiseError:
         """Remember it. Returns the error, to be raised."""
-        self.failure = error
+        self.failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
         return error
 
     def headers(self) -> Tensor:
@@ -259,7 +261,7 @@ class _Post:
 
     def _try(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
         if self._line.failure is not None:
-            raise self._line.failure
+            raise type(self._line.failure)(*self._line.failure.args)
         try:
             return call(*arguments)
         except RuntimeError as error:

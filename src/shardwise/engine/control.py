@@ -19,6 +19,7 @@ import numpy as np
 from shardwise.errors import MismatchError
 
 if TYPE_CHECKING:
+    from shardwise.comm.protocol import Combine
     from shardwise.engine.mesh import Mesh
 
 _FIRST_UNIT_LABEL = 16
@@ -90,9 +91,7 @@ class Control:
             MismatchError: on every rank, if ranks issued different things since they agreed last.
         """
         own = _HEAD.pack(self._hash, self._rank, self._hash, self._rank, self.asks_to_stop) + flags
-        told = own
-        for group in self._groups:
-            told = group.exchange(told, _combine, moment)
+        told = self._over_all_groups(own, _combine, moment)
         least, lowest, greatest, highest, stop = _HEAD.unpack_from(told)
         if least != greatest:
             self._explain(moment, lowest, highest)
@@ -100,6 +99,16 @@ class Control:
         self._hash = 0
         self.agreed_to_stop |= bool(stop)
         return told[_HEAD.size :]
+
+    def _over_all_groups(self, message: bytes, combine: Combine, moment: Moment) -> bytes:
+        for position, group in enumerate(self._groups):
+            try:
+                message = group.exchange(message, combine, moment)
+            except BaseException:
+                for other in self._groups[position + 1 :]:
+                    other.abandon()  # its ranks wait for this one
+                raise
+        return message
 
     def abandon(self) -> None:
         """This rank raised and does not come to the moment that is next. Waits for nobody."""
@@ -111,8 +120,7 @@ class Control:
     def _explain(self, moment: Moment, one: int, other: int) -> None:
         """Raise the error that says where the ranks' ways parted: `one` rank's and the `other`'s."""
         shown = json.dumps({self._rank: self._log} if self._rank in {one, other} else {}).encode()
-        for group in self._groups:
-            shown = group.exchange(shown, _merge, moment)
+        shown = self._over_all_groups(shown, _merge, moment)
         logs = {int(rank): log for rank, log in json.loads(shown).items()}
         position = next(
             (i for i, pair in enumerate(zip(logs[one], logs[other], strict=False)) if pair[0] != pair[1]),

@@ -13,7 +13,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -38,6 +37,9 @@ from shardwise.modules.trees import cast_tensors, exchange_input, exchange_tenso
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 
+_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+"""The torch.func transform that is under way, or None."""
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -50,19 +52,14 @@ def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
     whatever the user does next, to parameters perhaps, is to meet what the model holds between steps."""
     held = engine()
     if held is not None and held.in_backward:
+        if held.runs_model:  # else ranks were agreeing, and know
+            held.control.abandon()
         held.show_sharded()
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have torch.compile break the graph here: hooks traced into a graph would run once, at tracing."""
     return torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
-
-
-def _outside_transforms() -> AbstractContextManager[object, bool | None]:
-    """Leave torch.func's transforms (jvp), which would wrap the views that slots keep."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    return temporarily_clear_interpreter_stack()
 
 
 class Engine:
@@ -259,8 +256,11 @@ class Engine:
         """A unit's forward begins."""
         if self.suspended:
             return args, kwargs
-        with _outside_transforms():
+        if _transform() is None:
             forward, call = self._enter_forward(unit)
+        else:  # torch.func's (jvp), which would wrap the views that slots keep
+            with temporarily_clear_interpreter_stack():
+                forward, call = self._enter_forward(unit)
         if unit is self.root and self.precision.cast_inputs and self.precision.param is not None:
             args, kwargs = cast_tensors((args, kwargs), self.precision.param)
         if torch.is_grad_enabled():
@@ -323,19 +323,32 @@ class Engine:
             output = cast_tensors(output, self.precision.output)
         if failure is None:
             output = self._watch_outputs(forward, call, output)
-        with _outside_transforms():
+        if _transform() is None:
+            self._exit_forward(unit, call, failure)
+        else:
+            with temporarily_clear_interpreter_stack():
+                self._exit_forward(unit, call, failure)
+        return output
+
+    def _exit_forward(self, unit: Unit, call: Call, failure: BaseException | None) -> None:
+        """Agree with the other ranks, if this was an outermost forward, and let go of the unit."""
+        try:
             if not self.depth and not call.recompute:
                 self._compare(failure)
-            if isinstance(failure, MismatchError | CollectiveTimeout):
-                return output  # ranks are out of step: whatever would be waited for now would not come
-            if unit.forward_depth == 0 and unit.backward_depth == 0:
-                self._leave_forward(unit, call)
-        return output
+        except BaseException:
+            self.show_sharded()
+            raise
+        if isinstance(failure, MismatchError | CollectiveTimeout):
+            self.show_sharded()
+            return  # ranks are out of step: whatever would be waited for now would not come
+        if unit.forward_depth == 0 and unit.backward_depth == 0:
+            self._leave_forward(unit, call)
 
     def _compare(self, failure: BaseException | None) -> None:
         """An outermost forward is over: its output is nobody's before ranks are known to have done the same."""
         if failure is not None:
-            self.control.abandon()
+            if self.control.has_news or torch.is_grad_enabled():  # else a rank may well be evaluating alone
+                self.control.abandon()
         elif self.control.has_news:
             self.control.agree(Moment.FORWARD_END)
 
@@ -426,7 +439,7 @@ class Engine:
         if torch.is_grad_enabled():
             watched = [tensor for tensor in output_tensors(output) if tensor.requires_grad]
             forward.end(call, has_backward=bool(watched) or any(group.trainable for group in call.unit.groups))
-            for tensor in watched:
+            for tensor in watched if call.end >= 0 else ():  # else grad mode was turned on inside
                 tensor.register_hook(lambda grad: self._on_enter(forward, call))
         return output
 

@@ -40,6 +40,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.sharded.penalties import hooks_run
 
 REDUCE_SLOTS = 2
 """One unit collects gradients while the one before is being reduced."""
@@ -166,12 +167,12 @@ class Gradients:
     def add_penalty(self, unit: Unit, key: tuple[int, int], piece: Tensor) -> None:
         """Take a penalty's gradient: this rank's piece of the mean over its shard group. Every rank must call this."""
         replicate = self._mesh.replicate
+        if self._mesh.world_size > 1:
+            self._control.note(self._control.reduce_label(unit.index))
         piece = piece.detach().clone()
         if replicate.world_size > 1:
             replicate.all_reduce(piece, label=self._control.reduce_label(unit.index)).wait()
             piece.div_(replicate.world_size)
-        if self._mesh.world_size > 1:
-            self._control.note(self._control.reduce_label(unit.index))
         held = unit.penalties.get(key)
         unit.penalties[key] = piece if held is None else held.add_(piece)
 
@@ -208,8 +209,9 @@ class Gradients:
         self._finish_all()
         for unit in units:
             self._add_penalties(unit)
-        for unit, of_unit in zip(units, of_units, strict=True):
-            _hand_out(unit, of_unit)
+        with hooks_run():
+            for unit, of_unit in zip(units, of_units, strict=True):
+                _hand_out(unit, of_unit)
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Backward raised: finish what peers may be waiting for and forget the rest."""

@@ -34,8 +34,8 @@ def with_leaves(run_backward: RunBackward) -> RunBackward:
         accumulate_grad: bool = False,
         **kwargs: Any,
     ) -> Any:
-        of_inputs = _leaf if accumulate_grad else _no_parameter
-        leaves = tuple(of_inputs(item) for item in inputs)
+        of_inputs = _leaves if accumulate_grad else _no_parameter
+        leaves = tuple(leaf for item in inputs for leaf in of_inputs(item))
         return run_backward(
             outputs, grads, retain_graph, create_graph, leaves, *args, accumulate_grad=accumulate_grad, **kwargs
         )
@@ -43,16 +43,17 @@ def with_leaves(run_backward: RunBackward) -> RunBackward:
     return run
 
 
-def _leaf(item: Any) -> Any:
-    """Of a sharded model's parameter what its gradient comes to; anything else is what it is."""
+def _leaves(item: Any) -> tuple[Any, ...]:
+    """Of a sharded model's parameter what its gradients come to: the leaf that modules computed with, and the outer
+    face for a penalty in the loss. Anything else is what it is."""
     inner: Tensor | None = item.inner if type(item) is ShardedParameter else None
-    return item if inner is None else inner
+    return (item,) if inner is None else (inner, item)
 
 
-def _no_parameter(item: Any) -> Any:
+def _no_parameter(item: Any) -> tuple[Any, ...]:
     """The item, unless it is a sharded model's parameter, by either face."""
     if not isinstance(item, Tensor):
-        return item
+        return (item,)
     face = item if isinstance(item, ShardedParameter) else outer_face(item)
     if face is not None and face.inner is not None:
         raise UsageError(
@@ -60,4 +61,4 @@ def _no_parameter(item: Any) -> Any:
             "not the mean over ranks. Call loss.backward(inputs=[...]) with the parameters and read their .grad, or "
             "work in sw.unsharded(model)"
         )
-    return item
+    return (item,)

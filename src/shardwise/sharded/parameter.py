@@ -169,9 +169,9 @@ class ShardedParameter(Tensor):
         def aside(grad: Tensor) -> None:
             face = this()
             assert face is not None
-            face._held_grad, face.grad = face.grad, None  # which autograd would add to
             assert face.unit is not None
             face.unit.take_penalty(face, penalties.piece_of(grad, face))
+            face._held_grad, face.grad = face.grad, None  # which autograd would add to
 
         super().register_hook(aside)  # type: ignore[no-untyped-call]
         super().register_post_accumulate_grad_hook(_give_back)  # type: ignore[no-untyped-call]

@@ -8,6 +8,8 @@ over replicas is taken of pieces."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +20,23 @@ if TYPE_CHECKING:
     from shardwise.sharded.parameter import ShardedParameter
 
 
+_in_hooks: list[None] = []
+"""Not empty while gradients are handed out."""
+
+
+@contextmanager
+def hooks_run() -> Iterator[None]:
+    """Backward is over and users' hooks run, with gradients that are the mean already: their numbers are their own."""
+    _in_hooks.append(None)
+    try:
+        yield
+    finally:
+        _in_hooks.pop()
+
+
 def are_in_backward() -> bool:
     """Whether this is a formula of autograd's: a backward is under way and records nothing."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _in_hooks
 
 
 def meeting(grad: Tensor, sharded: ShardedParameter) -> Tensor:
