@@ -37,8 +37,8 @@ BLOCK = (WIDTH, WIDTH, (2 * WIDTH + 1) * WIDTH, 2 * WIDTH + 1, WIDTH * (2 * WIDT
 ROOT = (4 * WIDTH, WIDTH, WIDTH * 101, 101)
 UNITS = (ROOT, *[BLOCK] * DEPTH)
 PARAMETERS = sum(map(len, UNITS))
-AGREEMENT_BYTES = 40
-"""Of what ranks tell each other that they did the same: two hashes with their ranks, and what they ask for."""
+AGREEMENT_BYTES = 32
+"""Of what ranks tell each other that they did the same: two hashes with their ranks."""
 HEADER_BYTES = 16
 """Before each collective between hosts, to each peer: what it is, and how long."""
 

@@ -1,4 +1,4 @@
-"""What ranks agree on besides data: that they do the same, which gradients exist, who wants to stop.
+"""What ranks agree on besides data: that they do the same, and which gradients exist.
 
 Each rank hashes what it issues, one gather or reduction after the other. At two moments all ranks exchange their
 hashes, on their hosts: when an outermost forward that issued something ends, before its output is returned, and when
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from shardwise.engine.mesh import Mesh
 
 _FIRST_UNIT_LABEL = 16
-_HEAD = struct.Struct("<QqQqq")
-"""The least hash and its rank, the greatest and its rank, what ranks ask for."""
+_HEAD = struct.Struct("<QqQq")
+"""The least hash and its rank, the greatest and its rank."""
 _PRIME, _MASK = 0x100000001B3, (1 << 64) - 1
 
 
@@ -48,10 +48,6 @@ class Control:
         self._labels: dict[int, str] = {}
         self._hash = 0
         self._log: list[int] = []
-        self.asks_to_stop = False
-        """Set by whoever wants all ranks to stop; they hear of it at the next moment."""
-        self.agreed_to_stop = False
-        """Some rank asked. The same on every rank."""
 
     def name_units(self, fqns: Sequence[str]) -> None:
         """Say what the units are called, for errors. By their index."""
@@ -90,14 +86,13 @@ class Control:
         Raises:
             MismatchError: on every rank, if ranks issued different things since they agreed last.
         """
-        own = _HEAD.pack(self._hash, self._rank, self._hash, self._rank, self.asks_to_stop) + flags
+        own = _HEAD.pack(self._hash, self._rank, self._hash, self._rank) + flags
         told = self._over_all_groups(own, _combine, moment)
-        least, lowest, greatest, highest, stop = _HEAD.unpack_from(told)
+        least, lowest, greatest, highest = _HEAD.unpack_from(told)
         if least != greatest:
             self._explain(moment, lowest, highest)
         self._log.clear()
         self._hash = 0
-        self.agreed_to_stop |= bool(stop)
         return told[_HEAD.size :]
 
     def _over_all_groups(self, message: bytes, combine: Combine, moment: Moment) -> bytes:
@@ -138,9 +133,9 @@ class Control:
 
 
 def _combine(left: bytes, right: bytes) -> bytes:
-    """The least and the greatest hash of both, whatever either asks for, and the greatest flags."""
+    """The least and the greatest hash of both, and the greatest flags."""
     a, b = _HEAD.unpack_from(left), _HEAD.unpack_from(right)
-    head = _HEAD.pack(*min(a[:2], b[:2]), *max(a[2:4], b[2:4]), a[4] | b[4])
+    head = _HEAD.pack(*min(a[:2], b[:2]), *max(a[2:], b[2:]))
     ours, theirs = (np.frombuffer(text, dtype=np.uint8, offset=_HEAD.size) for text in (left, right))
     if len(ours) != len(theirs):  # the hashes differ as well
         return head
