@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -51,6 +52,24 @@ def one_dies() -> None:
         comm.all_reduce(torch.zeros(100_000)).wait()
     finally:
         assert time.monotonic() - start < 10
+
+
+def after_a_failure() -> list[float]:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
+    assert group is not None
+    failing = GlooCollectives(group)
+    with contextlib.suppress(MismatchError):
+        failing.all_reduce(torch.ones(20_000), "sum" if failing.rank else "max").wait()
+    del failing
+    comm = GlooCollectives(group)
+    numbers = torch.full((20_000,), comm.rank + 1.0)
+    comm.all_reduce(numbers).wait()
+    return numbers.unique().tolist()
+
+
+def test_messages_of_a_collective_that_failed_are_not_taken_for_later_ones(ranks: RankPools) -> None:
+    """gloo pairs a message that was posted and forgotten with the next receive of its tag, which then gets nothing."""
+    assert ranks(2).run(after_a_failure) == [[3.0], [3.0]]
 
 
 @pytest.mark.parametrize("what", ["buffers", "ops", "sizes"])

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -41,8 +42,10 @@ class GlooCollectives(PrivateBuffers):
     name = "gloo"
 
     def __init__(self, group: dist.ProcessGroup, poison: bool | None = None) -> None:
+        """Every rank of the group must call this, in the same order as its other uses of the group."""
         super().__init__(group.rank(), group.size(), "cpu", poison)
-        self._line = _Line(group, timedelta(seconds=timeout_s(group)), self.labels)
+        number = _made[group] = _made.get(group, 0) + 1
+        self._line = _Line(group, number, timedelta(seconds=timeout_s(group)), self.labels)
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._sequence = 0
         self._left: list[_Post] = []
@@ -150,6 +153,10 @@ class GlooCollectives(PrivateBuffers):
         return self._reducing
 
 
+_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""`GlooCollectives` over each process group so far: its ranks count alike."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Message:
     work: dist.Work
@@ -161,6 +168,8 @@ class _Line:
     """Where messages go, how long to wait for one, and what labels mean."""
 
     group: dist.ProcessGroup
+    number: int
+    """Of this one among all that the process group has seen."""
     timeout: timedelta
     labels: dict[int, str]
     failure: ShardwiseError | None = None
@@ -254,10 +263,11 @@ class _Post:
         return _Message(self._try(peer, self._line.group.recv, *self._header(header, peer)), peer)
 
     def _header(self, header: Tensor, peer: int) -> tuple[list[Tensor], int, int]:
-        return [header], peer, _tag("header", self._sequence)
+        return [header], peer, _tag("header", self._line.number, self._sequence)
 
     def _letter(self, tensor: Tensor, peer: int, part: object) -> tuple[list[Tensor], int, int]:
-        return [tensor.view(torch.uint8)], peer, _tag(self._sequence, self._signature, part, tensor.nbytes)
+        what = (self._line.number, self._sequence, self._signature, part, tensor.nbytes)
+        return [tensor.view(torch.uint8)], peer, _tag(*what)
 
     def _try(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
         if self._line.failure is not None:
