@@ -20,7 +20,7 @@ from shardwise.checkpoint import latest, saving, verify
 from shardwise.errors import CheckpointError, MismatchError, UsageError
 from tests.checkpoint.states import build, everything, same, step
 from tests.engine.cases import Case
-from tests.engine.rig import events, on_ranks, recording
+from tests.engine.rig import batch, events, on_ranks, recording
 from tests.ranks import RankPools, RanksHung
 
 CASE = Case("full_shard", 2)
@@ -262,3 +262,23 @@ def test_copies_of_one_checkpoint_may_lie_elsewhere(tmp_path: Path) -> None:
     step(model, optimizer, 0)
     sw.checkpoint.load(tmp_path / str(dist.get_rank()), model, optimizer)
     same(everything(model, optimizer), before)
+
+
+def save_around_a_backward(run: Path) -> None:
+    """Saving inside a backward is refused, which ends that backward; after it, the weights of before are saved."""
+    model, optimizer = build(CASE)
+    step(model, optimizer, 0)
+    before = everything(model, optimizer)
+    output = model(batch(1))
+    output.register_hook(lambda grad: sw.checkpoint.save(run / "inside", model, optimizer))
+    with pytest.raises(UsageError, match="inside a forward, a backward"):
+        output.sum().backward()
+    assert not (run / "inside").exists()
+    sw.checkpoint.save(run / "after", model, optimizer, step=1)
+    step(model, optimizer, 1)
+    sw.checkpoint.load(run / "after", model, optimizer)
+    same(everything(model, optimizer), before)
+
+
+def test_after_a_backward_that_raised_the_weights_of_before_are_saved(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(save_around_a_backward, tmp_path)

@@ -15,6 +15,7 @@ from shardwise.checkpoint.place import Place
 from shardwise.checkpoint.runs import Runs
 from shardwise.checkpoint.safetensors_layout import StoredTensor
 from shardwise.engine.shard import require_engine
+from shardwise.engine.state_dicts import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.layout.ranges import Range, share
 from shardwise.sharded.parameter import ShardedParameter
@@ -151,7 +152,7 @@ def _taker_of_extra_state(model: nn.Module, name: str) -> nn.Module | None:
 def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str], Tensor]]:
     """The state_dict's tensors, each once, with its names, the one that is stored first."""
     engine = require_engine(model)
-    if engine.depth or engine.in_backward or engine.suspended:
+    if not give_up_interrupted(engine) or engine.suspended:
         raise UsageError(
             "sw.checkpoint inside a forward, a backward or sw.unsharded of the same model: leave that first"
         )
