@@ -7,7 +7,7 @@
     python benchmarks/planner.py --out planner         # and write results/DATE-planner.{json,md}
 
 How rows become forecasts and errors become figures is written in `benchmarks/data/README.md`. Nothing is fitted to a
-row or a source: five efficiency constants (`shardwise.plan.roofline.Efficiency`) are the same for all.
+row or a source: five efficiency constants (`shardwise.plan.simulate.roofline.Efficiency`) are the same for all.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from benchmarks.published.score import Scored, by_source, headline, merge, perce
 from benchmarks.published.timing import Timed, time_row
 from benchmarks.target import Target
 from shardwise.errors import ShardwiseError
-from shardwise.plan.roofline import DEFAULT, Efficiency
+from shardwise.plan.simulate.roofline import DEFAULT, Efficiency
 
 GIB = 2**30
 BOUNDS = {"memory": (0.08, 0.25), "throughput": (0.15, 0.35)}

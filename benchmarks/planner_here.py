@@ -36,14 +36,14 @@ from benchmarks import facts, report
 from benchmarks.gpt import GPT, GPTShape, batch
 from benchmarks.launch import environment, run
 from benchmarks.target import Target
-from shardwise.plan.calibrate import QUICK, THOROUGH, calibrate
-from shardwise.plan.collectives import Cluster
-from shardwise.plan.dryrun import record
-from shardwise.plan.hardware import find_device, find_interconnect, write_device
-from shardwise.plan.job import Job
-from shardwise.plan.recording import Recording
-from shardwise.plan.roofline import Roofline
-from shardwise.plan.timeline import simulate
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.rank import record
+from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.hardware.calibration import QUICK, THOROUGH, calibrate
+from shardwise.plan.hardware.devices import find_device, find_interconnect, write_device
+from shardwise.plan.simulate.collectives import Cluster
+from shardwise.plan.simulate.roofline import Roofline
+from shardwise.plan.simulate.timeline import simulate
 
 SIZES = {
     "small": GPTShape(layers=4, width=256, heads=4, vocab=4096, seq=256),

@@ -16,7 +16,7 @@ LAYERS = [
     {"sharded"},
     {"modules"},
     {"engine"},
-    {"model"},
+    {"model_tools"},
     {"plan", "checkpoint", "offload", "optim"},
     {"train", "integrations"},
     {"cli"},
@@ -112,7 +112,7 @@ def test_an_import_that_points_up_or_aside_is_found(module: str, source: str) ->
     ("module", "source"),
     [
         ("shardwise.engine.unit", "from ..layout.flat import FlatLayout\nfrom . import arena\nimport torch"),
-        ("shardwise.cli.app", "from shardwise.train.config import load"),
+        ("shardwise.cli.app", "from shardwise.train.config.schema import load"),
         ("shardwise.train.trainer", "import shardwise as sw"),
         ("shardwise.layout.__init__", "from .flat import FlatLayout"),
     ],

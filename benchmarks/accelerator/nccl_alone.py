@@ -24,7 +24,7 @@ from benchmarks.accelerator.twins import Plain, Steps
 from benchmarks.gpt import GPT
 from shardwise.comm.nccl import NcclCollectives
 from shardwise.comm.protocol import BufferKind, Region
-from shardwise.plan.forecast import NCCL_BYTES
+from shardwise.plan.simulate.forecast import NCCL_BYTES
 
 _DTYPES = (
     "bfloat16",

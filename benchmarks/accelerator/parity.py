@@ -15,7 +15,7 @@ from benchmarks.accelerator.models import SMALL, TINY, OddNet, seeded
 from benchmarks.accelerator.row import Row, correct
 from benchmarks.accelerator.twins import Course, Optimizers, Plain, Steps
 from benchmarks.gpt import GPT
-from shardwise.model.recompute import checkpoint_units
+from shardwise.model_tools.activation_checkpointing import checkpoint_units
 
 BITS = "equal bits"
 _SLACK = {None: 1e-5, "bf16": 2e-2, "fp16": 4e-3}

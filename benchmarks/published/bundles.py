@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from shardwise.plan.events import Collective, Event, Kernel, Phase, UnitMark, Wait
-from shardwise.plan.roofline import Roofline
+from shardwise.plan.dry_run.events import Collective, Event, Kernel, Phase, UnitMark, Wait
+from shardwise.plan.simulate.roofline import Roofline
 
 
 @dataclass(frozen=True, slots=True)

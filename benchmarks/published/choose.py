@@ -10,7 +10,7 @@ from benchmarks.published.bundles import bundled
 from benchmarks.published.recordings import Steps
 from benchmarks.published.rows import Row
 from benchmarks.published.timing import time_row
-from shardwise.plan.roofline import Efficiency
+from shardwise.plan.simulate.roofline import Efficiency
 
 GRID: Mapping[str, Sequence[float]] = {
     "matmul": (0.75, 0.8, 0.85, 0.9, 0.95, 1.0),

@@ -13,11 +13,11 @@ from typing import Any
 import shardwise
 from benchmarks.published import encoder, llama, mpt
 from benchmarks.published.rows import Row
-from shardwise.plan.dryrun import record
-from shardwise.plan.events import Allocate, Event, Free, Gradient, Phase, Wait
-from shardwise.plan.forecast import forecast_of
-from shardwise.plan.job import Job
-from shardwise.plan.recording import Facts, Recording
+from shardwise.plan.dry_run.events import Allocate, Event, Free, Gradient, Phase, Wait
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.rank import record
+from shardwise.plan.dry_run.recording import Facts, Recording
+from shardwise.plan.simulate.forecast import forecast_of
 
 _PACKAGES = ("comm", "engine", "layout", "modules", "optim", "policy", "sharded")
 _RECORDING = (

@@ -17,7 +17,7 @@ from benchmarks.published.llama import Llama, LlamaLoss, LlamaShape, NeoX, NeoXB
 from benchmarks.published.mpt import MPT, MPTShape
 from benchmarks.published.mpt import Block as MPTBlock
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.plan.job import Job
+from shardwise.plan.dry_run.job import Job
 from shardwise.policy.precision import Precision
 
 DATA = Path(__file__).parent.parent / "data" / "published.jsonl"

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from benchmarks.published.bundles import Bundle, BundleRoofline
 from benchmarks.published.recordings import Steps
 from benchmarks.published.rows import Row
-from shardwise.plan.collectives import Cluster
-from shardwise.plan.events import Event
-from shardwise.plan.hardware import find_device, find_interconnect
-from shardwise.plan.peers import ordered_as
-from shardwise.plan.roofline import DEFAULT, Efficiency, Roofline
-from shardwise.plan.timeline import simulate
+from shardwise.plan.dry_run.events import Event
+from shardwise.plan.hardware.devices import find_device, find_interconnect
+from shardwise.plan.simulate.collectives import Cluster
+from shardwise.plan.simulate.engine_order import ordered_as
+from shardwise.plan.simulate.roofline import DEFAULT, Efficiency, Roofline
+from shardwise.plan.simulate.timeline import simulate
 
 
 @dataclass(frozen=True)

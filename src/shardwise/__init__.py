@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise import checkpoint, plan
     from shardwise.engine.shard import shard
-    from shardwise.model.describe import describe
-    from shardwise.model.memory import memory
-    from shardwise.model.unsharded import full_state_dict, no_sync, unsharded
+    from shardwise.model_tools.describe import describe
+    from shardwise.model_tools.memory import memory
+    from shardwise.model_tools.unsharded import full_state_dict, no_sync, unsharded
     from shardwise.optim.clip import clip_grad_norm_
     from shardwise.optim.scaler import GradScaler
     from shardwise.policy.precision import Precision
@@ -28,12 +28,12 @@ _HOMES = {
     "ShardedParameter": "sharded.parameter",
     "Strategy": "policy.strategy",
     "clip_grad_norm_": "optim.clip",
-    "describe": "model.describe",
-    "full_state_dict": "model.unsharded",
-    "memory": "model.memory",
-    "no_sync": "model.unsharded",
+    "describe": "model_tools.describe",
+    "full_state_dict": "model_tools.unsharded",
+    "memory": "model_tools.memory",
+    "no_sync": "model_tools.unsharded",
     "shard": "engine.shard",
-    "unsharded": "model.unsharded",
+    "unsharded": "model_tools.unsharded",
 }
 
 _PACKAGES = ("checkpoint", "plan")

@@ -21,13 +21,13 @@ from benchmarks.published.recordings import Memory, Steps, steps_of, without_sec
 from benchmarks.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_can_be, row_of
 from benchmarks.published.score import Scored, headline, merge, percentile, quantiles
 from benchmarks.published.timing import Timed, time_row
-from shardwise.plan.collectives import Cluster
-from shardwise.plan.dryrun import record
-from shardwise.plan.events import Collective, Kernel, Phase, UnitMark, Wait, Work
-from shardwise.plan.hardware import device_names, find_device, find_interconnect
-from shardwise.plan.recording import Facts
-from shardwise.plan.roofline import Efficiency, Roofline
-from shardwise.plan.timeline import OPERATION_S, simulate
+from shardwise.plan.dry_run.events import Collective, Kernel, Phase, UnitMark, Wait, Work
+from shardwise.plan.dry_run.rank import record
+from shardwise.plan.dry_run.recording import Facts
+from shardwise.plan.hardware.devices import device_names, find_device, find_interconnect
+from shardwise.plan.simulate.collectives import Cluster
+from shardwise.plan.simulate.roofline import Efficiency, Roofline
+from shardwise.plan.simulate.timeline import OPERATION_S, simulate
 
 FACTS = Facts(**{field.name: 0 for field in fields(Facts)})
 ROWS = {row.name: row for row in read()}

@@ -35,9 +35,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import verify
 from shardwise.sharded.parameter import ShardedParameter
-from shardwise.train.checkpoints import Checkpoints
-from shardwise.train.config import CheckpointConfig
-from shardwise.train.order import Position
+from shardwise.train.config.schema import CheckpointConfig
+from shardwise.train.data.order import Position
+from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.ranks import Ranks
 from tests.checkpoint.file_changes import Change, Death, watching
 from tests.checkpoint.states import step

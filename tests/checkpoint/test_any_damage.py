@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import manifest, verify
-from shardwise.checkpoint.storage import LocalDirectory
+from shardwise.checkpoint import verify
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.errors import CheckpointError
 from tests.checkpoint.states import train_and_save
 from tests.engine.cases import Case

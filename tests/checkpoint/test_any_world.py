@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.checkpoint import reading, tensor_files, verify
+from shardwise.checkpoint import verify
+from shardwise.checkpoint.format import tensor_files
+from shardwise.checkpoint.io import range_reader
 from tests.checkpoint.states import load_into, same, train_and_save
 from tests.checkpoint.test_reading import Reads, drop, skip_unless_direct
 from tests.engine.cases import CASES, Case
@@ -70,7 +72,7 @@ def test_who_reads_alone_reads_past_the_page_cache(
 def _load_past_cache(case: Case, path: Path, local_ranks: int) -> tuple[dict[str, torch.Tensor], int]:
     """However little it is. What was loaded, and the bytes that came past the page cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_LEAST_BYTES", 1)
+        patch.setattr(range_reader, "_LEAST_BYTES", 1)
         patch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
         reads, read = Reads(patch), tensor_files.read
 

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.checkpoint import background, latest, verify
-from shardwise.checkpoint.correspondence import Correspondence
-from shardwise.checkpoint.host_copy import Copies, HostMemory
-from shardwise.checkpoint.piece import piece_of
-from shardwise.checkpoint.storage import LocalDirectory
+from shardwise.checkpoint import latest, verify
+from shardwise.checkpoint.format.local_tensor import piece_of
+from shardwise.checkpoint.io.storage import LocalDirectory
+from shardwise.checkpoint.ranks import save_thread
+from shardwise.checkpoint.ranks.file_barrier import Correspondence
+from shardwise.checkpoint.staging import Copies, HostMemory
 from shardwise.errors import CheckpointError
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.snapshot import HeldParameter, Snapshot
@@ -50,7 +51,7 @@ def held(function: str = "pwrite") -> Iterator[threading.Event]:
         yield opened
     finally:
         opened.set()
-        background._under_way and background._under_way._thread.join()
+        save_thread._under_way and save_thread._under_way._thread.join()
         setattr(os, function, original)
 
 
@@ -117,7 +118,7 @@ def test_training_goes_on_and_the_next_save_waits(tmp_path: Path) -> None:
 
 def verify_now(path: Path) -> None:
     """Without waiting for anything."""
-    from shardwise.checkpoint import manifest
+    from shardwise.checkpoint.format import manifest
 
     assert manifest.is_there(LocalDirectory(path))
 
@@ -132,8 +133,8 @@ def test_the_thread_uses_no_collective(tmp_path: Path) -> None:
         save(tmp_path / "c", model, optimizer)
         before = len(events(engine))
         opened.set()
-        assert background._under_way is not None
-        background._under_way._thread.join()
+        assert save_thread._under_way is not None
+        save_thread._under_way._thread.join()
         assert len(events(engine)) == before
         verify(tmp_path / "c")
 
@@ -328,7 +329,7 @@ def slow_copy() -> Iterator[threading.Event]:
             yield opened
         finally:
             opened.set()
-            background._under_way and background._under_way._thread.join()
+            save_thread._under_way and save_thread._under_way._thread.join()
 
 
 @pytest.mark.parametrize("case", [CASE, Case("hybrid_shard", 4)], ids=str)
@@ -400,10 +401,10 @@ def test_a_thread_that_fails_before_it_copies_holds_nothing(monkeypatch: pytest.
     def fail() -> None:
         raise MemoryError
 
-    job = background.Job("a job", lambda: began.append(1), fail, lambda: left.append(1), lambda: None)
-    background.start(job, nullcontext())
+    job = save_thread.Job("a job", lambda: began.append(1), fail, lambda: left.append(1), lambda: None)
+    save_thread.start(job, nullcontext())
     with pytest.raises(CheckpointError, match="a job failed"):
-        background.wait()
+        save_thread.wait()
     assert began
     assert left
 
@@ -420,7 +421,7 @@ def test_an_interrupted_start_leaves_nothing_held(tmp_path: Path) -> None:
     def tracer(frame: Any, event: str, argument: Any) -> Any:
         nonlocal lines
         code = frame.f_code
-        if event == "line" and (code.co_filename == background.__file__ or code in {begin.__code__, end.__code__}):
+        if event == "line" and (code.co_filename == save_thread.__file__ or code in {begin.__code__, end.__code__}):
             lines += 1
             if lines == interrupted_at:
                 interrupted.add(code.co_name)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint import commit, latest, manifest
-from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.storage import LocalDirectory
+from shardwise.checkpoint import latest
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.io.storage import LocalDirectory
+from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError, UnreadableError
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import manifest, tensor_files, verify
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.storage import LocalDirectory
+from shardwise.checkpoint import verify
+from shardwise.checkpoint.format import manifest, tensor_files
+from shardwise.checkpoint.format.contents import Contents
+from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.errors import CheckpointError
 from tests.engine.rig import Net, adamw
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import shardwise as sw
 from shardwise.checkpoint import convert, inspect
-from shardwise.checkpoint.hugging_face import INDEX
+from shardwise.checkpoint.format.hugging_face import INDEX
 from shardwise.checkpoint.interchange.inspection import Inspection
 from shardwise.cli.app import run
 from shardwise.errors import CheckpointError

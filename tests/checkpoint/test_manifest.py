@@ -11,9 +11,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import manifest
-from shardwise.checkpoint.manifest import FileRecord, Manifest, RegionSums, verify
-from shardwise.checkpoint.storage import LocalDirectory
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.manifest import FileRecord, Manifest, RegionSums, verify
+from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.errors import CheckpointError
 
 DATA = bytes(range(100))

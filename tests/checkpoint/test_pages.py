@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.pages import cut
+from shardwise.checkpoint.io.pages import cut
 
 PAGE = 8
 

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import verify, writing
-from shardwise.checkpoint.pages import PAGE_BYTES
+from shardwise.checkpoint import verify
+from shardwise.checkpoint.io import range_writer
+from shardwise.checkpoint.io.pages import PAGE_BYTES
 from shardwise.errors import CheckpointError
-from shardwise.train.checkpoints import Checkpoints
-from shardwise.train.config import CheckpointConfig
-from shardwise.train.order import Position
+from shardwise.train.config.schema import CheckpointConfig
+from shardwise.train.data.order import Position
+from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.ranks import Ranks
 from tests.checkpoint.disk_model import Disk, Survives
 from tests.checkpoint.file_changes import Change, watching
@@ -40,7 +41,7 @@ def _record(directory: Path, no_fsync_of: str = "", wide: bool = False) -> list[
     checkpoints = Checkpoints(directory, CheckpointConfig(every=1, keep=1), Ranks(rank, 2, torch.device("cpu")))
     directory.mkdir(exist_ok=True)
     with watching(directory, changes.append, lambda: None), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "_LEAST_BYTES", PAGE_BYTES)
+        patch.setattr(range_writer, "_LEAST_BYTES", PAGE_BYTES)
         if no_fsync_of:
             _forget_to_sync(patch, no_fsync_of)
         for taken in (1, 2, 3):

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import reading
-from shardwise.checkpoint.local_file import LocalFile
-from shardwise.checkpoint.pages import PAGE_BYTES
-from shardwise.checkpoint.reading import Buffers, RangeReader
-from shardwise.checkpoint.room import room
+from shardwise.checkpoint.io import range_reader
+from shardwise.checkpoint.io.local_file import LocalFile
+from shardwise.checkpoint.io.pages import PAGE_BYTES
+from shardwise.checkpoint.io.range_reader import Buffers, RangeReader
+from shardwise.checkpoint.io.room import room
 
 FILE_BYTES = 40 * PAGE_BYTES + 123
 UNTOUCHED = b"\xee"
@@ -36,9 +36,9 @@ def content(nbytes: int = FILE_BYTES) -> bytes:
 def small(buffer_pages: int = 3, gap_bytes: int = 100) -> Iterator[pytest.MonkeyPatch]:
     """A few pages are enough to fill buffers and to go past the page cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_BUFFER_BYTES", buffer_pages * PAGE_BYTES)
-        patch.setattr(reading, "_LEAST_BYTES", PAGE_BYTES)
-        patch.setattr(reading, "_GAP_BYTES", gap_bytes)
+        patch.setattr(range_reader, "_BUFFER_BYTES", buffer_pages * PAGE_BYTES)
+        patch.setattr(range_reader, "_LEAST_BYTES", PAGE_BYTES)
+        patch.setattr(range_reader, "_GAP_BYTES", gap_bytes)
         yield patch
 
 
@@ -156,7 +156,7 @@ def test_a_long_range_is_read_in_whole_buffers(path: Path) -> None:
 def test_little_goes_through_the_page_cache(path: Path) -> None:
     with small() as patch:
         reads = Reads(patch)
-        patch.setattr(reading, "_LEAST_BYTES", PAGE_BYTES + 1)
+        patch.setattr(range_reader, "_LEAST_BYTES", PAGE_BYTES + 1)
         assert read(path, [(PAGE_BYTES, PAGE_BYTES)]) == expected([(PAGE_BYTES, PAGE_BYTES)])
     assert (reads.direct, reads.cached) == ([], [PAGE_BYTES])
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.runs import LONG_RUN, MOST_RUNS, Runs, Strided, tile
+from shardwise.checkpoint.names.index_runs import LONG_RUN, MOST_RUNS, Runs, Strided, tile
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 

@@ -12,7 +12,14 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.safetensors_layout import LENGTH_BYTES, StoredTensor, header_bytes, lay_out, parse, split
+from shardwise.checkpoint.format.safetensors_layout import (
+    LENGTH_BYTES,
+    StoredTensor,
+    header_bytes,
+    lay_out,
+    parse,
+    split,
+)
 
 NUMPY = {"F64": np.float64, "I64": np.int64, "F32": np.float32, "F16": np.float16, "I8": np.int8, "BOOL": np.bool_}
 

@@ -138,7 +138,7 @@ def test_sgd_without_momentum_has_nothing_to_store(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_pieces_that_are_not_written_as_they_lie(tmp_path: Path) -> None:
     """Small chunks, a cast, and a buffer whose memory is not in order."""
-    from shardwise.checkpoint import tensor_files
+    from shardwise.checkpoint.format import tensor_files
 
     class Turned(Net):
         def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from shardwise.checkpoint.storage import LocalDirectory
+from shardwise.checkpoint.io.storage import LocalDirectory
 
 
 def test_a_directory_that_is_renamed_meanwhile_has_no_names(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import writing
-from shardwise.checkpoint.pages import PAGE_BYTES
-from shardwise.checkpoint.writing import RangeWriter
+from shardwise.checkpoint.io import range_writer
+from shardwise.checkpoint.io.pages import PAGE_BYTES
+from shardwise.checkpoint.io.range_writer import RangeWriter
 
 FILE_BYTES = 40 * PAGE_BYTES + 123
 BEFORE = b"\xee"
@@ -32,10 +32,10 @@ Span = tuple[int, int]
 def small(buffer_pages: int = 2) -> Iterator[pytest.MonkeyPatch]:
     """A few pages are enough to fill buffers and to go past the page cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "_BUFFER_BYTES", buffer_pages * PAGE_BYTES)
-        patch.setattr(writing, "_LEAST_BYTES", PAGE_BYTES)
-        patch.setattr(writing, "_KEPT_BYTES", PAGE_BYTES)
-        patch.setattr(writing, "_STEP_BYTES", PAGE_BYTES - 13)
+        patch.setattr(range_writer, "_BUFFER_BYTES", buffer_pages * PAGE_BYTES)
+        patch.setattr(range_writer, "_LEAST_BYTES", PAGE_BYTES)
+        patch.setattr(range_writer, "_KEPT_BYTES", PAGE_BYTES)
+        patch.setattr(range_writer, "_STEP_BYTES", PAGE_BYTES - 13)
         yield patch
 
 
@@ -256,5 +256,5 @@ def test_no_more_is_taken_than_there_are_buffers_for(disk: Path) -> None:
         patch.setattr(os, "pwrite", standing)
         threading.Timer(0.3, moves.set).start()
         writer.write(path, ranges())
-    assert 0 < len(taken_before) <= 2 * writing._BUFFERS + 1
+    assert 0 < len(taken_before) <= 2 * range_writer._BUFFERS + 1
     assert path.read_bytes() == expected([(page * PAGE_BYTES, PAGE_BYTES) for page in range(40)])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.comm.gloo import GlooCollectives
-from shardwise.comm.shm import ShmCollectives
+from shardwise.comm.shared_memory.collectives import ShmCollectives
 
 KINDS = ("gloo", "shm")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

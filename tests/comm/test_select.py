@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import collectives_for, segment, select
+from shardwise.comm import collectives_for, select
+from shardwise.comm.shared_memory import segment
 from shardwise.errors import ConfigError
 from tests.ranks import RankPools
 

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import shardwise as sw
 from shardwise.engine.shard import require_engine
 from shardwise.errors import UsageError
-from shardwise.model.recompute import checkpoint_units
+from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.test_shard import Tied
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.counters import JOURNAL_LINES
-from shardwise.comm.shm import STAGE_BYTES
+from shardwise.comm.shared_memory.collectives import STAGE_BYTES
+from shardwise.comm.shared_memory.counters import JOURNAL_LINES
 from shardwise.engine.shard import require_engine
-from shardwise.model.memory import replicated
+from shardwise.model_tools.memory import replicated
 from shardwise.policy.kinds import KINDS
 from tests.engine.allocations import Live, new, shared_mapping_bytes, traced
 from tests.engine.cases import CASES, FP32, MIXED, Case, collectives, dtype_of

@@ -6,7 +6,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.model.recompute import checkpoint_units
+from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from tests.engine.rig import Net, batch, on_ranks, seeded, squares
 
 AGAIN = {

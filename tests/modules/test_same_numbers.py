@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise.errors import LayoutError
-from shardwise.modules.materialize import left_blank, materialize
+from shardwise.modules.deferred_init.materialize import left_blank, materialize
 from tests.parity.architectures import ARCHITECTURES, without_dropout
 from tests.ranks import RankPools
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.modules.tape import Tape, Unrecordable
+from shardwise.modules.deferred_init.tape import Tape, Unrecordable
 
 Build = Callable[[], list[Tensor]]
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.plan.cost import Cost, cost_of
-from shardwise.plan.job import Job
-from shardwise.plan.report import Report
-from shardwise.plan.search import Objective, explore_family, ranked
-from shardwise.plan.space import space
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.report.report import Report
+from shardwise.plan.search.search import Objective, explore_family, ranked
+from shardwise.plan.search.space import space
+from shardwise.plan.simulate.cost import Cost, cost_of
 
 GIB = 2**30
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.allocator import MIB, Segments, peak_of, reserved_bytes
-from shardwise.plan.events import Allocate, Event, Free, Phase
+from shardwise.plan.dry_run.events import Allocate, Event, Free, Phase
+from shardwise.plan.simulate.allocator import MIB, Segments, peak_of, reserved_bytes
 
 KIB = 1024
 

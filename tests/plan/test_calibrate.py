@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardwise.errors import PlanError
-from shardwise.plan.calibrate import QUICK, calibrate, packaged_name
-from shardwise.plan.hardware import Hardware, find_device, write_device
+from shardwise.plan.hardware.calibration import QUICK, calibrate, packaged_name
+from shardwise.plan.hardware.devices import Hardware, find_device, write_device
 from tests.ranks import RankPools
 
 

@@ -11,9 +11,9 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.events import Kernel, Work
-from shardwise.plan.forecast import Forecast, forecast
-from shardwise.plan.hardware import Figure, find_device, write_device
+from shardwise.plan.dry_run.events import Kernel, Work
+from shardwise.plan.hardware.devices import Figure, find_device, write_device
+from shardwise.plan.simulate.forecast import Forecast, forecast
 from shardwise.policy.kinds import KINDS
 
 MIXED = sw.Precision(param="bf16", reduce="fp32")

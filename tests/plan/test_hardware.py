@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.hardware import (
+from shardwise.plan.hardware.devices import (
     Figure,
     Hardware,
     Measured,

@@ -8,7 +8,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.plan.job import Job
+from shardwise.plan.dry_run.job import Job
 from shardwise.policy.recomputation import Recomputation
 
 

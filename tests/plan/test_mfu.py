@@ -1,7 +1,7 @@
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.mfu import Dimensions, flops_per_token, mfu
+from shardwise.plan.simulate.mfu import Dimensions, flops_per_token, mfu
 
 MPT_7B = Dimensions(6_658_859_008, 50_368 * 4096, 32, 4096)
 

@@ -10,8 +10,8 @@ import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import planner
 from shardwise.plan.planner import Question, explore
-from shardwise.plan.report import amount
-from shardwise.plan.table import WIDTH, text
+from shardwise.plan.report.report import amount
+from shardwise.plan.report.table import WIDTH, text
 
 from .test_scaling import LLAMA
 

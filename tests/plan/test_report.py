@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.page import COLOURS, html, write_page
-from shardwise.plan.report import amount
-from shardwise.plan.table import WIDTH, text
+from shardwise.plan.report.page import COLOURS, html, write_page
+from shardwise.plan.report.report import amount
+from shardwise.plan.report.table import WIDTH, text
 from shardwise.policy.kinds import KINDS
 
 from .doubles import report

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.plan.events import Kernel, Phase, Work
-from shardwise.plan.hardware import Measured, find_device
-from shardwise.plan.roofline import KERNEL_S, Efficiency, Roofline, interpolated, tiled_flops
+from shardwise.plan.dry_run.events import Kernel, Phase, Work
+from shardwise.plan.hardware.devices import Measured, find_device
+from shardwise.plan.simulate.roofline import KERNEL_S, Efficiency, Roofline, interpolated, tiled_flops
 
 H100 = find_device("h100-sxm-80gb")
 WHOLE = Efficiency(matmul=1.0, attention=1.0, memory=1.0, links=1.0, fusion=0.5)

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.dryrun import record
-from shardwise.plan.evaluate import Evaluator
-from shardwise.plan.job import Job
-from shardwise.plan.recording import Recording
-from shardwise.plan.scaling import scaled
-from shardwise.plan.source import resolve
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.rank import record
+from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.models.source import resolve
+from shardwise.plan.search.evaluate import Evaluator
+from shardwise.plan.simulate.scaling import scaled
 from shardwise.policy.precision import Precision
 
 LLAMA = {

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.job import Job
-from shardwise.plan.search import (
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.search.search import (
     Candidate,
     Exploration,
     Objective,
@@ -20,7 +20,7 @@ from shardwise.plan.search import (
     ranked,
     smallest_cluster,
 )
-from shardwise.plan.space import space
+from shardwise.plan.search.space import space
 
 from .doubles import GIB, formula
 

@@ -6,10 +6,10 @@ from dataclasses import fields
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.forecast import forecast
-from shardwise.plan.job import Job
-from shardwise.plan.sequence import with_sequences
-from shardwise.plan.source import resolve
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.sequence import with_sequences
+from shardwise.plan.models.source import resolve
+from shardwise.plan.simulate.forecast import forecast
 
 
 @pytest.mark.parametrize(("model", "seq_len"), [("gpt2", 1024), ("llama-3-8b", 2048), ("vit-l-16", 2048)])

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.source import resolve, shapes
-from shardwise.train.config import _toml_value
+from shardwise.plan.models.source import resolve, shapes
+from shardwise.train.config.schema import _toml_value
 
 TINY = {
     "model_type": "llama",

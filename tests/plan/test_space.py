@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.space import precision_of, space
+from shardwise.plan.search.space import precision_of, space
 from shardwise.policy.precision import Precision
 
 

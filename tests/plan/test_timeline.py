@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.collectives import Cluster
-from shardwise.plan.events import Collective, Event, Kernel, Phase, UnitMark, Wait, Work
-from shardwise.plan.hardware import Figure, Hardware, find_device, find_interconnect
-from shardwise.plan.peers import ordered_as
-from shardwise.plan.roofline import KERNEL_S, Efficiency, Roofline
-from shardwise.plan.timeline import OPERATION_S, Timeline, simulate
-from shardwise.plan.trace import chrome_trace, draw, write_trace
+from shardwise.plan.dry_run.events import Collective, Event, Kernel, Phase, UnitMark, Wait, Work
+from shardwise.plan.hardware.devices import Figure, Hardware, find_device, find_interconnect
+from shardwise.plan.simulate.collectives import Cluster
+from shardwise.plan.simulate.engine_order import ordered_as
+from shardwise.plan.simulate.roofline import KERNEL_S, Efficiency, Roofline
+from shardwise.plan.simulate.timeline import OPERATION_S, Timeline, simulate
+from shardwise.plan.simulate.trace import chrome_trace, draw, write_trace
 
 WHOLE = Efficiency(matmul=1.0, attention=1.0, memory=1.0, links=1.0, fusion=0.5)
 RATE = 10**12

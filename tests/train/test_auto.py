@@ -13,10 +13,11 @@ import torch
 
 from shardwise.cli import report
 from shardwise.errors import OutOfMemory, PlanError
-from shardwise.plan.hardware import Figure, find_device, write_device
-from shardwise.train import auto, trainer
-from shardwise.train.config import load
-from shardwise.train.models import TextShape
+from shardwise.plan.hardware.devices import Figure, find_device, write_device
+from shardwise.train import trainer
+from shardwise.train.config import auto
+from shardwise.train.config.schema import load
+from shardwise.train.config.models import TextShape
 from shardwise.train.ranks import Ranks
 from tests.ranks import RankPools
 

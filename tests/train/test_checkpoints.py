@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.checkpoint import commit
+from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError, ConfigError, PeerError
 from shardwise.train import trainer
-from shardwise.train.checkpoints import Checkpoints
-from shardwise.train.config import CheckpointConfig, load
-from shardwise.train.order import Position
+from shardwise.train.config.schema import CheckpointConfig, load
+from shardwise.train.data.order import Position
+from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.ranks import Ranks
 from shardwise.train.trainer import Trainer
 from tests.checkpoint.test_asynchronous import fail_in_thread, held

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, MeshError
 from shardwise.policy.strategy import Strategy
-from shardwise.train.config import Config, StrategyName, dump_toml, load
+from shardwise.train.config.schema import Config, StrategyName, dump_toml, load
 
 MINIMAL = """
 [model.config]

@@ -3,10 +3,10 @@ import io
 from rich.console import Console
 
 from shardwise.policy.kinds import STATE_KINDS
-from shardwise.train.console import RunConsole, format_bytes, memory_line
-from shardwise.train.footprint import Footprint
-from shardwise.train.metrics import StepMetrics
-from shardwise.train.sample import Sample
+from shardwise.train.output.console import RunConsole, format_bytes, memory_line
+from shardwise.train.output.footprint import Footprint
+from shardwise.train.output.metrics import StepMetrics
+from shardwise.train.output.sample import Sample
 
 
 class Clock:

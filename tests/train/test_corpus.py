@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.corpus import stdlib_documents
-from shardwise.train.sources import read_documents
+from shardwise.train.data.corpus import stdlib_documents
+from shardwise.train.data.sources import read_documents
 
 
 def test_packages_and_tests_are_left_out(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import DataConfig
-from shardwise.train.data import IGNORED, Batches, Share, evaluation_batches, load_datasets
-from shardwise.train.packing import PackedRows
+from shardwise.train.config.schema import DataConfig
+from shardwise.train.data.batches import IGNORED, Batches, Share, evaluation_batches, load_datasets
+from shardwise.train.data.packing import PackedRows
 
 SEQ_LEN = 4
 

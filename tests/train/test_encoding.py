@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.documents import Document
-from shardwise.train.encoding import encode_document
-from shardwise.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from shardwise.train.data.documents import Document
+from shardwise.train.data.encoding import encode_document
+from shardwise.train.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 MESSAGES = (
     {"role": "user", "content": "1+1?"},

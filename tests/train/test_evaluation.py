@@ -3,7 +3,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from shardwise.train.data import IGNORED, MicroBatch
+from shardwise.train.data.batches import IGNORED, MicroBatch
 from shardwise.train.evaluation import evaluate
 from shardwise.train.interruption import Interruption
 from shardwise.train.loss import LossFunction

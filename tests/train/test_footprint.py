@@ -2,9 +2,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.model.memory import replicated
+from shardwise.model_tools.memory import replicated
 from shardwise.policy.kinds import STATE_KINDS
-from shardwise.train.footprint import compare
+from shardwise.train.output.footprint import compare
 
 
 def test_ddp_is_computed_from_the_tensors_and_ranks_by_their_largest() -> None:

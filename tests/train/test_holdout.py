@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.documents import Document
-from shardwise.train.holdout import hold_out
+from shardwise.train.data.documents import Document
+from shardwise.train.data.holdout import hold_out
 
 keys = st.lists(st.text(min_size=1, max_size=8), min_size=2, max_size=40, unique=True)
 

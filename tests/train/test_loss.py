@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
-from shardwise.train.data import IGNORED, MicroBatch
+from shardwise.train.data.batches import IGNORED, MicroBatch
 from shardwise.train.loss import LossFunction, StepWeights, next_token_nll
 
 VOCAB = 11

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import ModelConfig
-from shardwise.train.models import TextShape, build_model
+from shardwise.train.config.models import TextShape, build_model
+from shardwise.train.config.schema import ModelConfig
 
 TEXT = TextShape(vocab_size=320, end_id=256, seq_len=32)
 TINY = {

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from shardwise.train.config import TrainConfig
+from shardwise.train.config.schema import TrainConfig
 from shardwise.train.optimizer import build_optimizer, set_lr
 
 

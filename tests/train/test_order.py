@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.order import Order, Position
+from shardwise.train.data.order import Order, Position
 
 orders = st.builds(Order, rows=st.integers(1, 60), seed=st.integers(0, 2**32))
 

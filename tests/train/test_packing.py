@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.encoding import EncodedDocument
-from shardwise.train.packing import pack
+from shardwise.train.data.encoding import EncodedDocument
+from shardwise.train.data.packing import pack
 
 PAD = 256
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import load
-from shardwise.train.run_directory import RunDirectory
+from shardwise.train.config.schema import load
+from shardwise.train.output.run_directory import RunDirectory
 
 
 @pytest.fixture

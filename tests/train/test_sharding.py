@@ -4,9 +4,9 @@ import pytest
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import ParallelConfig
+from shardwise.train.config.schema import ParallelConfig
+from shardwise.train.config.sharding import needs_loss_scaling, shard_model
 from shardwise.train.ranks import started
-from shardwise.train.sharding import needs_loss_scaling, shard_model
 
 
 def test_units_by_class_name_that_the_model_has_not() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.sources import read_documents
+from shardwise.train.data.sources import read_documents
 
 
 @pytest.fixture(autouse=True)

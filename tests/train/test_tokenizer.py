@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.documents import TEXT_ERRORS
-from shardwise.train.tokenizer import END_OF_DOCUMENT, ByteTokenizer, load_tokenizer
+from shardwise.train.data.documents import TEXT_ERRORS
+from shardwise.train.data.tokenizer import END_OF_DOCUMENT, ByteTokenizer, load_tokenizer
 
 
 @given(st.binary(max_size=200))

@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.commit import latest
+    from shardwise.checkpoint.format.manifest import verify
     from shardwise.checkpoint.interchange.convert import Converted, convert
     from shardwise.checkpoint.interchange.inspection import Inspection, inspect
     from shardwise.checkpoint.loading import Loaded, load
-    from shardwise.checkpoint.manifest import verify
     from shardwise.checkpoint.pretrained import Pretrained, load_pretrained
+    from shardwise.checkpoint.publish.commit import latest
     from shardwise.checkpoint.saving import save, wait
 
 _HOMES = {
@@ -24,11 +24,11 @@ _HOMES = {
     "Pretrained": "pretrained",
     "convert": "interchange.convert",
     "inspect": "interchange.inspection",
-    "latest": "commit",
+    "latest": "publish.commit",
     "load": "loading",
     "load_pretrained": "pretrained",
     "save": "saving",
-    "verify": "manifest",
+    "verify": "format.manifest",
     "wait": "saving",
 }
 

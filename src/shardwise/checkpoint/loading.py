@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import by_rank, optimizer_state, tensor_files, training_state
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.matching import Matched, Wanted, match
-from shardwise.checkpoint.peers import Peers, settle
-from shardwise.checkpoint.piece import DTYPES, give_extra_state, piece_of
-from shardwise.checkpoint.place import Place
-from shardwise.checkpoint.safetensors_layout import StoredTensor
-from shardwise.checkpoint.storage import Location, check_location
+from shardwise.checkpoint.format import optimizer_state, per_rank_buffers, tensor_files, training_json
+from shardwise.checkpoint.format.contents import Contents
+from shardwise.checkpoint.format.local_tensor import DTYPES, give_extra_state, piece_of
+from shardwise.checkpoint.format.matching import Matched, Wanted, match
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.io.storage import Location, check_location
+from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.ranks.consensus import Peers, settle
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
 
@@ -83,7 +83,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             reading.raise_differences()
         reading.check_dtypes()
         wanted = [*reading.model_pieces, *reading.optimizer_pieces]
-        rows = by_rank.own_rows(wanted, reading.by_rank_files.tensors, peers)
+        rows = per_rank_buffers.own_rows(wanted, reading.by_rank_files.tensors, peers)
     peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
         engine.release_all()
@@ -97,7 +97,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             reading.restore(optimizer)
             states = reading.training["rng"]
             if len(states) == peers.world_size:
-                training_state.restore_random_state(states[peers.rank], engine.mesh.device)
+                training_json.restore_random_state(states[peers.rank], engine.mesh.device)
     mib, direct_mib = sum(read.read_bytes for read in done) / 2**20, sum(read.direct_bytes for read in done) / 2**20
     _log.info("%s: rank %d read %.1f MiB, %.1f of them past the page cache", path, peers.rank, mib, direct_mib)
     return reading.result()
@@ -138,10 +138,10 @@ class _Reading:
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
-        self.training = training_state.read(contents)
+        self.training = training_json.read(contents)
         self.model_files = tensor_files.find(contents, "model")
         self.optimizer_files = tensor_files.find(contents, "optimizer")
-        self.by_rank_files = tensor_files.find(contents, by_rank.STEM)
+        self.by_rank_files = tensor_files.find(contents, per_rank_buffers.STEM)
         self.optimizer_pieces: Wanted = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._states: list[_NewState] = []

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint import manifest, tensor_files
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.hugging_face import INDEX, SINGLE, weights_of
-from shardwise.checkpoint.matching import Matched, match, shown
-from shardwise.checkpoint.naming import find, is_transformers
-from shardwise.checkpoint.peers import Peers, settle
-from shardwise.checkpoint.piece import give_extra_state
-from shardwise.checkpoint.storage import Directory, Location, check_location, directory_of
-from shardwise.checkpoint.tensor_files import TensorFiles
+from shardwise.checkpoint.format import manifest, tensor_files
+from shardwise.checkpoint.format.contents import Contents
+from shardwise.checkpoint.format.hugging_face import INDEX, SINGLE, weights_of
+from shardwise.checkpoint.format.local_tensor import give_extra_state
+from shardwise.checkpoint.format.matching import Matched, match, shown
+from shardwise.checkpoint.format.tensor_files import TensorFiles
+from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
+from shardwise.checkpoint.names.transformers_names import find, is_transformers
+from shardwise.checkpoint.ranks.consensus import Peers, settle
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
-from shardwise.modules.materialize import left_blank
+from shardwise.modules.deferred_init.materialize import left_blank
 
 _DISAGREE = (
     "ranks disagree about what to load: call sw.checkpoint.load_pretrained with the same path and strict on every "

@@ -16,18 +16,20 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import background, by_rank, commit, manifest, names, tensor_files, training_state
-from shardwise.checkpoint.correspondence import Company, Correspondence, leave, note
-from shardwise.checkpoint.host_copy import Copies, HostMemory
-from shardwise.checkpoint.in_parts import InParts
-from shardwise.checkpoint.in_place import InPlace
-from shardwise.checkpoint.naming import is_transformers
-from shardwise.checkpoint.optimizer_state import optimizer_state
-from shardwise.checkpoint.peers import Peers, settle
-from shardwise.checkpoint.piece import Piece, pieces_to_write
-from shardwise.checkpoint.remote import RemoteDirectory
-from shardwise.checkpoint.storage import Location, check_location, is_url
-from shardwise.checkpoint.target import Kind, Target, Written
+from shardwise.checkpoint.format import manifest, names_json, per_rank_buffers, tensor_files, training_json
+from shardwise.checkpoint.format.local_tensor import Piece, pieces_to_write
+from shardwise.checkpoint.format.optimizer_state import optimizer_state
+from shardwise.checkpoint.io.remote import RemoteDirectory
+from shardwise.checkpoint.io.storage import Location, check_location, is_url
+from shardwise.checkpoint.names.transformers_names import is_transformers
+from shardwise.checkpoint.publish import commit
+from shardwise.checkpoint.publish.per_rank_files import InParts
+from shardwise.checkpoint.publish.shared_files import InPlace
+from shardwise.checkpoint.publish.target import Kind, Target, Written
+from shardwise.checkpoint.ranks import save_thread
+from shardwise.checkpoint.ranks.consensus import Peers, settle
+from shardwise.checkpoint.ranks.file_barrier import Company, Correspondence, leave, note
+from shardwise.checkpoint.staging import Copies, HostMemory
 from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError, UsageError
@@ -91,9 +93,9 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
         _take_along(files or {}, writing)
         writing.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
     peers.agree(f"{target.name}|{step}|{bool(asynchronous)}|{writing.describe()}", _DISAGREE)
-    rows = by_rank.differing(writing.whole, peers)
+    rows = per_rank_buffers.differing(writing.whole, peers)
     if rows:
-        writing.kinds.append(Kind(tensor_files.plan(by_rank.STEM, rows, max_file_bytes), rows))
+        writing.kinds.append(Kind(tensor_files.plan(per_rank_buffers.STEM, rows, max_file_bytes), rows))
     try:
         _begin(target, peers)
         if asynchronous:
@@ -159,8 +161,8 @@ class _Writing:
         if missing:
             raise CheckpointError(f"{self.target} cannot be written: the report of rank {missing[0]} is not there")
         found = [report for report in reports if report is not None]
-        training = training_state.describe(rng=[report["rng"] for report in found], **self.training)
-        documents = {**self.documents, training_state.NAME: training_state.encode(training)}
+        training = training_json.describe(rng=[report["rng"] for report in found], **self.training)
+        documents = {**self.documents, training_json.NAME: training_json.encode(training)}
         self.target.commit(self.kinds, Written.of_ranks(found), documents)
 
 
@@ -176,12 +178,12 @@ def _check(step: int, extra: object, max_file_bytes: int) -> None:
         raise UsageError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, at least 1")
     if extra is not None and not isinstance(extra, Mapping):
         raise UsageError(f"extra is a dict, not a {type(extra).__name__}")
-    training_state.check_json(None if extra is None else dict(extra), "extra")
+    training_json.check_json(None if extra is None else dict(extra), "extra")
 
 
 def _take_along(files: Mapping[str, bytes], writing: _Writing) -> None:
     """Raises UsageError for a name that a checkpoint has another use for."""
-    taken = {manifest.NAME, training_state.NAME, names.NAME, *writing.documents}
+    taken = {manifest.NAME, training_json.NAME, names_json.NAME, *writing.documents}
     for name, data in files.items():
         if name != os.path.basename(name) or name in taken or ".safetensors" in name or name[:1] in {"", "."}:  # noqa: PTH119
             raise UsageError(f"files: {name!r} cannot be the name of a file that goes along with a checkpoint")
@@ -219,15 +221,15 @@ def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: 
     document = None if state is None else state.document
     device = require_engine(model).mesh.device
     whole = [piece for found in pieces.values() for piece in found if piece.is_whole]
-    return _Writing(target, kinds, {"optimizer": document}, training_state.random_state(device), whole, documents)
+    return _Writing(target, kinds, {"optimizer": document}, training_json.random_state(device), whole, documents)
 
 
 def _names(model: nn.Module, pieces: list[Piece]) -> dict[str, bytes]:
     """What FSDP2, or anybody with the model in memory, will ask for: `shardwise convert` needs it."""
     asked = [(piece.names, piece.shape, piece.places) for piece in pieces]  # places are the same objects each time
     if model not in _encoded_names or _encoded_names[model][0] != asked:
-        named = names.of_pieces(pieces)
-        _encoded_names[model] = asked, {names.NAME: names.encode(named)} if named else {}
+        named = names_json.of_pieces(pieces)
+        _encoded_names[model] = asked, {names_json.NAME: names_json.encode(named)} if named else {}
     return _encoded_names[model][1]
 
 
@@ -268,14 +270,14 @@ def _start(writing: _Writing, peers: Peers, memory: HostMemory) -> None:
     with peers.together(f"{target} cannot be written"):
         company.meet()
     copied = replace(writing, kinds=kinds)
-    job = background.Job(
+    job = save_thread.Job(
         what=str(target),
         begin=copies.begin,
         run=lambda: copied.run(company, copies),
         leave=copies.leave,
         discard=target.discard if peers.is_first else lambda: None,
     )
-    background.start(job, peers.together(f"{target} cannot be written"))
+    save_thread.start(job, peers.together(f"{target} cannot be written"))
 
 
 def _configuration(model: nn.Module) -> dict[str, bytes]:

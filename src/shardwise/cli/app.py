@@ -70,7 +70,7 @@ def train(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of configuration errors too.")] = False,
 ) -> int:
     """Train a model, on all GPUs or else on 2 CPU ranks; resume from the newest good checkpoint."""
-    from shardwise.train.config import load
+    from shardwise.train.config.schema import load
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from shardwise.cli.worker import run_under_torchrun
@@ -78,7 +78,7 @@ def train(
         return run_under_torchrun(config, overrides or (), debug)
 
     from shardwise.cli.launch import launch
-    from shardwise.train.preflight import check, crowding
+    from shardwise.train.config.preflight import check, crowding
 
     fitted = check(load(config, overrides or ()))
     if note := crowding(fitted):
@@ -101,8 +101,8 @@ def inspect(
     if not what.endswith(".toml"):
         return _inspect_checkpoint(what, overrides or (), quick, tensors)
     from shardwise.cli.inspect import table
-    from shardwise.train.config import load
-    from shardwise.train.preflight import check
+    from shardwise.train.config.preflight import check
+    from shardwise.train.config.schema import load
 
     print(table(check(load(Path(what), overrides or ()))))
     return Exit.DONE

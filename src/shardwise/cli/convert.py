@@ -1,7 +1,7 @@
 """`shardwise convert`: what was converted, in words."""
 
 from shardwise.checkpoint import Converted
-from shardwise.train.console import format_bytes
+from shardwise.train.output.console import format_bytes
 
 KINDS = {
     "shardwise": "a checkpoint of shardwise",

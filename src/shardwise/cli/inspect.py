@@ -4,13 +4,13 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.train import auto
-from shardwise.train.config import Config
-from shardwise.train.job import hardware_here
-from shardwise.train.models import TextShape, build_model
+from shardwise.train.config import auto
+from shardwise.train.config.job import hardware_here
+from shardwise.train.config.models import TextShape, build_model
+from shardwise.train.config.schema import Config
+from shardwise.train.config.sharding import shard_model
+from shardwise.train.data.tokenizer import load_tokenizer
 from shardwise.train.ranks import Ranks, device_here
-from shardwise.train.sharding import shard_model
-from shardwise.train.tokenizer import load_tokenizer
 
 
 def table(config: Config) -> str:

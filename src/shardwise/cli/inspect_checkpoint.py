@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.checkpoint import Inspection
 from shardwise.checkpoint.interchange.inspection import Group, Partial, Run
 from shardwise.cli.convert import KINDS, counted
-from shardwise.train.console import format_bytes
+from shardwise.train.output.console import format_bytes
 
 _WIDTH = 80
 _EXTRA_SHOWN = 8

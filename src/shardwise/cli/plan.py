@@ -130,7 +130,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
         raise UserError("MODEL is missing: shardwise plan llama-3-8b --gpus 8 (see shardwise plan --help)")
     if offload != "none":
         raise PlanError(f"--offload {offload}: the engine has no offload yet; leave it out")
-    from shardwise.plan.search import Objective
+    from shardwise.plan.search.search import Objective
 
     arguments = {
         "gpu": gpu,
@@ -155,7 +155,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
         "price_per_hour": price,
     }
     from shardwise.plan import planner
-    from shardwise.plan.source import quiet_transformers
+    from shardwise.plan.models.source import quiet_transformers
 
     question = planner.Question(
         model=model,
@@ -178,11 +178,11 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
     if json:
         print(json_format.dumps(answer.to_dict(), indent=2))
     else:
-        from shardwise.plan.table import text as table
+        from shardwise.plan.report.table import text as table
 
         print(table(answer.report))
     if html is not None:
-        from shardwise.plan.page import write_page
+        from shardwise.plan.report.page import write_page
 
         write_page(replace(answer.report, config=text), html)
         _say(f"page: {html}")
@@ -208,7 +208,7 @@ def _calibrate(ranks: int, output: Path, quick: bool, debug: bool) -> int:
     import torch
 
     from shardwise.cli.launch import launch_task
-    from shardwise.train.preflight import DEFAULT_CPU_RANKS, check_devices
+    from shardwise.train.config.preflight import DEFAULT_CPU_RANKS, check_devices
 
     check_devices(ranks)
     _check_writable(output)
@@ -221,8 +221,8 @@ def _calibrate(ranks: int, output: Path, quick: bool, debug: bool) -> int:
 
 def _training_config(answer: Plan, path: Path | None) -> tuple[str, PlanError | None]:
     """The best one as a configuration; or nothing, and why the trainer cannot run it."""
-    from shardwise.train.config import dump_toml
-    from shardwise.train.planned import training_config
+    from shardwise.train.config.from_plan import training_config
+    from shardwise.train.config.schema import dump_toml
 
     if answer.best is None:
         return "", None
@@ -240,9 +240,9 @@ def _check_counts(options: Mapping[str, int | None]) -> None:
 
 def _check_outputs(model: str, html: Path | None, trace: Path | None, config: Path | None) -> None:
     """Before minutes of work: raise PlanError where something cannot be written that is asked for."""
-    from shardwise.plan.source import resolve
-    from shardwise.plan.trace import check_format
-    from shardwise.train.planned import check_model
+    from shardwise.plan.models.source import resolve
+    from shardwise.plan.simulate.trace import check_format
+    from shardwise.train.config.from_plan import check_model
 
     _check_writable(html, trace, config)
     if trace is not None:
@@ -290,7 +290,7 @@ def _numbers(option: str, given: str | None) -> list[int] | None:
 
 
 def _precisions(given: str | None) -> list[Any]:
-    from shardwise.plan.space import precision_of
+    from shardwise.plan.search.space import precision_of
 
     return [precision_of(word) for word in _words("--precision", given) or ["bf16"]]
 

@@ -132,10 +132,11 @@ def _place() -> tuple[int, int]:
 
 
 def _train(path: Path, overrides: Sequence[str] = ()) -> None:
-    from shardwise.train import config, preflight, trainer
+    from shardwise.train import trainer
+    from shardwise.train.config import preflight, schema
 
     preflight.check_devices(int(os.environ["LOCAL_WORLD_SIZE"]))
-    trainer.run(config.load(path, overrides).for_ranks(int(os.environ["WORLD_SIZE"])))
+    trainer.run(schema.load(path, overrides).for_ranks(int(os.environ["WORLD_SIZE"])))
 
 
 def calibrate(path: Path, quick: bool = False) -> None:
@@ -145,14 +146,14 @@ def calibrate(path: Path, quick: bool = False) -> None:
         PlanError: the file cannot be written.
     """
     from shardwise.errors import PlanError
-    from shardwise.plan import calibrate, hardware
+    from shardwise.plan.hardware import calibration, devices
     from shardwise.train.ranks import started
 
     with started() as ranks:
-        measured = calibrate.calibrate(ranks.device, calibrate.QUICK if quick else calibrate.THOROUGH)
+        measured = calibration.calibrate(ranks.device, calibration.QUICK if quick else calibration.THOROUGH)
         if ranks.is_first:
             try:
-                hardware.write_device(measured, path)
+                devices.write_device(measured, path)
             except OSError as error:
                 raise PlanError(f"cannot write {path}: {error.strerror}") from None
 

@@ -61,11 +61,11 @@ def _separate_reductions() -> bool:
 
 def _on_cpus(group: dist.ProcessGroup, must_share: bool) -> Collectives:
     # The ranks decide together: first whether all could, then (in the constructor) whether it works.
-    from shardwise.comm.segment import exchange
+    from shardwise.comm.shared_memory.segment import exchange
 
     suitable = platform.system() == "Linux" and platform.machine() == "x86_64"
     if all(able for (able,) in exchange(group, [suitable])):
-        from shardwise.comm.shm import ShmCollectives
+        from shardwise.comm.shared_memory.collectives import ShmCollectives
 
         try:
             return ShmCollectives(group)

@@ -32,7 +32,7 @@ from shardwise.engine.saved import Place, SavedTensors
 from shardwise.engine.schedule import Event, Phase, Schedule
 from shardwise.engine.unit import Unit, UnitState
 from shardwise.errors import CollectiveTimeout, ConfigError, MismatchError, UsageError
-from shardwise.modules.newcomers import Newcomers
+from shardwise.modules.late_parameters import Newcomers
 from shardwise.modules.trees import cast_tensors, exchange_input, exchange_tensors, first_differentiable, output_tensors
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy

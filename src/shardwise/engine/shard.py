@@ -19,9 +19,9 @@ from shardwise.engine.state_dicts import watch_state_dicts
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
+from shardwise.modules.deferred_init.materialize import materialize, on_meta
 from shardwise.modules.guard import guard
-from shardwise.modules.materialize import materialize, on_meta
-from shardwise.modules.newcomers import Newcomers
+from shardwise.modules.late_parameters import Newcomers
 from shardwise.modules.site import Site
 from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.precision import Precision

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwise.plan.cost import Cost
-from shardwise.plan.evaluate import STEADY, Evaluator
-from shardwise.plan.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Forecast
-from shardwise.plan.hardware import find_device, find_interconnect
-from shardwise.plan.job import Job
-from shardwise.plan.report import Report, amount, full_name, strategy_name
-from shardwise.plan.search import (
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.sequence import with_sequences
+from shardwise.plan.hardware.devices import find_device, find_interconnect
+from shardwise.plan.models.source import ModelLike, Source, resolve
+from shardwise.plan.report.report import Report, amount, full_name, strategy_name
+from shardwise.plan.search.evaluate import STEADY, Evaluator
+from shardwise.plan.search.search import (
     Candidate,
     Exploration,
     Objective,
@@ -25,11 +25,11 @@ from shardwise.plan.search import (
     ranked,
     smallest_cluster,
 )
-from shardwise.plan.sequence import with_sequences
-from shardwise.plan.source import ModelLike, Source, resolve
-from shardwise.plan.space import Space, space
-from shardwise.plan.trace import draw
-from shardwise.plan.workers import explore_in_processes
+from shardwise.plan.search.space import Space, space
+from shardwise.plan.search.workers import explore_in_processes
+from shardwise.plan.simulate.cost import Cost
+from shardwise.plan.simulate.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Forecast
+from shardwise.plan.simulate.trace import draw
 from shardwise.policy.strategy import Strategy
 
 PARALLEL_FROM = 12

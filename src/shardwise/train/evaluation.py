@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.train.data import MicroBatch
+from shardwise.train.data.batches import MicroBatch
 from shardwise.train.interruption import Interruption
 from shardwise.train.loss import LossFunction
 from shardwise.train.ranks import Ranks

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
-from shardwise.train.data import IGNORED, MicroBatch
+from shardwise.train.data.batches import IGNORED, MicroBatch
 
 
 class MicroBatchLoss(NamedTuple):

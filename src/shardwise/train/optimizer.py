@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.train.config import TrainConfig
+from shardwise.train.config.schema import TrainConfig
 
 _FUSED_DEVICES = frozenset({"cpu", "cuda"})
 

@@ -12,17 +12,17 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import OutOfMemory, UserError
-from shardwise.plan.evaluate import Evaluator
-from shardwise.plan.report import parts
-from shardwise.plan.search import available_bytes, gib, needed_bytes
+from shardwise.plan.report.report import parts
+from shardwise.plan.search.evaluate import Evaluator
+from shardwise.plan.search.search import available_bytes, gib, needed_bytes
 from shardwise.policy.kinds import KINDS
-from shardwise.train.config import Config
-from shardwise.train.job import hardware_here, job_of, source_of
-from shardwise.train.models import TextShape
+from shardwise.train.config.job import hardware_here, job_of, source_of
+from shardwise.train.config.models import TextShape
+from shardwise.train.config.schema import Config
 from shardwise.train.ranks import Ranks
 
 if TYPE_CHECKING:
-    from shardwise.plan.forecast import Forecast
+    from shardwise.plan.simulate.forecast import Forecast
 
 _WAYS = 2
 _SEARCH_S = 12.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.train.config import TrainConfig
+from shardwise.train.config.schema import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

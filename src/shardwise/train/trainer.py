@@ -14,32 +14,32 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, UserError
-from shardwise.model.memory import replicated
-from shardwise.model.recompute import checkpoint_units
-from shardwise.plan.source import quiet_transformers
+from shardwise.model_tools.activation_checkpointing import checkpoint_units
+from shardwise.model_tools.memory import replicated
+from shardwise.plan.models.source import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
-from shardwise.train import alike, auto
-from shardwise.train.checkpoints import Checkpoints, Resumed
 from shardwise.train.compilation import compile_blocks
-from shardwise.train.config import Config
-from shardwise.train.console import RunConsole
-from shardwise.train.data import Batches, MicroBatch, Share, evaluation_batches, load_datasets
+from shardwise.train.config import auto, rank_consistency
+from shardwise.train.config.models import TextShape, build_model
+from shardwise.train.config.schema import Config
+from shardwise.train.config.sharding import needs_loss_scaling, shard_model
+from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
+from shardwise.train.data.tokenizer import files_of
 from shardwise.train.evaluation import evaluate
-from shardwise.train.export import export
-from shardwise.train.footprint import compare
 from shardwise.train.interruption import Interrupted, Interruption
 from shardwise.train.loss import LossFunction, StepWeights
-from shardwise.train.metrics import MetricsWriter, StepMetrics
-from shardwise.train.models import TextShape, build_model
 from shardwise.train.optimizer import build_optimizer, set_lr
 from shardwise.train.out_of_memory import explained
+from shardwise.train.output.checkpoints import Checkpoints, Resumed
+from shardwise.train.output.console import RunConsole
+from shardwise.train.output.export import export
+from shardwise.train.output.footprint import compare
+from shardwise.train.output.metrics import MetricsWriter, StepMetrics
+from shardwise.train.output.run_claim import claimed
+from shardwise.train.output.run_directory import RunDirectory
+from shardwise.train.output.sample import sample_text
 from shardwise.train.ranks import Ranks, started
-from shardwise.train.run_claim import claimed
-from shardwise.train.run_directory import RunDirectory
-from shardwise.train.sample import sample_text
 from shardwise.train.schedule import Schedule
-from shardwise.train.sharding import needs_loss_scaling, shard_model
-from shardwise.train.tokenizer import files_of
 
 _FEW_TARGETS = 0.5
 """Of the tokens in rows: with fewer that are learnt, the run says so."""
@@ -84,7 +84,7 @@ class Trainer:
         assert train.global_batch is not None, "Config.for_ranks fills it in"
         with ranks.together():
             self.data = load_datasets(config.data)
-        alike.check(config, self.data, ranks)
+        rank_consistency.check(config, self.data, ranks)
         share = Share(ranks.rank, ranks.world_size, train.micro_batch)
         self.share = share
         self.batches = Batches(self.data.train, share, train.global_batch, config.data.seed)

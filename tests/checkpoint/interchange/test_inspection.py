@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
 from shardwise.checkpoint import convert, inspect
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.inspection import Inspection, Partial, Run, groups
-from shardwise.checkpoint.safetensors_layout import StoredTensor
 from shardwise.cli.app import run
 from tests.checkpoint.states import build, step, train_and_save
 from tests.engine.cases import Case

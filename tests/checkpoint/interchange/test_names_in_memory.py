@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-from shardwise.checkpoint import convert, manifest, names, verify
+from shardwise.checkpoint import convert, verify
+from shardwise.checkpoint.format import manifest, names_json
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.rearranged import as_in_memory, as_stored
-from shardwise.checkpoint.place import Place
-from shardwise.checkpoint.runs import Runs, Strided
-from shardwise.checkpoint.safetensors_layout import StoredTensor
-from shardwise.checkpoint.storage import LocalDirectory
+from shardwise.checkpoint.io.storage import LocalDirectory
+from shardwise.checkpoint.names.index_runs import Runs, Strided
+from shardwise.checkpoint.names.place import Place
 from shardwise.errors import CheckpointError
 from tests.checkpoint.interchange.sources import whole
 from tests.checkpoint.states import State, everything
@@ -143,9 +144,9 @@ def test_a_checkpoint_without_the_names_converts_as_it_is(tmp_path: Path) -> Non
     """Of a version that did not write them."""
     save("vit, renamed", tmp_path / "own")
     directory = LocalDirectory(tmp_path / "own")
-    records = {name: file for name, file in manifest.read(directory).files.items() if name != names.NAME}
+    records = {name: file for name, file in manifest.read(directory).files.items() if name != names_json.NAME}
     manifest.write(directory, manifest.Manifest(records))
-    directory.remove(names.NAME)
+    directory.remove(names_json.NAME)
     convert(tmp_path / "own", tmp_path / "full.pt", model_only=True)
     document = torch.load(tmp_path / "full.pt", weights_only=True)
     assert document.keys() == {"model", "step"}
@@ -157,7 +158,7 @@ def test_names_that_do_not_fit_any_more_are_left(tmp_path: Path) -> None:
     save("vit, renamed", tmp_path / "own")
     convert(tmp_path / "own", tmp_path / "full.pt", model_only=True)
     document = torch.load(tmp_path / "full.pt", weights_only=True)
-    del document["model"][names.decode(document["file_names"])[0].names[0]]
+    del document["model"][names_json.decode(document["file_names"])[0].names[0]]
     torch.save(document, tmp_path / "less.pt")
     convert(tmp_path / "less.pt", tmp_path / "back")
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == document["model"].keys()
@@ -201,8 +202,8 @@ def test_permuted_tensors(sizes: list[int], data: st.DataObject) -> None:
     tensor = torch.arange(float(torch.Size(sizes).numel())).view(sizes)
     moved = tensor.permute(order).contiguous()
     runs = Runs.paired(sizes, Strided(0, tensor.stride()), Strided(0, _strides(moved, order)))
-    named = [names.Named(("a", "b"), tuple(sizes), (Place("c", tuple(moved.shape), runs),))]
-    (again,) = names.decode(names.encode(named))
+    named = [names_json.Named(("a", "b"), tuple(sizes), (Place("c", tuple(moved.shape), runs),))]
+    (again,) = names_json.decode(names_json.encode(named))
     assert (again.names, again.shape, again.places[0].shape) == (("a", "b"), tuple(sizes), tuple(moved.shape))
     assert again.places[0].runs.tuples() == runs.tuples()
     start = data.draw(st.integers(0, tensor.numel()))
@@ -224,7 +225,7 @@ def _strides(moved: torch.Tensor, order: list[int]) -> tuple[int, ...]:
 
 def test_a_transposed_matrix_is_a_few_numbers() -> None:
     runs = Runs.paired((700, 900), Strided(0, (900, 1)), Strided(0, (1, 700)))
-    text = names.encode([names.Named(("a",), (700, 900), (Place("b", (900, 700), runs),))])
+    text = names_json.encode([names_json.Named(("a",), (700, 900), (Place("b", (900, 700), runs),))])
     assert len(text) < 700 * 40
 
 
@@ -251,14 +252,14 @@ WHOLE = {"names": ["a"], "shape": [4], "places": [["b", [4], [[0, 0, 4]]]]}
     ],
 )
 def test_what_cannot_be_is_refused(entry: Any) -> None:
-    names.decode(json.dumps({"format": 1, "tensors": [WHOLE]}))
+    names_json.decode(json.dumps({"format": 1, "tensors": [WHOLE]}))
     text = json.dumps({"format": 1, "tensors": [entry]})
     with pytest.raises(ValueError, match=r"Error: |are not all there|a shape|runs that|on one another"):
-        names.decode(text)
+        names_json.decode(text)
 
 
 def test_names_of_other_tensors_are_refused() -> None:
-    (named,) = names.decode(json.dumps({"format": 1, "tensors": [WHOLE]}))
+    (named,) = names_json.decode(json.dumps({"format": 1, "tensors": [WHOLE]}))
     for tensors in ({"b": torch.ones(5)}, {"c": torch.ones(4)}, {"b": torch.ones(4), "a": torch.ones(4)}):
         with pytest.raises(ValueError, match="there"):
             as_in_memory(Memory(tensors), [named])

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from shardwise.checkpoint.names import Named
-from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.checkpoint.format.names_json import Named
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 
 PART_BYTES = 32 * 2**20
 """Of a tensor in memory at once."""

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint import background, manifest
+from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.interchange.carried import Carried
 from shardwise.checkpoint.interchange.from_dcp import read_dcp
 from shardwise.checkpoint.interchange.from_pt import read_pt
@@ -17,8 +17,9 @@ from shardwise.checkpoint.interchange.to_dcp import write_dcp
 from shardwise.checkpoint.interchange.to_pt import write_pt
 from shardwise.checkpoint.interchange.to_safetensors import write_checkpoint, write_hugging_face
 from shardwise.checkpoint.interchange.tree import sort_out
-from shardwise.checkpoint.joining import join
-from shardwise.checkpoint.storage import Location, is_url
+from shardwise.checkpoint.io.storage import Location, is_url
+from shardwise.checkpoint.publish.consolidation import join
+from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.suggest import nearest_path
 
@@ -72,7 +73,7 @@ def convert(  # noqa: PLR0913 - options of a command
             or cannot be written; `files_from` is no directory. UnreadableError: the source is there and cannot be read.
         UsageError: the target is a URL.
     """
-    background.wait()
+    save_thread.wait()
     if is_url(target):
         raise UsageError(f"{os.fspath(target)} is a URL, and a conversion writes to a path: copy it from there")
     end = Path(os.path.abspath(target))  # noqa: PTH100 - not through links

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import manifest
+from shardwise.checkpoint.format import manifest
 from shardwise.errors import CheckpointError
 from shardwise.sharded.boxes import Box, runs_of
 

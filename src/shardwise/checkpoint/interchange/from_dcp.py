@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange import dcp_metadata
 from shardwise.checkpoint.interchange.carried import PART_BYTES, Run
 from shardwise.checkpoint.interchange.dcp_metadata import DcpTensor, Key
 from shardwise.checkpoint.interchange.torch_file import SavedTensor, dtype_name, read_stream
 from shardwise.checkpoint.interchange.tree import Tree
-from shardwise.checkpoint.safetensors_layout import StoredTensor
 from shardwise.errors import CheckpointError, UnreadableError
 from shardwise.sharded.boxes import runs_of
 

@@ -10,17 +10,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import by_rank, manifest, names, tensor_files, training_state
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.hugging_face import weights_of
+from shardwise.checkpoint.format import manifest, names_json, per_rank_buffers, tensor_files, training_json
+from shardwise.checkpoint.format.contents import Contents
+from shardwise.checkpoint.format.hugging_face import weights_of
+from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format.safetensors_layout import TensorFile
 from shardwise.checkpoint.interchange.carried import Carried, Run, parts
-from shardwise.checkpoint.piece import DTYPES
-from shardwise.checkpoint.safetensors_layout import TensorFile
-from shardwise.checkpoint.storage import Directory, LocalDirectory, Location, Source
+from shardwise.checkpoint.io.storage import Directory, LocalDirectory, Location, Source
 from shardwise.errors import CheckpointError
 
 _TENSORS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".msgpack", ".h5")
-_OWN = (manifest.NAME, training_state.NAME, names.NAME)
+_OWN = (manifest.NAME, training_json.NAME, names_json.NAME)
 
 
 class _Files(Protocol):
@@ -56,7 +56,7 @@ class SafetensorsTensors:
 def read_checkpoint(path: Location) -> Carried:
     """A committed checkpoint of `sw.checkpoint.save`. Raises CheckpointError."""
     contents = Contents.of(path)
-    training = training_state.read(contents)
+    training = training_json.read(contents)
     return Carried(
         SafetensorsTensors(contents, tensor_files.find(contents, "model").files),
         SafetensorsTensors(contents, tensor_files.find(contents, "optimizer").files),
@@ -64,8 +64,10 @@ def read_checkpoint(path: Location) -> Carried:
         training["step"],
         training["extra"],
         files=_configuration(contents.directory, contents.manifest.files),
-        left_out=tuple(f"{name} of ranks other than 0" for name in tensor_files.find(contents, by_rank.STEM).tensors),
-        names=names.read(contents),
+        left_out=tuple(
+            f"{name} of ranks other than 0" for name in tensor_files.find(contents, per_rank_buffers.STEM).tensors
+        ),
+        names=names_json.read(contents),
     )
 
 

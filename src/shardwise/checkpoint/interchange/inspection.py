@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import background, commit, manifest, training_state
-from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.format import manifest, training_json
+from shardwise.checkpoint.format.contents import Contents
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange import dcp_metadata
 from shardwise.checkpoint.interchange.carried import Carried
 from shardwise.checkpoint.interchange.convert import read
 from shardwise.checkpoint.interchange.kinds import Kind, kind_of
-from shardwise.checkpoint.safetensors_layout import StoredTensor
-from shardwise.checkpoint.storage import Location, directory_of, is_url
+from shardwise.checkpoint.io.storage import Location, directory_of, is_url
+from shardwise.checkpoint.publish import commit
+from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, UnreadableError
 
 Progress = Callable[[int, int], None]
@@ -111,7 +113,7 @@ def inspect(location: Location, quick: bool = False, progress: Progress | None =
     Raises CheckpointError, saying what it is instead, if there is nothing of the kind; UnreadableError where storage
     does not answer. Damage is no error: it is in the result.
     """
-    background.wait()
+    save_thread.wait()
     with manifest.reading(location):
         return _inspect(location, quick, progress)
 
@@ -158,7 +160,7 @@ def _found(location: Location, kind: Kind) -> dict[str, Any]:
         "left_out": carried.left_out,
     }
     if kind in {Kind.SHARDWISE, Kind.PARTS}:
-        training = training_state.read(Contents.of(location))
+        training = training_json.read(Contents.of(location))
         found.update(step=training["step"], saved_by=training["world_size"], version=training["shardwise"])
     if kind is Kind.DCP:
         _check_places(Path(location))
@@ -211,7 +213,7 @@ def _run_checkpoint(path: Path) -> RunCheckpoint:
             return RunCheckpoint(path.name, None, nbytes, 0, (), suffix[1:])
     try:
         damage = [str(error) for error in manifest.damage(path, quick=True)]
-        training = training_state.read(Contents.of(path))
+        training = training_json.read(Contents.of(path))
         return RunCheckpoint(path.name, training["step"], nbytes, training["world_size"], tuple(damage), "committed")
     except UnreadableError:
         raise

@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 
-from shardwise.checkpoint import commit, hugging_face, manifest
+from shardwise.checkpoint.format import hugging_face, manifest
 from shardwise.checkpoint.interchange import dcp_metadata
-from shardwise.checkpoint.storage import LocalDirectory, Location, directory_of, is_url
+from shardwise.checkpoint.io.storage import LocalDirectory, Location, directory_of, is_url
+from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError
 
 PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

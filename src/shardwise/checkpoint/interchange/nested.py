@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import names
+from shardwise.checkpoint.format import names_json
+from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.carried import Carried, Tensors
 from shardwise.checkpoint.interchange.rearranged import as_in_memory
-from shardwise.checkpoint.piece import DTYPES
-from shardwise.checkpoint.safetensors_layout import StoredTensor
 
 FILE_NAMES = "file_names"
 """Key of what the tensors of the model are called in files, as text: that of `names.json`."""
@@ -46,7 +46,7 @@ def nested_state(carried: Carried, tensor: Callable[[Tensors, StoredTensor], Any
     if carried.extra:
         state["extra"] = carried.extra
     if carried.names:
-        state[FILE_NAMES] = names.encode(carried.names).decode()
+        state[FILE_NAMES] = names_json.encode(carried.names).decode()
     return state
 
 

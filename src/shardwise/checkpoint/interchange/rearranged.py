@@ -13,11 +13,11 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format.names_json import Named
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.carried import PART_BYTES, Run, Tensors, parts
-from shardwise.checkpoint.names import Named
-from shardwise.checkpoint.piece import DTYPES
-from shardwise.checkpoint.runs import Runs, tile
-from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.checkpoint.names.index_runs import Runs, tile
 from shardwise.layout.ranges import Range
 
 

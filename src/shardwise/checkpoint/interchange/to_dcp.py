@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint import commit
+from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.carried import PART_BYTES, Carried, Tensors
 from shardwise.checkpoint.interchange.nested import nested_state
-from shardwise.checkpoint.piece import DTYPES
-from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError
 from shardwise.sharded.boxes import Box, boxes_of
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.checkpoint import commit
+from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.carried import Carried, Tensors
 from shardwise.checkpoint.interchange.nested import nested_state
 from shardwise.checkpoint.interchange.torch_file import SavedTensor, read_stream
-from shardwise.checkpoint.piece import DTYPES
-from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint import commit, manifest, names, tensor_files, training_state
+from shardwise.checkpoint.format import manifest, names_json, tensor_files, training_json
+from shardwise.checkpoint.format.manifest import FileRecord, Manifest, RegionSums
+from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.interchange.carried import Carried, Tensors
-from shardwise.checkpoint.manifest import FileRecord, Manifest, RegionSums
-from shardwise.checkpoint.storage import LocalDirectory
-from shardwise.checkpoint.tensor_files import TensorFiles
+from shardwise.checkpoint.io.storage import LocalDirectory
+from shardwise.checkpoint.publish import commit
 
 _CHUNK_BYTES = 8 * 2**20
 
@@ -24,9 +25,9 @@ def write_checkpoint(carried: Carried, target: Path, max_file_bytes: int) -> Non
         _write_files(partial, "model", carried.model, max_file_bytes)
         if carried.optimizer is not None:
             _write_files(partial, "optimizer", carried.state, max_file_bytes)
-        document = training_state.describe(carried.step, carried.optimizer, [], carried.extra)
-        in_memory = {names.NAME: names.encode(carried.names)} if carried.names else {}
-        _write_small(partial, {**carried.files, **in_memory, training_state.NAME: training_state.encode(document)})
+        document = training_json.describe(carried.step, carried.optimizer, [], carried.extra)
+        in_memory = {names_json.NAME: names_json.encode(carried.names)} if carried.names else {}
+        _write_small(partial, {**carried.files, **in_memory, training_json.NAME: training_json.encode(document)})
         records = {path.name: _record_of(path) for path in sorted(partial.iterdir())}
         manifest.write(LocalDirectory(partial), Manifest(records))
         commit.commit(target)

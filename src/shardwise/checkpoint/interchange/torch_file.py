@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.checkpoint import manifest
-from shardwise.checkpoint.piece import DTYPES
-from shardwise.checkpoint.safetensors_layout import StoredTensor
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.errors import CheckpointError
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

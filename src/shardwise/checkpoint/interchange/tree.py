@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwise.checkpoint import names
+from shardwise.checkpoint.format import names_json
 from shardwise.checkpoint.interchange.carried import Carried, Selection, Tensors
 from shardwise.checkpoint.interchange.dcp_metadata import Key
 from shardwise.checkpoint.interchange.nested import FILE_NAMES
@@ -82,12 +82,12 @@ class _Sorting:
         prefix = next((k for k in _MODEL if any(key[0] == k and len(key) > 1 for key in self._keys)), None)
         if prefix is None:
             found = [key for key in self._keys if len(key) == 1 and not self._is_step(key)]
-            names: dict[str, Key] = {str(key[0]): key for key in found}
+            names_json: dict[str, Key] = {str(key[0]): key for key in found}
         else:
-            names = {".".join(map(str, key[1:])): key for key in self._keys if key[0] == prefix and len(key) > 1}
-        if not names:
+            names_json = {".".join(map(str, key[1:])): key for key in self._keys if key[0] == prefix and len(key) > 1}
+        if not names_json:
             raise CheckpointError("it has no model: neither tensors at its top level nor below 'model' or 'state_dict'")
-        return {name: self._keys.pop(key) for name, key in names.items()}
+        return {name: self._keys.pop(key) for name, key in names_json.items()}
 
     def _is_step(self, key: Key) -> bool:
         """Whether a tensor is the training's step. In a state_dict alone it is the model's, whatever its name."""
@@ -152,7 +152,7 @@ class _Sorting:
 def _named_as_files(carried: Carried, file_names: Any) -> Carried:
     """With the names that shardwise's files had before it was converted; as it is where it has changed since."""
     try:
-        found = names.decode(file_names)
+        found = names_json.decode(file_names)
         return replace(carried, model=as_stored(carried.model, found), names=found)
     except ValueError:
         return carried
@@ -248,10 +248,10 @@ class _Optimizer:
 
     def _listed(self, group: dict[str, Any]) -> dict[str, Any]:
         members = list(group.get("params", ()))
-        names = group.get("param_names")
-        if names is not None and len(names) == len(members):
-            self._fqns.update({str(member): str(name) for member, name in zip(members, names, strict=True)})
-            members = list(names)
+        names_json = group.get("param_names")
+        if names_json is not None and len(names_json) == len(members):
+            self._fqns.update({str(member): str(name) for member, name in zip(members, names_json, strict=True)})
+            members = list(names_json)
         options = {key: _option(key, value) for key, value in group.items() if key not in {"params", "param_names"}}
         return {**options, "fqns": [str(member) for member in members]}
 

@@ -1,0 +1,1 @@
+"""What a checkpoint's files contain: tensors, training state, names, and the manifest that makes them one."""

@@ -1,0 +1,73 @@
+"""A checkpoint that is open for reading: its files, whether they are there or are joined of what ranks wrote."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.manifest import Manifest, Part
+from shardwise.checkpoint.io.storage import Directory, Location, Source, directory_of
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A committed checkpoint."""
+
+    directory: Directory
+    manifest: Manifest
+
+    @classmethod
+    def of(cls, path: Location) -> Contents:
+        """Raises CheckpointError if there is none, or its manifest is damaged."""
+        directory = directory_of(path)
+        return cls(directory, manifest.read(directory))
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file by its name in an ordinary checkpoint."""
+        found = {name: record.nbytes for name, record in self.manifest.files.items()}
+        return {**found, **{name: file.nbytes for name, file in self.manifest.joined.items()}}
+
+    def check_size(self, name: str) -> None:
+        """Raise CheckpointError if the file, or one that it is joined of, is missing or of another size."""
+        joined = self.manifest.joined.get(name)
+        for file in {part.file for part in joined.parts} if joined else {name}:
+            manifest.check_size(self.directory, file, self.manifest.files[file])
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Source]:
+        """One of the files, for reading byte ranges."""
+        joined = self.manifest.joined.get(name)
+        with ExitStack() as stack:
+            if joined is None:
+                yield stack.enter_context(self.directory.open(name))
+            else:
+                names = {part.file for part in joined.parts}
+                sources = {file: stack.enter_context(self.directory.open(file)) for file in names}
+                yield _JoinedSource(sorted(joined.parts), sources)
+
+
+@dataclass(frozen=True, slots=True)
+class _JoinedSource:
+    parts: Sequence[Part]
+    """In order, without gaps."""
+    sources: Mapping[str, Source]
+
+    def read_at(self, start: int, into: memoryview) -> None:
+        at = bisect_right(self.parts, start, key=lambda part: part.start) - 1
+        while into.nbytes:
+            if at >= len(self.parts):
+                raise EOFError(start)
+            part = self.parts[at]
+            length = min(into.nbytes, part.stop - start)
+            self.sources[part.file].read_at(part.offset + start - part.start, into[:length])
+            into, start, at = into[length:], start + length, at + 1
+
+    def read_pages(self, start: int, into: memoryview) -> int:
+        return 0  # its parts' pages are not its own

@@ -1,0 +1,92 @@
+"""The weights in a Hugging Face directory: `model.safetensors`, or the files that its index names and no others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardwise.checkpoint.format import manifest, tensor_files, training_json
+from shardwise.checkpoint.format.safetensors_layout import TensorFile
+from shardwise.checkpoint.format.tensor_files import TensorFiles
+from shardwise.checkpoint.io.storage import Directory
+from shardwise.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def weights_of(directory: Directory) -> TensorFiles:
+    """The files, each with the tensors that are to be read from it. Nothing of them is read but their headers.
+
+    Raises CheckpointError: neither they nor an index are there; one is missing, damaged or lacks a tensor that the
+    index promises; two have the same tensor and the index does not say whose it is; or the directory is a checkpoint
+    that was never committed.
+    """
+    refuse_uncommitted(directory)
+    promised = {} if directory.has(SINGLE) else _promised(directory)
+    layouts = {}
+    for name in sorted(set(promised.values())) or [SINGLE]:
+        path = f"{directory}/{name}"
+        try:
+            with manifest.reading(path), directory.open(name) as source:
+                layouts[name] = tensor_files.read_layout(path, source, directory.size(name))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing" + (f"; {INDEX} names it" if promised else "")) from None
+    return TensorFiles("model", _chosen(directory, layouts, promised))
+
+
+def refuse_uncommitted(directory: Directory) -> None:
+    """Raise CheckpointError for files of `sw.checkpoint.save` without the manifest that is written last."""
+    names = directory.names()
+    if manifest.NAME in names:
+        return
+    for name in names:
+        if name == training_json.NAME or (tensor_files.stem_of(name) == "optimizer" and name.endswith(".safetensors")):
+            raise CheckpointError(
+                f"{directory} has {name} and no {manifest.NAME}, so it is not a committed checkpoint: its files may be "
+                "those of a save or a copy that did not end"
+            )
+
+
+def _promised(directory: Directory) -> dict[str, str]:
+    """Which tensor the index has in which file, which must lie beside it."""
+    path = f"{directory}/{INDEX}"
+    try:
+        with manifest.reading(path):
+            promised = dict(json.loads(directory.read(INDEX))["weight_map"])
+    except (FileNotFoundError, NotADirectoryError):
+        found = f"has neither {SINGLE} nor {INDEX}" if directory.names() else "is no directory, or an empty one"
+        raise CheckpointError(f"{directory} {found}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+    if not promised:
+        raise CheckpointError(f"{path} names no files")
+    for name in promised.values():
+        if not isinstance(name, str) or set(name) & set("/\\\0") or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{path} names {name!r}, which is no safetensors file beside it")
+    return promised
+
+
+def _chosen(
+    directory: Directory, layouts: Mapping[str, TensorFile], promised: Mapping[str, str]
+) -> dict[str, TensorFile]:
+    """Each tensor in one file: the index decides between several, and has to be right about what there is."""
+    holders: dict[str, list[str]] = {}
+    for file, layout in layouts.items():
+        for name in layout.tensors:
+            holders.setdefault(name, []).append(file)
+    for name, file in promised.items():
+        if name not in holders:
+            raise CheckpointError(f"{directory}/{file} has no tensor {name!r}; {INDEX} promises it")
+    for name, files in holders.items():
+        if len(files) > 1 and promised.get(name) not in files:
+            raise CheckpointError(
+                f"{directory} has {name!r} in {files[0]} and {files[1]}, and {INDEX} does not say in which it is to be "
+                "read: are they of one model?"
+            )
+    owner = {name: files[0] if len(files) == 1 else promised[name] for name, files in holders.items()}
+    return {
+        file: replace(layout, tensors={name: tensor for name, tensor in layout.tensors.items() if owner[name] == file})
+        for file, layout in layouts.items()
+    }

@@ -1,0 +1,388 @@
+"""`manifest.json`: every file of a checkpoint with the checksums of its regions. Without it there is no checkpoint.
+
+    {"format": 1, "checksum": "xxh3_64", "sum": its own,
+     "files": {name: {"bytes": n, "regions": [[start, stop, sum], ...]}}}
+
+Its own sum is that of its JSON without "sum", sorted and without white space; where it is missing, nothing is compared.
+
+Where ranks could not write into the same files there is also
+
+    "joined": {name: {"bytes": n, "parts": [[start, stop, file, offset], ...]}}
+
+bytes [start, stop) of what the file `name` would be lie in `file` from `offset` on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import xxhash
+
+from shardwise.checkpoint.io.storage import Directory, Location, Source, directory_of
+from shardwise.checkpoint.ranks import save_thread
+from shardwise.errors import CheckpointError, UnreadableError
+from shardwise.layout.ranges import gaps, overlaps
+
+NAME = "manifest.json"
+_FORMAT = 1
+_KEYS = {"format", "checksum", "files", "joined", "sum"}
+_CHECKSUM = "xxh3_64"
+_REGION_BYTES = 256 * 2**20
+"""Regions grow to about this, as long as what is written continues them."""
+_CHUNK_BYTES = 8 * 2**20
+
+
+class Region(NamedTuple):
+    """Bytes [start, stop) of a file and their checksum, 16 hexadecimal digits."""
+
+    start: int
+    stop: int
+    sum: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What one file is to hold."""
+
+    nbytes: int
+    regions: tuple[Region, ...]
+
+
+class Part(NamedTuple):
+    """Bytes [start, stop) of a joined file lie in `file` from byte `offset` on."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedFile:
+    """A file that is not there: its bytes lie in others."""
+
+    nbytes: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    files: Mapping[str, FileRecord]
+    joined: Mapping[str, JoinedFile] = field(default_factory=dict)
+
+
+class RegionSums:
+    """Checksums of bytes as they are written: whatever continues the last bytes belongs to their region."""
+
+    def __init__(self) -> None:
+        self._done: list[Region] = []
+        self._hash = xxhash.xxh3_64()
+        self._start = self._stop = 0
+
+    def add(self, start: int, data: Any) -> None:
+        """`data` (a buffer) has been written at byte `start`."""
+        if start != self._stop or self._stop - self._start >= _REGION_BYTES:
+            self._close()
+            self._start = self._stop = start
+        self._hash.update(data)
+        self._stop += memoryview(data).nbytes
+
+    def regions(self) -> list[Region]:
+        """All of them, in the order of writing."""
+        self._close()
+        self._start = self._stop
+        return list(self._done)
+
+    def _close(self) -> None:
+        if self._stop > self._start:
+            self._done.append(Region(self._start, self._stop, self._hash.hexdigest()))
+        self._hash.reset()
+
+
+def record_of(data: bytes) -> FileRecord:
+    """The record of a small file: a single region."""
+    regions = (Region(0, len(data), xxhash.xxh3_64_hexdigest(data)),) if data else ()
+    return FileRecord(len(data), regions)
+
+
+def write(directory: Directory, manifest: Manifest) -> None:
+    """Write the manifest and have it on disk before this returns."""
+    document: dict[str, Any] = {
+        "format": _FORMAT,
+        "checksum": _CHECKSUM,
+        "files": {
+            name: {"bytes": file.nbytes, "regions": [list(region) for region in sorted(file.regions)]}
+            for name, file in sorted(manifest.files.items())
+        },
+    }
+    if manifest.joined:
+        document["joined"] = {
+            name: {"bytes": file.nbytes, "parts": [list(part) for part in sorted(file.parts)]}
+            for name, file in sorted(manifest.joined.items())
+        }
+    document["sum"] = _own_sum(document)
+    directory.write(NAME, (json.dumps(document) + "\n").encode())
+
+
+def read(directory: Directory) -> Manifest:
+    """The manifest of a checkpoint. Raises CheckpointError if it is none or its manifest is damaged."""
+    found, document = _read(directory)
+    _check_own_sum(directory, document)
+    return found
+
+
+def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
+    """What it says, each part by itself as it can be, and the JSON."""
+    path = f"{directory}/{NAME}"
+    try:
+        with reading(path):
+            text = directory.read(NAME)
+    except FileNotFoundError:
+        what = "does not exist or is empty"
+        if directory.names():
+            what = "has no manifest.json, so it is not a committed checkpoint"
+        raise CheckpointError(f"{directory} {what}") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{directory} is no directory, so it is no checkpoint") from None
+    except UnreadableError as error:
+        if not isinstance(error.__cause__, IsADirectoryError):
+            raise
+        raise CheckpointError(f"{path} is damaged: it is a directory") from None
+    try:
+        document = json.loads(text.decode(), object_pairs_hook=_without_repetition)
+        if document["format"] != _FORMAT or document["checksum"] != _CHECKSUM:
+            raise ValueError(f"format {document['format']!r} with checksum {document['checksum']!r} is not known")
+        unknown = document.keys() - _KEYS
+        if unknown:
+            raise ValueError(f"it has {min(unknown)!r}, which is not known")
+        files = {_plain_name(name): _record(entry) for name, entry in document["files"].items()}
+        joined = {_plain_name(name): _joined(entry) for name, entry in document.get("joined", {}).items()}
+        for name, file in joined.items():
+            _check_parts(name, file, files)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+    return Manifest(files, joined), document
+
+
+def _own_sum(document: Mapping[str, Any]) -> str:
+    """Of what the document says, however it is laid out."""
+    rest = {key: value for key, value in document.items() if key != "sum"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _check_own_sum(directory: Directory, document: Mapping[str, Any]) -> None:
+    found = _own_sum(document)
+    if document.get("sum", found) != found:
+        raise CheckpointError(
+            f"{directory}/{NAME} is damaged: it has the checksum {found}, and says that it is {document['sum']}"
+        )
+
+
+def is_there(directory: Directory) -> bool:
+    """Whether a checkpoint was committed in `directory`. A manifest that is not all there yet, or no file, is none.
+
+    Raises UnreadableError where that cannot be told.
+    """
+    try:
+        with reading(f"{directory}/{NAME}"):
+            json.loads(directory.read(NAME))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except UnreadableError as error:
+        if isinstance(error.__cause__, IsADirectoryError):
+            return False
+        raise
+    return True
+
+
+@contextmanager
+def reading(path: object) -> Iterator[None]:
+    """What the operating system says of `path` is raised as UnreadableError, unless it is that nothing is there.
+
+    Where it says which file it means, below `path` perhaps, that one is named.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise UnreadableError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON readers keep the last of two equal names, and what the first one said would be checked by nobody."""
+    named: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in named:
+            raise ValueError(f"it has {name!r} twice")
+        named[name] = value
+    return named
+
+
+def _plain_name(name: str) -> str:
+    if name != os.path.basename(name) or name in {"", ".", "..", NAME} or "\0" in name or "\\" in name:  # noqa: PTH119
+        raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
+    return name
+
+
+def _record(entry: Any) -> FileRecord:
+    regions = tuple(Region(int(start), int(stop), str(sum_)) for start, stop, sum_ in entry["regions"])
+    return FileRecord(int(entry["bytes"]), regions)
+
+
+def _joined(entry: Any) -> JoinedFile:
+    parts = tuple(Part(int(start), int(stop), str(file), int(offset)) for start, stop, file, offset in entry["parts"])
+    return JoinedFile(int(entry["bytes"]), parts)
+
+
+def _check_parts(name: str, joined: JoinedFile, files: Mapping[str, FileRecord]) -> None:
+    """Raise ValueError unless every byte lies in one place, and that in a file of the checkpoint."""
+    if name in files:
+        raise ValueError(f"{name!r} is both a file and joined of others")
+    reached = 0
+    for part in sorted(joined.parts):
+        if part.start != reached or part.stop <= part.start:
+            raise ValueError(f"bytes [{part.start}, {part.stop}) of {name!r} do not follow byte {reached}")
+        if part.file not in files or not 0 <= part.offset <= files[part.file].nbytes - (part.stop - part.start):
+            raise ValueError(f"bytes [{part.start}, {part.stop}) of {name!r} are not in {part.file!r}")
+        reached = part.stop
+    if reached != joined.nbytes:
+        raise ValueError(f"bytes [{reached}, {joined.nbytes}) of {name!r} are nowhere")
+
+
+def verify(path: Location, progress: Callable[[int, int], None] | None = None) -> None:
+    """Read a whole checkpoint and compare every byte's checksum. Local: one process is enough.
+
+    A save that is under way in this process is waited for; what went wrong with it is raised here.
+
+    Args:
+        path: of the checkpoint, or its URL.
+        progress: called with the bytes that have been read, and all of them.
+
+    Raises:
+        CheckpointError: a file is missing or has another size, a region of one is in no checksum or does not match its
+            own; the message names the file and the bytes. UnreadableError: a file is there and cannot be read.
+    """
+    for error in damage(path, progress=progress):
+        raise error
+
+
+def damage(
+    path: Location, quick: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Iterator[CheckpointError]:
+    """What is wrong with a checkpoint, the first of each file; nothing if all is well. Local.
+
+    Args:
+        path: of the checkpoint, or its URL.
+        quick: look at sizes only.
+        progress: called with the bytes that have been read, and all of them.
+
+    Raises CheckpointError if there is no checkpoint, or its manifest is damaged; UnreadableError where storage does not
+    answer: a network file system that is away for a moment has damaged nothing.
+    """
+    save_thread.wait()
+    directory = directory_of(path)
+    found, document = _read(directory)
+    if not found.files:
+        yield CheckpointError(f"{directory}/{NAME} is damaged: it names no files")
+    good: dict[str, FileRecord] = {}
+    for name, record in found.files.items():
+        try:
+            check_size(directory, name, record)
+            _check_tiling(f"{directory}/{name}", record)
+            good[name] = record
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            yield error
+    if not quick:
+        yield from _damaged_sums(directory, good, progress or _nobody_looks)
+    try:
+        _check_own_sum(directory, document)
+    except CheckpointError as error:
+        yield error
+
+
+def _nobody_looks(done: int, total: int) -> None:
+    """For `progress`."""
+
+
+def _damaged_sums(
+    directory: Directory, files: Mapping[str, FileRecord], progress: Callable[[int, int], None]
+) -> Iterator[CheckpointError]:
+    total = sum(record.nbytes for record in files.values())
+    before = 0
+    for name, record in files.items():
+        path = f"{directory}/{name}"
+        try:
+            with reading(path), directory.open(name) as file:
+                for region in _sums(path, file, record):
+                    progress(before + region.stop, total)
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            yield error
+        except EOFError as error:
+            yield CheckpointError(f"{path} is truncated: it ends at byte {error}, not {record.nbytes}")
+        except (FileNotFoundError, NotADirectoryError):
+            yield CheckpointError(f"{path} is missing; the manifest promises {record.nbytes} bytes")
+        before += record.nbytes
+
+
+def check_size(directory: Directory, name: str, record: FileRecord) -> None:
+    """Raise CheckpointError if a file is missing or not as long as the manifest says."""
+    try:
+        with reading(f"{directory}/{name}"):
+            found = directory.size(name)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{directory}/{name} is missing; the manifest promises {record.nbytes} bytes") from None
+    if found != record.nbytes:
+        kind = "truncated" if found < record.nbytes else "too long"
+        raise CheckpointError(f"{directory}/{name} is {kind}: {found} bytes, not {record.nbytes}")
+
+
+def check_file(directory: Directory, name: str, record: FileRecord) -> None:
+    """Read a whole file. Raises CheckpointError if any byte of it is not what the manifest says."""
+    path = f"{directory}/{name}"
+    check_size(directory, name, record)
+    _check_tiling(path, record)
+    with reading(path), directory.open(name) as file:
+        for _ in _sums(path, file, record):
+            pass
+
+
+def _check_tiling(path: str, record: FileRecord) -> None:
+    ranges = [(region.start, region.stop) for region in record.regions]
+    for start, stop in gaps(ranges, (0, record.nbytes)):
+        raise CheckpointError(f"{path}: the manifest has no checksum for bytes [{start}, {stop})")
+    beyond = [(start, stop) for start, stop in ranges if start < 0 or stop > record.nbytes or stop <= start]
+    for start, stop in (*beyond, *overlaps(ranges)):
+        raise CheckpointError(f"{path}: the manifest's checksums for bytes [{start}, {stop}) cannot be right")
+
+
+def _sums(path: str, file: Source, record: FileRecord) -> Iterator[Region]:
+    """Compare each region, in order. Raises CheckpointError at the first that is another."""
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, record.nbytes)))
+    for region in sorted(record.regions):
+        found = _sum(file, region, buffer)
+        if found != region.sum:
+            raise CheckpointError(
+                f"{path} is damaged: bytes [{region.start}, {region.stop}) have the checksum {found}, not {region.sum}"
+            )
+        yield region
+
+
+def _sum(file: Source, region: Region, buffer: memoryview) -> str:
+    total = xxhash.xxh3_64()
+    for start in range(region.start, region.stop, _CHUNK_BYTES):
+        chunk = buffer[: min(_CHUNK_BYTES, region.stop - start)]
+        file.read_at(start, chunk)
+        total.update(chunk)
+    return total.hexdigest()

@@ -1,0 +1,111 @@
+"""A model's tensors and a checkpoint's, matched by name: what is to be read from where, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.format.local_tensor import DTYPES, Piece, pieces_to_read
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.names.transformers_names import find
+from shardwise.errors import CheckpointError, UsageError
+
+_SHOWN = 8
+
+Wanted = list[tuple[Piece, Place]]
+
+
+@dataclass
+class Matched:
+    """What of a model is in files."""
+
+    wanted: Wanted = field(default_factory=list)
+    """To be read."""
+    missing: list[str] = field(default_factory=list)
+    """In the model only."""
+    unexpected: dict[str, str] = field(default_factory=dict)
+    """In the files only: stored names, each with what the model would call it."""
+    wrong_shape: list[str] = field(default_factory=list)
+    """In both; with both shapes."""
+    excused: set[str] = field(default_factory=set)
+    """Of `missing` and `unexpected`, what is no reason to raise."""
+    also: list[tuple[Piece, tuple[Place, ...]]] = field(default_factory=list)
+    """Of tied tensors that are stored under more than one name, the places that are not in `wanted`."""
+
+    def fits(self, piece: Piece, shape: tuple[int, ...]) -> bool:
+        """Whether a stored tensor has the shape of a piece; remembered if not."""
+        if shape != piece.shape:
+            self.wrong_shape.append(f"{piece.name} (here {piece.shape}, stored {shape})")
+        return shape == piece.shape
+
+    def check_dtypes(self, where: object, stored: Mapping[str, StoredTensor]) -> None:
+        """Raise CheckpointError if numbers would be taken for something else, and not just rounded."""
+        for piece, place in self.wanted:
+            dtype = DTYPES[stored[place.name].dtype]
+            if _numbers(dtype) != _numbers(piece.tensor.dtype):
+                raise CheckpointError(
+                    f"{where}: {place.name!r} is stored as {dtype} and {piece.name!r} is of {piece.tensor.dtype} here: "
+                    "one cannot be cast to the other"
+                )
+
+    def raise_differences(self, where: object, instead: str) -> None:
+        """Raise CheckpointError, naming what does not fit, if anything does not. `instead` is the way out."""
+        found = (
+            ("missing from the checkpoint", self.missing),
+            ("unexpected in it", self.unexpected),
+            ("of another shape", self.wrong_shape),
+        )
+        parts = [
+            f"{what}: {shown(wrong)}"
+            for what, names in found
+            if (wrong := [name for name in names if name not in self.excused])
+        ]
+        if parts:
+            raise CheckpointError(f"{where} does not fit: {'; '.join(parts)}. {instead}")
+
+
+def match(model: nn.Module, stored: Mapping[str, StoredTensor]) -> Matched:
+    """Match a sharded model's state_dict with stored tensors. Local.
+
+    Raises CheckpointError for one that would have to be computed from what is stored, UsageError for what is no tensor
+    or cannot be written to.
+    """
+    pieces = pieces_to_read(model)
+    shapes = {name: piece.shape for piece in pieces for name in piece.names}
+    found = find(model, shapes, {name: tensor.shape for name, tensor in stored.items()})
+    matched = Matched(unexpected=dict(found.unexpected))
+    for piece in pieces:
+        names = [name for name in piece.names if name in found.places]
+        if not names:
+            matched.missing.append(piece.name)
+        elif matched.fits(piece, found.shapes[names[0]]):
+            _check_writable(piece)
+            matched.wanted += [(piece, place) for place in found.places[names[0]]]
+            same = [name for name in names[1:] if found.shapes[name] == piece.shape]
+            matched.also += [(piece, found.places[name]) for name in same]
+    return matched
+
+
+def _check_writable(piece: Piece) -> None:
+    strides = zip(piece.tensor.stride(), piece.tensor.shape, strict=True)
+    if piece.tensor.numel() and any(stride == 0 and size > 1 for stride, size in strides):
+        raise UsageError(
+            f"{piece.name!r} of shape {piece.shape} is expanded: several of its elements are one number in memory, so "
+            "it cannot be read into. Register it as tensor.contiguous()"
+        )
+
+
+def _numbers(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Which kind of numbers: complex, real or whole."""
+    return dtype.is_complex, dtype.is_floating_point
+
+
+def shown(names: Iterable[str]) -> str:
+    """A few of many names."""
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

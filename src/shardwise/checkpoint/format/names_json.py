@@ -1,0 +1,145 @@
+"""`names.json`: what the model calls the tensors of a checkpoint's files, where it calls them otherwise.
+
+    {"format": 1,
+     "tensors": [{"names": [...], "shape": [...], "places": [[name in a file, its shape there, runs], ...]}, ...]}
+
+Files have the names of transformers, and one of the names of a tied tensor. A model in memory, of FSDP2 for example,
+asks for its own. Nothing that shardwise loads needs this file, so it is there only where something differs. A run is
+[here, there, length] as in `runs.py`; with three more numbers, count, step here and step there, it stands for so many.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.checkpoint.format.contents import Contents
+from shardwise.checkpoint.format.local_tensor import Piece
+from shardwise.checkpoint.format.manifest import check_file, reading
+from shardwise.checkpoint.names.index_runs import Runs, tile
+from shardwise.checkpoint.names.place import Place
+from shardwise.errors import CheckpointError
+
+NAME = "names.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """A tensor of a model that has other names than the file, more than one, or no tensor of its own there."""
+
+    names: tuple[str, ...]
+    """In the model's state_dict; several are tied."""
+    shape: tuple[int, ...]
+    places: tuple[Place, ...]
+    """Where its elements are stored."""
+
+
+def of_pieces(pieces: Iterable[Piece]) -> list[Named]:
+    """Those of a model that are worth a word. Places and shapes are global, so any rank's will do."""
+    return [Named(piece.names, piece.shape, piece.places) for piece in pieces if not _is_plain(piece)]
+
+
+def _is_plain(piece: Piece) -> bool:
+    if len(piece.names) > 1 or len(piece.places) > 1 or len(piece.places[0].runs) > 1:
+        return False
+    (place,) = piece.places
+    runs = Runs.one(math.prod(piece.shape)).tuples()
+    return (place.name, place.shape, place.runs.tuples()) == (piece.name, piece.shape, runs)
+
+
+def encode(tensors: Sequence[Named]) -> bytes:
+    """The file's bytes."""
+    described = [
+        {
+            "names": tensor.names,
+            "shape": tensor.shape,
+            "places": [[place.name, place.shape, list(_progressions(place.runs))] for place in tensor.places],
+        }
+        for tensor in tensors
+    ]
+    return (json.dumps({"format": _FORMAT, "tensors": described}, separators=(",", ":")) + "\n").encode()
+
+
+def decode(text: str | bytes) -> list[Named]:
+    """What `encode` gave. Raises ValueError, saying why, for anything that cannot be that."""
+    try:
+        document = json.loads(text)
+        if document["format"] != _FORMAT:
+            raise ValueError(f"format {document['format']!r} is not known")
+        return [_named(entry) for entry in document["tensors"]]
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def read(contents: Contents) -> list[Named]:
+    """Of a checkpoint; none where all names are the same, or it is of a version that did not write them.
+
+    Raises CheckpointError if it is damaged.
+    """
+    if NAME not in contents.manifest.files:
+        return []
+    path = f"{contents}/{NAME}"
+    try:
+        check_file(contents.directory, NAME, contents.manifest.files[NAME])
+        with reading(path):
+            return decode(contents.directory.read(NAME))
+    except (OSError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+def _named(entry: Any) -> Named:
+    shape = _sizes(entry["shape"])
+    places = tuple(Place(str(name), _sizes(stored), _runs(runs, stored)) for name, stored, runs in entry["places"])
+    names = tuple(map(str, entry["names"]))
+    if not names or not places or not tile([place.runs for place in places], math.prod(shape)):
+        raise ValueError(f"{names} of shape {shape} are not all there")
+    return Named(names, shape, places)
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    sizes = tuple(int(size) for size in shape)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"a shape {sizes}")
+    return sizes
+
+
+def _progressions(runs: Runs) -> Iterator[list[int]]:
+    """Runs of one length at equal distances are one: rows that are permuted, and matrices transposed, become few."""
+    table = np.stack([runs.here, runs.there, runs.length], axis=1)
+    steps = np.diff(table, axis=0)
+    turns = np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
+    first = 0
+    while first < len(table):
+        last = first
+        if first < len(steps) and steps[first, 2] == 0:
+            turn = int(np.searchsorted(turns, first, "right"))
+            last = int(turns[turn]) if turn < len(turns) else len(table) - 1
+        run = table[first].tolist()
+        yield run if last == first else [*run, last - first + 1, *steps[first, :2].tolist()]
+        first = last + 1
+
+
+def _runs(progressions: Any, stored: Sequence[int]) -> Runs:
+    numel = math.prod(_sizes(stored))
+    table = np.array([[*run, 1, 0, 0][:6] for run in progressions], dtype=np.int64).reshape(-1, 6)
+    here, there, length, count, step_here, step_there = table.T
+    elements = sum(a * b for a, b in zip(length.tolist(), count.tolist(), strict=True))
+    if (table[:, 2:4] < 1).any() or elements > numel:  # before as much memory as they say is taken
+        raise ValueError(f"runs that are not of a tensor of shape {tuple(stored)}")
+    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    found = Runs(
+        np.repeat(here, count) + number * np.repeat(step_here, count),
+        np.repeat(there, count) + number * np.repeat(step_there, count),
+        np.repeat(length, count),
+    )
+    ordered = Runs.joined([found])  # raises where they overlap
+    back = ordered.inverse()
+    if len(back) and (back.here[0] < 0 or back.here[-1] + back.length[-1] > numel):
+        raise ValueError(f"runs that leave a tensor of shape {tuple(stored)}")
+    return ordered

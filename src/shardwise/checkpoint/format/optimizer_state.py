@@ -1,0 +1,179 @@
+"""An optimizer by fully qualified names: its groups, the scalars of its state, and the tensors of its state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece_of
+from shardwise.checkpoint.format.training_json import check_json
+from shardwise.engine.stepping import SHARDED_FACE
+from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.snapshot import is_sole
+
+_BY_POSITION = {"params", "param_names"}
+"""Of a group: parameters, and their names in the same order, which is this optimizer's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What is saved: JSON, and tensors named `<fqn>.<state name>`."""
+
+    document: dict[str, Any]
+    """A copy: "class", "groups" (options, with "fqns"), "dtypes" of parameters by fqn, and "state": fqn -> name -> a
+    number or {"tensor": its name}."""
+    pieces: list[Piece]
+
+
+def fqns_of(model: nn.Module) -> dict[int, str]:
+    """Of every parameter that the model has, by id; its first name."""
+    return {id(p): p.fqn if isinstance(p, ShardedParameter) else name for name, p in model.named_parameters()}
+
+
+def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str, Tensor]]]:
+    """For each group the parameters with their fqns. Raises UsageError for one that is not the model's."""
+    fqns = fqns_of(model)
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        named = []
+        for parameter in group["params"]:
+            face = getattr(parameter, SHARDED_FACE, parameter)
+            if id(face) not in fqns:
+                raise UsageError(
+                    f"group {number} of this {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that the model does not have: build it from model.parameters()"
+                )
+            named.append((fqns[id(face)], face))
+        groups.append(named)
+    return groups
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
+    """Everything that the optimizer knows. Local; shares its tensors' memory.
+
+    Raises UsageError, naming it, for state or an option that can be saved neither as JSON nor as a tensor of its
+    parameter's shape, and for state of anything but a parameter.
+    """
+    groups: list[dict[str, Any]] = []
+    state: dict[str, dict[str, Any]] = {}
+    pieces: list[Piece] = []
+    named = named_groups(model, optimizer)
+    for group, members in zip(optimizer.param_groups, named, strict=True):
+        options = {key: _option(key, value) for key, value in group.items() if key not in _BY_POSITION}
+        groups.append({**options, "fqns": [fqn for fqn, _ in members]})
+        for fqn, parameter in members:
+            state[fqn] = {}
+            for name, value in optimizer.state.get(parameter, {}).items():
+                state[fqn][name] = _value(f"{fqn}.{name}", value, parameter, pieces)
+    _check_owners(optimizer, named)
+    dtypes = {fqn: _dtype_name(parameter) for members in named for fqn, parameter in members}
+    kind = type(optimizer).__name__
+    return OptimizerState({"class": kind, "groups": groups, "dtypes": dtypes, "state": state}, pieces)
+
+
+def _check_owners(optimizer: Optimizer, named: list[list[tuple[str, Tensor]]]) -> None:
+    """State is saved by parameter; what else there is would be lost."""
+    owners = {id(parameter) for members in named for _, parameter in members}
+    for key, values in optimizer.state.items():
+        if id(key) in owners or (isinstance(values, dict) and not values):  # looking makes empty ones
+            continue
+        what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+        raise UsageError(
+            f"this {type(optimizer).__name__} has state of {what}, which is no parameter of its groups, so that it "
+            "cannot be saved by name: keep it in a group's options, or save it as `extra`"
+        )
+
+
+def _option(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    value = list(value) if isinstance(value, tuple) else value
+    check_json(value, f"the optimizer's option {key!r}")
+    return copy.deepcopy(value)
+
+
+def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any:
+    """What stands for one value of the state in JSON; a tensor is appended to `pieces`."""
+    if isinstance(value, Tensor) and type(value) is type(parameter) is ShardedParameter:
+        holder = value if is_sole(value) else None  # asked before the piece has it too
+        piece = piece_of((name,), value)
+        piece.holder = holder
+        pieces.append(piece)
+        return {"tensor": name}
+    if isinstance(value, dict):  # in the document these stand for tensors
+        raise UsageError(
+            f"optimizer state {name!r} is a dict, which cannot be saved: keep its values as state of their own"
+        )
+    if not isinstance(value, Tensor):
+        check_json(value, f"optimizer state {name!r}")
+        return copy.deepcopy(value)
+    if value.numel() == 1 and not value.is_complex() and not isinstance(value, ShardedParameter):
+        return {"scalar": value.item(), "dtype": _dtype_name(value), "shape": list(value.shape)}
+    if value.shape == parameter.shape and not isinstance(parameter, ShardedParameter):
+        pieces.append(piece_of((name,), value))
+        return {"tensor": name}
+    raise UsageError(
+        f"optimizer state {name!r} of shape {tuple(value.shape)} is neither a number nor of its parameter's shape "
+        f"{tuple(parameter.shape)}: it cannot be saved for another number of ranks"
+    )
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return NAMES[tensor.dtype]
+
+
+# Giving it back -------------------------------------------------------------------------------------------------------
+
+
+def options_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group without the names of its parameters, which may be grouped otherwise now."""
+    return {key: value for key, value in saved.items() if key not in {"fqns", *_BY_POSITION}}
+
+
+def restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Write a saved group's options into a group of the same kind of optimizer."""
+    for key, value in options_of(saved).items():
+        before = group.get(key)
+        if isinstance(before, Tensor):
+            before.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(before, tuple) else value
+
+
+def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """A number that was a tensor, where the optimizer expects it: beside the parameter if its step is fused.
+
+    What has the shape of a parameter of one element, which was not sharded when it was saved, is cut as that is now.
+    """
+    dtype = DTYPES[saved["dtype"]]
+    if isinstance(parameter, ShardedParameter) and saved["shape"] and tuple(saved["shape"]) == parameter.shape:
+        return ShardedParameter(torch.full_like(parameter.local, saved["scalar"], dtype=dtype), parameter.placement)
+    device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+    return torch.full(saved["shape"], saved["scalar"], dtype=dtype, device=device)
+
+
+def room_for(parameter: Tensor, dtype: torch.dtype, present: object) -> Tensor:
+    """A state tensor of a parameter's shape, cut alike; its numbers are still to come.
+
+    `present`: what the optimizer has there; used again if it is like that, so that state is not held twice.
+    """
+    if isinstance(present, Tensor) and _description(present) == (_kind(parameter), parameter.shape, dtype):
+        return present
+    if isinstance(parameter, ShardedParameter):
+        return ShardedParameter(torch.empty_like(parameter.local, dtype=dtype), parameter.placement)
+    return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+def _description(tensor: Tensor) -> tuple[type[Tensor], torch.Size, torch.dtype]:
+    return _kind(tensor), tensor.shape, tensor.dtype
+
+
+def _kind(parameter: Tensor) -> type[Tensor]:
+    return ShardedParameter if isinstance(parameter, ShardedParameter) else Tensor

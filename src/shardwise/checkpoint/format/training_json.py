@@ -1,0 +1,140 @@
+"""`training.json`: what is not a tensor. Step, optimizer groups and scalars by fqn, random states, extra."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.format.contents import Contents
+from shardwise.checkpoint.format.manifest import check_file, reading
+from shardwise.errors import CheckpointError, UsageError
+
+NAME = "training.json"
+_FORMAT = 1
+_DEEPEST = 20
+"""Levels of a value that an error leads into."""
+
+
+def package_version() -> str:
+    """Of shardwise, as installed."""
+    try:
+        return version("shardwise")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def check_json(value: object, what: str) -> None:
+    """Raise UsageError, naming what is in its way, unless JSON gives the value back as it is."""
+    if not _survives(value):
+        raise UsageError(
+            f"{what} cannot be saved as JSON: {_fault(value)}; use dicts with string keys, lists, strings, numbers, "
+            "booleans and None"
+        )
+
+
+def _survives(value: object) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _fault(value: object) -> str:
+    """What JSON does not give back, and where in the value it is."""
+    way = ""
+    for _ in range(_DEEPEST):  # what contains itself has no end
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        where, found = next(((f"[{key!r}]", item) for key, item in inner if not _survives(item)), ("", None))
+        if not where:
+            break
+        way, value = way + where, found
+    way = way or "it"
+    if isinstance(value, dict):
+        key = next((key for key in value if not isinstance(key, str)), None)
+        return f"{way} is a dict with the key {key!r}"
+    if isinstance(value, float):
+        return f"{way} is NaN"  # which equals nothing, so that nobody could tell whether it came back
+    return f"{way} is of type {type(value).__name__}"
+
+
+def describe(step: int, optimizer: Mapping[str, Any] | None, rng: list[Any], extra: object) -> dict[str, Any]:
+    """The document."""
+    return {
+        "format": _FORMAT,
+        "shardwise": package_version(),
+        "step": step,
+        "world_size": len(rng),
+        "optimizer": optimizer,
+        "extra": extra,
+        "rng": rng,
+    }
+
+
+def encode(document: Mapping[str, Any]) -> bytes:
+    """The file's bytes."""
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def read(contents: Contents) -> dict[str, Any]:
+    """The document of a checkpoint. Raises CheckpointError if it is missing or damaged."""
+    path = f"{contents}/{NAME}"
+    if NAME not in contents.manifest.files:
+        raise CheckpointError(f"{contents} is damaged: its manifest names no {NAME}")
+    try:
+        check_file(contents.directory, NAME, contents.manifest.files[NAME])
+        with reading(path):
+            document: dict[str, Any] = json.loads(contents.directory.read(NAME))
+        if document["format"] != _FORMAT:
+            raise ValueError(f"format {document['format']!r} is not known")
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+    return document
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """This process's random states: torch's on the CPU and on its device, Python's and numpy's."""
+    states: dict[str, Any] = {
+        "torch": _encode(torch.get_rng_state()),
+        "python": _python_state(),
+        "numpy": _numpy_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return states
+
+
+def restore_random_state(states: Mapping[str, Any], device: torch.device) -> None:
+    """What `random_state` gave."""
+    torch.set_rng_state(_decode(states["torch"]))
+    kind, words, spare = states["python"]
+    random.setstate((kind, tuple(_decode(words).view(torch.uint32).tolist()), spare))
+    if "numpy" in states:
+        name, words, *rest = states["numpy"]
+        np.random.set_state((name, _decode(words).view(torch.uint32).numpy(), *rest))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(_decode(states["cuda"]), device)
+
+
+def _python_state() -> list[Any]:
+    kind, numbers, spare = random.getstate()
+    return [kind, _encode(torch.tensor(numbers, dtype=torch.uint32, device="cpu").view(torch.uint8)), spare]
+
+
+def _numpy_state() -> list[Any]:
+    name, words, position, has_spare, spare = np.random.get_state(legacy=True)
+    return [name, _encode(torch.from_numpy(words).view(torch.uint8)), int(position), int(has_spare), float(spare)]
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.numpy())).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

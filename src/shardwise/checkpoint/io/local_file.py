@@ -1,0 +1,114 @@
+"""A file of a file system that this machine has mounted, open for reading: through the page cache, and past it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.checkpoint.io.pages import PAGE_BYTES, REFUSALS
+
+
+class LocalFile:
+    """See `storage.Source`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        self._direct: _Direct | None = None
+        self._is_tried = False
+        self._trying = threading.Lock()
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._direct is not None:
+            self._direct.close()
+
+    def read_at(self, start: int, into: memoryview) -> None:
+        while into.nbytes:
+            count = os.preadv(self._fd, [into], start)
+            if not count:
+                raise EOFError(start)
+            into, start = into[count:], start + count
+
+    def read_pages(self, start: int, into: memoryview) -> int:
+        with self._trying:
+            if not self._is_tried:
+                self._is_tried = True
+                self._direct = self._opened_past_cache()
+        if self._direct is None or self._direct.share_cached(start, into.nbytes) > 0.5:
+            return 0
+        return self._direct.read(start, into)
+
+    def _opened_past_cache(self) -> _Direct | None:
+        """Where that is known to be worth it: on a disk of this machine.
+
+        Other file systems (NFS, FUSE, those in memory, Btrfs, ZFS) have no device of their own, and read ahead as they
+        like.
+        """
+        status = os.fstat(self._fd)
+        if os.major(status.st_dev) and status.st_size and hasattr(os, "O_DIRECT"):
+            with suppress(OSError, ValueError):  # whatever it says, the other way is open
+                return _Direct(self._path, status)
+        return None
+
+
+class _Direct:
+    """A file that is open past the page cache, and mapped, to see what of it the page cache has all the same."""
+
+    def __init__(self, path: Path, status: os.stat_result) -> None:
+        """
+        Args:
+            status: of the file that is meant. Raises OSError or ValueError if another one is there by now.
+        """
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            if not os.path.samestat(status, os.fstat(self.fd)):
+                raise ValueError(f"{path} has been replaced")
+            self._mapping = mmap.mmap(self.fd, status.st_size, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            os.close(self.fd)
+            raise
+        self._nbytes = status.st_size
+        self._address = int(np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self._mapping.close()
+
+    def read(self, start: int, into: memoryview) -> int:
+        """See `storage.Source.read_pages`."""
+        done = 0
+        try:
+            while done < into.nbytes:
+                count = os.preadv(self.fd, [into[done:]], start + done)
+                done += count
+                if not count or done % PAGE_BYTES:  # the file ends here
+                    break
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+        return done
+
+    def share_cached(self, start: int, nbytes: int) -> float:
+        """Of the pages from byte `start`, a page's first, on. 1 where the kernel does not say, or there are none.
+
+        It tells a file's owner and who may write to it; to others all pages seem to be cached. Looking reads nothing,
+        unlike `preadv2` with RWF_NOWAIT.
+        """
+        nbytes = min(nbytes, self._nbytes - start)
+        if nbytes <= 0:
+            return 1.0
+        found = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=np.uint8)
+        if _mincore(self._address + start, nbytes, found.ctypes.data):
+            return 1.0
+        return float((found & 1).mean())
+
+
+_mincore = ctypes.CDLL(None).mincore
+_mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]

@@ -1,0 +1,235 @@
+"""Byte ranges on their way to files: gathered in a little memory that is written while more of it is filled.
+
+Whole pages go past the page cache where the file system lets them (O_DIRECT): the kernel then need not find pages for
+what nobody is going to read, nor copy into them, and there is little left to wait for at the end. The rest, less than a
+page at either end of what a rank writes in one piece, goes through the page cache; so does everything where the file
+system refuses.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from shardwise.checkpoint.format.manifest import Region, RegionSums
+from shardwise.checkpoint.io import writeback
+from shardwise.checkpoint.io.pages import PAGE_BYTES, REFUSALS, cut
+from shardwise.checkpoint.io.room import room
+from shardwise.checkpoint.io.thread_pool import Crew
+from shardwise.layout.ranges import Range
+
+Ranges = Iterator[tuple[int, bytes | memoryview]]
+"""Bytes, and where in a file they belong."""
+
+_BUFFERS, _BUFFER_BYTES = 4, 4 * 2**20
+"""One is filled while the others are written."""
+_LEAST_BYTES = 256 * 2**10
+"""Less is not worth a wait for the disk: it is kept, and goes through the page cache."""
+_KEPT_BYTES = 2**20
+"""Kept at most. Written together: what goes through the page cache waits until nothing else is written to the file."""
+_MOST_OPEN = 128
+"""Files at a time. A process may have 1,024 open in many places, and a rank has bytes in every file of a checkpoint."""
+_STEP_BYTES = 512 * 2**10
+"""Copied and summed while it is in the processor's cache."""
+
+
+class RangeWriter:
+    """Writes one rank's ranges of one file after another. A context manager.
+
+    Files stay open until they are on disk: what goes wrong with a write is said to who had the file open then.
+    """
+
+    def __init__(self) -> None:
+        self._crew = Crew(_BUFFERS - 1)
+        memory = room(_BUFFERS * _BUFFER_BYTES)
+        self._free = [memory[i * _BUFFER_BYTES :][:_BUFFER_BYTES] for i in range(_BUFFERS)]
+        self._busy: deque[tuple[Future[int], memoryview]] = deque()
+        self._files: list[_File] = []
+        self.written_bytes = self.direct_bytes = 0
+        """In all, and past the page cache."""
+
+    def __enter__(self) -> Self:
+        self._crew.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._crew.__exit__(*error)
+        while self._files:
+            self._files.pop().close()
+
+    def write(self, path: Path, ranges: Iterable[tuple[int, bytes | memoryview]]) -> list[Region]:
+        """Write `ranges`, in order and apart from one another, to a file that is there. On disk after `sync`.
+
+        Returns the checksums of what was written. Raises OSError, perhaps only in a later call.
+        """
+        if len(self._files) == _MOST_OPEN:
+            self.sync()
+        file, sums = _File(path), RegionSums()
+        self._files.append(file)
+        window: _Window | None = None
+        for start, data in ranges:
+            view = memoryview(data).cast("B")
+            if window is not None and window.stop != start:
+                self._put(file, window)
+                window = None
+            while view:
+                window = window or _Window(self._take(), start)
+                step = window.fill(view)
+                sums.add(start, view[:step])
+                self.written_bytes += step
+                view, start = view[step:], start + step  # noqa: PLW2901
+                if window.is_full:
+                    self._put(file, window)
+                    window = None
+        if window is not None:
+            self._put(file, window)
+        self._finish()
+        file.write_kept()
+        file.end_direct()
+        return sums.regions()
+
+    def sync(self) -> None:
+        """Have everything on disk that was written."""
+        for future in [self._crew.give(os.fsync, file.fd) for file in self._files]:
+            future.result()
+        while self._files:
+            self._files.pop().close()
+
+    def _put(self, file: _File, window: _Window) -> None:
+        """Have what is in a window written, now or with the rest of what is kept."""
+        pages = cut(window.start, window.stop)
+        if file.is_direct and pages.whole.length >= _LEAST_BYTES:
+            for edge in (pages.head, pages.tail):
+                file.keep(edge.start, window.at(edge))
+            job = self._crew.give(file.write_pages, pages.whole.start, window.at(pages.whole))
+        elif window.stop - window.start >= _LEAST_BYTES:
+            job = self._crew.give(file.write, window.start, window.at(Range(window.start, window.stop)))
+        else:
+            file.keep(window.start, window.at(Range(window.start, window.stop)))
+            self._free.append(window.memory)
+            return
+        self._busy.append((job, window.memory))
+
+    def _take(self) -> memoryview:
+        """A buffer to fill; where all are being written, the one that has been longest."""
+        if not self._free:
+            self._wait()
+        return self._free.pop()
+
+    def _wait(self) -> None:
+        job, memory = self._busy.popleft()
+        self.direct_bytes += job.result()
+        self._free.append(memory)
+
+    def _finish(self) -> None:
+        while self._busy:
+            self._wait()
+
+
+class _Window:
+    """A buffer that lies over some pages of a file, and what of them has been filled."""
+
+    def __init__(self, memory: memoryview, start: int) -> None:
+        self.memory = memory
+        self._bytes = np.frombuffer(memory, dtype=np.uint8)
+        self._base = start // PAGE_BYTES * PAGE_BYTES
+        self.start = self.stop = start
+
+    @property
+    def is_full(self) -> bool:
+        return self.stop - self._base == self.memory.nbytes
+
+    def fill(self, data: memoryview) -> int:
+        """Copy the beginning of `data`, a step of it. Returns its bytes."""
+        at = self.stop - self._base
+        step = min(data.nbytes, _STEP_BYTES, self.memory.nbytes - at)
+        np.copyto(self._bytes[at : at + step], np.frombuffer(data[:step], dtype=np.uint8))
+        self.stop += step
+        return step
+
+    def at(self, part: Range) -> memoryview:
+        return self.memory[part.start - self._base : part.stop - self._base]
+
+
+class _File:
+    """One file, open for writing through the page cache and, where that is possible, past it."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_WRONLY)
+        self._direct: int | None = None
+        self._refused = not hasattr(os, "O_DIRECT")
+        if not self._refused:
+            with suppress(OSError):  # whatever it says, the other way is open
+                self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        self._cached = threading.Lock()
+        self._kept: list[tuple[int, bytes]] = []
+        self._kept_bytes = 0
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.end_direct()
+
+    def end_direct(self) -> None:
+        """Nothing more goes past the page cache: whatever went wrong there has been raised."""
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether whole pages can go past the page cache, as far as is known."""
+        return self._direct is not None and not self._refused
+
+    def write(self, start: int, data: memoryview | bytes) -> int:
+        """Through the page cache, one thread at a time: the kernel takes no more, and those that wait for it spin.
+
+        Returns the bytes that went past it: none.
+        """
+        with self._cached:
+            _write_at(self.fd, start, data)
+        writeback.begin(self.fd, start, len(data))
+        return 0
+
+    def write_pages(self, start: int, data: memoryview) -> int:
+        """Past the page cache, or through it where the file system turns out to refuse. Returns the former's bytes."""
+        assert self._direct is not None
+        direct_bytes = 0
+        try:
+            while data.nbytes:
+                count = os.pwrite(self._direct, data, start)
+                data, start = data[count:], start + count
+                direct_bytes += count
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            self._refused = True
+            self.write(start, data)
+        return direct_bytes
+
+    def keep(self, start: int, data: memoryview) -> None:
+        """Copy a few bytes for `write_kept`."""
+        if data.nbytes:
+            self._kept.append((start, bytes(data)))
+            self._kept_bytes += data.nbytes
+        if self._kept_bytes >= _KEPT_BYTES:
+            self.write_kept()
+
+    def write_kept(self) -> None:
+        for start, data in self._kept:
+            _write_at(self.fd, start, data)
+        self._kept, self._kept_bytes = [], 0
+
+
+def _write_at(fd: int, start: int, data: memoryview | bytes) -> None:
+    view = memoryview(data)
+    while view.nbytes:
+        count = os.pwrite(fd, view, start)
+        view, start = view[count:], start + count

@@ -1,0 +1,136 @@
+"""Where checkpoints lie: directories of files, on a file system or wherever fsspec reaches. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shardwise.checkpoint.io.local_file import LocalFile
+
+Location = str | os.PathLike[str]
+"""A path, or a URL such as "s3://bucket/run/step-000100"."""
+
+
+class Source(Protocol):
+    """A file that is open for reading, by several threads at a time."""
+
+    def read_at(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on. Raises EOFError, with the position, where the file ends first."""
+
+    def read_pages(self, start: int, into: memoryview) -> int:
+        """Fill `into`, whole pages in page-aligned memory, from byte `start`, a page's first, on past the page cache.
+
+        Returns the bytes that were read: fewer where the file ends first, none where that way is closed or no faster.
+        """
+
+
+class Directory(Protocol):
+    """A directory's own files, by plain names. Nothing is cached: what another process did is seen."""
+
+    @property
+    def location(self) -> Path | str:
+        """What `directory_of` makes this of."""
+
+    def child(self, name: str) -> Directory:
+        """A directory in this one."""
+
+    def names(self) -> list[str]:
+        """Of the files and directories in it, sorted; none if there is no such directory."""
+
+    def has(self, name: str) -> bool:
+        """Whether it has a file of that name."""
+
+    def size(self, name: str) -> int:
+        """Bytes of a file. Raises FileNotFoundError."""
+
+    def read(self, name: str) -> bytes:
+        """All of a small file. Raises FileNotFoundError."""
+
+    def open(self, name: str) -> AbstractContextManager[Source]:
+        """Open a file for reading byte ranges. Raises FileNotFoundError."""
+
+    def write(self, name: str, data: bytes, durable: bool = True) -> None:
+        """Make or replace a small file; where `durable` it is on disk before this returns."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+
+def directory_of(location: Location) -> Directory:
+    """The directory at a path or URL, which need not be there.
+
+    Raises UsageError if fsspec, or what it needs for this kind of URL, is not installed.
+    """
+    text = os.fspath(location)
+    if not is_url(text):
+        return LocalDirectory(Path(text))
+    from shardwise.checkpoint.io.remote import RemoteDirectory
+
+    return RemoteDirectory.of(text)
+
+
+def check_location(location: object, call: str) -> None:
+    """Raise TypeError for what is no path: most often the model, given first."""
+    if not isinstance(location, str | os.PathLike):
+        raise TypeError(
+            f"{call}: the path comes first, as a string or a pathlib.Path, and this is a {type(location).__name__}"
+        )
+
+
+def is_url(location: Location) -> bool:
+    """Whether fsspec is asked, and not the operating system."""
+    return "://" in os.fspath(location)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDirectory:
+    """A directory of a file system that this machine has mounted."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def location(self) -> Path:
+        return self.path
+
+    def child(self, name: str) -> LocalDirectory:
+        return LocalDirectory(self.path / name)
+
+    def names(self) -> list[str]:
+        try:  # whoever waits for a commit looks here while the directory is renamed
+            return sorted(entry.name for entry in self.path.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    def size(self, name: str) -> int:
+        return (self.path / name).stat().st_size
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Source]:
+        file = LocalFile(self.path / name)
+        try:
+            yield file
+        finally:
+            file.close()
+
+    def write(self, name: str, data: bytes, durable: bool = True) -> None:
+        with (self.path / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)

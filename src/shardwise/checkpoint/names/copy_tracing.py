@@ -1,0 +1,126 @@
+"""Which elements of which tensors a conversion's results are made of, found by converting tensors without memory.
+
+Views need no help: on the meta device they know their storage, offset and strides. What copies (clone, cat, stack) is
+noticed, and remembered as runs of elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.checkpoint.names.index_runs import Runs, Strided
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A part of a tensor that comes from the tensor `name`: from the one's elements to the other's, both flattened."""
+
+    name: str
+    runs: Runs
+
+
+class Provenance(TorchDispatchMode):
+    """While active, follows the elements of its probes through whatever moves and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, tuple[Any, list[Source]]] = {}
+        """By storage: itself, kept so that its number is not used again, and what lies in it."""
+        self._why: dict[int, tuple[Any, str]] = {}
+        """Of storages whose elements cannot be followed."""
+
+    def probe(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A tensor without memory whose elements are to be followed."""
+        tensor = torch.empty(tuple(shape), device="meta")
+        self._known[_key(tensor)] = (tensor.untyped_storage(), [Source(name, Runs.one(tensor.numel()))])
+        return tensor
+
+    def sources(self, tensor: Tensor) -> list[Source]:
+        """Where a contiguous tensor of this shape would have its elements from.
+
+        Raises ValueError, saying why, unless each of them is an element of a probe.
+        """
+        if _key(tensor) in self._why:
+            raise ValueError(self._why[_key(tensor)][1])
+        strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.ndim)]
+        found = self._through(tensor, Strided(0, tuple(strides)))
+        if sum(source.runs.numel for source in found) != tensor.numel():
+            raise ValueError("not all of its elements are copied from a tensor")
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        pairs = _MOVES.get(func)
+        if pairs is not None:
+            try:
+                self._moved(result, pairs(result, *args, **(kwargs or {})))
+            except ValueError as error:
+                self._why[_key(result)] = (result.untyped_storage(), str(error))
+        return result
+
+    def _moved(self, made: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """`made` has a new storage; of each pair a view of it holds what the other tensor holds."""
+        if _key(made) in self._known:
+            return
+        by_name: dict[str, list[Runs]] = {}
+        for view, copied in pairs:
+            if _key(copied) in self._why:
+                raise ValueError(self._why[_key(copied)][1])
+            for source in self._through(copied, _places(view)):
+                by_name.setdefault(source.name, []).append(source.runs)
+        sources = [Source(name, Runs.joined(parts)) for name, parts in by_name.items()]
+        self._known[_key(made)] = (made.untyped_storage(), sources)
+
+    def _through(self, tensor: Tensor, here: Strided) -> list[Source]:
+        """From the places `here` to the sources of the tensor's elements."""
+        _, sources = self._known.get(_key(tensor), (None, []))
+        if not sources:
+            return []
+        places = Runs.paired(tensor.shape, here, _places(tensor))
+        found = [Source(source.name, places.through(source.runs)) for source in sources]
+        return [source for source in found if len(source.runs)]
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _places(tensor: Tensor) -> Strided:
+    return Strided(int(tensor.storage_offset()), tuple(tensor.stride()))
+
+
+def _copies(made: Tensor, copied: Tensor, *_: Any, **__: Any) -> list[tuple[Tensor, Tensor]]:
+    return [(made, copied)]
+
+
+def _joins(made: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Of cat. An empty 1-D tensor may be among others of any shape, and adds nothing."""
+    pairs, start = [], 0
+    for tensor in tensors:
+        if tensor.numel():
+            pairs.append((made.narrow(dim, start, tensor.shape[dim]), tensor))
+            start += tensor.shape[dim]
+    return pairs
+
+
+def _stacks(made: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> list[tuple[Tensor, Tensor]]:
+    return [(made.select(dim, index), tensor) for index, tensor in enumerate(tensors)]
+
+
+_MOVES: dict[Any, Callable[..., list[tuple[Tensor, Tensor]]]] = {
+    _aten.clone.default: _copies,
+    _aten._to_copy.default: _copies,
+    _aten.cat.default: _joins,
+    _aten.stack.default: _stacks,
+}

@@ -1,0 +1,201 @@
+"""What tensors are called in the files that transformers reads and writes, and how they are cut and stacked there.
+
+Found by having transformers convert tensors without memory, in both directions: every tensor of the model then has its
+elements in runs of elements of stored tensors, and a rename is the simplest case.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.names.copy_tracing import Provenance
+from shardwise.checkpoint.names.place import Place
+from shardwise.errors import CheckpointError, UsageError, one_line
+
+Shape = tuple[int, ...]
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether `from_pretrained` and `save_pretrained` are the model's."""
+    return all(hasattr(model, name) for name in ("save_pretrained", "from_pretrained", "config"))
+
+
+# To files -------------------------------------------------------------------------------------------------------------
+
+
+def stored_first(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """The names of one tensor, the one that is stored first.
+
+    As transformers chooses: of names that the class declares as tied to another, the others are kept.
+    """
+    if len(names) == 1 or not is_transformers(model):
+        return list(names)
+    patterns = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    dropped: list[str] = []
+    for name in sorted(names):
+        if len(dropped) + 1 < len(names) and any(re.search(pattern, name) for pattern in patterns):
+            dropped.append(name)
+    return [*(name for name in names if name not in dropped), *dropped]
+
+
+def places_to_write(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple[Place, ...]]:
+    """Where `save_pretrained` would put each tensor, given by name and global shape.
+
+    Raises UsageError, naming it, for a tensor that transformers changes on its way to the file, or cuts so fine that
+    no ranges of bytes are left.
+    """
+    if not is_transformers(model):
+        return {name: (Place.whole(name, shape),) for name, shape in shapes.items()}
+    # A model is saved many times, and one of many experts takes seconds to go through.
+    asked = (dict(shapes), list(getattr(model, "_weight_conversions", None) or ()))
+    known = _known.get(model)
+    if known is None or known[0] != asked:
+        known = _known[model] = (asked, _converted(model, shapes))
+    return known[1]
+
+
+_known: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, tuple[Place, ...]]]] = WeakKeyDictionary()
+
+
+def _converted(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple[Place, ...]]:
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # a version that converts nothing
+        return {name: (Place.whole(name, shape),) for name, shape in shapes.items()}
+    revert: Any = revert_weight_conversion
+    places: dict[str, list[Place]] = {name: [] for name in shapes}
+    with Provenance() as trace:
+        probes = {name: trace.probe(name, shape) for name, shape in shapes.items()}
+        try:
+            converted: dict[str, Tensor] = revert(model, dict(probes))
+        except Exception as error:
+            raise _refused(model, next(iter(shapes)), error) from error
+    for stored, tensor in converted.items():
+        try:
+            for source in trace.sources(tensor):
+                places[source.name].append(Place(stored, tuple(tensor.shape), source.runs.inverse()))
+        except ValueError as error:
+            raise _refused(model, stored, error) from error
+    for name, found in places.items():
+        if sum(place.runs.numel for place in found) != probes[name].numel():
+            raise _refused(model, name, ValueError("it is not stored exactly once"))
+        if not found:  # of no elements
+            found.append(Place.whole(name, shapes[name]))
+    return {name: tuple(found) for name, found in places.items()}
+
+
+def _refused(model: nn.Module, name: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"transformers converts tensors of {type(model).__name__} on their way to its files, and {name!r} cannot be "
+        f"written in place ({one_line(error, with_type=True)}): save sw.full_state_dict(model) with its save_pretrained"
+    )
+
+
+# From files -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """Which tensors of a model are in files, and where."""
+
+    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
+    """By the model's names."""
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    """That the files give them; not always the model's."""
+    unexpected: dict[str, str] = field(default_factory=dict)
+    """Stored names that the model has no tensor for, each with what it would be called there."""
+
+
+def find(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
+    """Match stored tensors with a model's, as `from_pretrained` would: renamed, split and stacked. Local.
+
+    Args:
+        shapes: of the model's tensors, global, by every name that state_dict has for them.
+        stored: shapes in the files, by name.
+
+    Raises CheckpointError, naming it, for a tensor that transformers would compute from what is stored, not copy.
+    """
+    if is_transformers(model):
+        try:
+            return _Conversion(model, shapes).run(stored)
+        except ImportError:  # a version that converts nothing
+            pass
+    found = Found()
+    for name, shape in stored.items():
+        if name in shapes:
+            found.places[name], found.shapes[name] = (Place.whole(name, shape),), shape
+        else:
+            found.unexpected[name] = name
+    return found
+
+
+class _Conversion:
+    """One model's names and operations, on the way from files."""
+
+    def __init__(self, model: Any, shapes: Mapping[str, Shape]) -> None:
+        from transformers import conversion_mapping, core_model_loading
+
+        library: Any = core_model_loading
+        self._library = library
+        self._model = model
+        self._state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        transforms: Any = conversion_mapping.get_model_conversion_mapping(model)
+        self._renamings = [item for item in transforms if isinstance(item, library.WeightRenaming)]
+        self._converters = [item for item in transforms if isinstance(item, library.WeightConverter)]
+        self._found = Found()
+
+    def run(self, stored: Mapping[str, Shape]) -> Found:
+        """Match all tensors of the files."""
+        by_pattern = {pattern: item for item in self._converters for pattern in item.source_patterns}
+        begun: dict[str, Any] = {}
+        with Provenance() as trace:
+            for name in sorted(stored, key=self._library.dot_natural_key):
+                target, pattern = self._target(name)
+                if target not in self._state or (pattern is None and target in self._found.places):
+                    self._found.unexpected[name] = target
+                elif pattern is None:
+                    self._found.places[target] = (Place.whole(name, stored[name]),)
+                    self._found.shapes[target] = stored[name]
+                else:
+                    if target not in begun:
+                        begun[target] = copy.deepcopy(by_pattern[pattern])
+                    begun[target].add_tensor(target, name, pattern, trace.probe(name, stored[name]))
+            for target, converter in begun.items():
+                self._convert(trace, target, converter, stored)
+        return self._found
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        """The name in the model, and the pattern of the operation that makes it, if any."""
+        prefix = self._model.base_model_prefix
+        rename = self._library.rename_source_key
+        target, pattern = rename(name, self._renamings, self._converters, prefix, self._state)
+        if target not in self._state and name in self._state:  # called so already; another may look like an old name
+            target, pattern = rename(name, [], [], prefix, self._state)
+        return target, pattern
+
+    def _convert(self, trace: Provenance, target: str, converter: Any, stored: Mapping[str, Shape]) -> None:
+        try:
+            made = converter.convert(target, model=self._model, config=self._model.config)
+            for name, tensors in made.items():
+                tensor = tensors[0] if isinstance(tensors, list) else tensors
+                places = [Place(part.name, stored[part.name], part.runs) for part in trace.sources(tensor)]
+                self._found.places[name] = tuple(places)
+                self._found.shapes[name] = tuple(tensor.shape)
+        except Exception as error:
+            raise CheckpointError(
+                f"transformers computes {target!r} of {type(self._model).__name__} from what is stored, and its bytes "
+                f"cannot be read in place ({one_line(error, with_type=True)}): have from_pretrained load the model "
+                "before sw.shard"
+            ) from error

@@ -1,0 +1,1 @@
+"""How written files become a checkpoint that readers see, all at once."""

@@ -1,0 +1,134 @@
+"""A checkpoint appears in one rename: written as `NAME.partial`, on disk before it is called `NAME`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.io.storage import Directory, Location, directory_of
+from shardwise.checkpoint.ranks import save_thread
+from shardwise.errors import CheckpointError, UnreadableError
+
+PARTIAL = ".partial"
+DAMAGED = ".damaged"
+FINAL = "final"
+"""In a run's directory, the trained model: a checkpoint without an optimizer, and nothing to go on from."""
+_STEP = re.compile(r"step-(\d+)")
+
+
+def partial_of(path: Path) -> Path:
+    """Where the checkpoint `path` is written."""
+    return path.with_name(path.name + PARTIAL)
+
+
+def begin(path: Path) -> Path:
+    """Make an empty partial directory for the checkpoint `path`; what a crash left there is removed.
+
+    Raises CheckpointError if `path` is taken.
+    """
+    if path.is_symlink() or (path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None)):
+        raise CheckpointError(f"{path} exists already: save to another path, or remove it first")
+    partial = partial_of(path)
+    if partial.is_dir() and not partial.is_symlink():
+        shutil.rmtree(partial)
+    new = [above for above in partial.parents if not above.exists()]
+    partial.mkdir(parents=True)
+    for above in new:
+        sync(above.parent)
+    return partial
+
+
+def commit(path: Path) -> None:
+    """Turn the partial directory, whose files are on disk, into the checkpoint `path`: there after any crash."""
+    partial = partial_of(path)
+    sync(partial)
+    os.rename(partial, path)  # noqa: PTH104
+    sync(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Remove the partial directory of `path`, if that is possible."""
+    shutil.rmtree(partial_of(path), ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove the checkpoint `path`. What a crash leaves of it is called a partial one."""
+    partial = partial_of(path)
+    if partial.is_dir() and not partial.is_symlink():
+        shutil.rmtree(partial)
+    os.rename(path, partial)  # noqa: PTH104
+    sync(path.parent)  # before its files go: else the old name could come back with only some of them
+    shutil.rmtree(partial)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that it is none any more and its name is free; returns where it is now."""
+    aside = path.with_name(path.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)  # noqa: PTH104
+    sync(path.parent)
+    return aside
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a directory's names, on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_partials(directory: str | os.PathLike[str]) -> list[Path]:
+    """Remove what crashes left in a directory of `step-NNNNNN` checkpoints that nobody else writes to; returns it."""
+    stale = [path for path in sorted(Path(directory).glob(f"step-*{PARTIAL}")) if path.is_dir()]
+    for path in stale:
+        shutil.rmtree(path, ignore_errors=True)
+    return stale
+
+
+def latest(run_directory: Location) -> Path | str | None:
+    """The committed checkpoint of the highest step in a run's directory or its `checkpoints`; None without one. Local.
+
+    Looks at names and manifests, not at every byte: `verify` does. A finished run's `final` is passed over. A save that
+    is under way in this process is waited for; what went wrong with it is raised here.
+
+    Args:
+        run_directory: a path, for which a path is returned, or a URL, for which a URL is.
+
+    Raises UnreadableError where storage does not answer: an older checkpoint is not taken for the newest.
+    """
+    save_thread.wait()
+    run = directory_of(run_directory)
+    with manifest.reading(run):
+        found = [
+            (step, name, place.child(name).location)
+            for place in (run, run.child("checkpoints"))
+            for name in place.names()
+            if name != FINAL
+            and not name.endswith((PARTIAL, DAMAGED))
+            and (step := _step(place.child(name))) is not None
+        ]
+    return max(found)[2] if found else None
+
+
+def _step(directory: Directory) -> int | None:
+    """Of a checkpoint, by its name or else by what it says; None if it is none."""
+    named = _STEP.fullmatch(Path(directory.location).name)
+    try:
+        if not manifest.is_there(directory):
+            return None
+    except UnreadableError:
+        if named:
+            raise
+        return None  # somebody else's directory, lost+found perhaps
+    if named:
+        return int(named[1])
+    try:
+        return int(json.loads(directory.read("training.json"))["step"])
+    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError, TypeError):
+        return None

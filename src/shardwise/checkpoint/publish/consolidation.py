@@ -1,0 +1,140 @@
+"""`join`: the files that ranks wrote to storage without ranged writes become an ordinary checkpoint."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import xxhash
+
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.contents import Contents
+from shardwise.checkpoint.format.manifest import FileRecord, Manifest, Part, RegionSums
+from shardwise.checkpoint.io.storage import LocalDirectory, Location, is_url
+from shardwise.checkpoint.publish import commit
+from shardwise.checkpoint.ranks import save_thread
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.layout.ranges import intersection
+
+_CHUNK_BYTES = 8 * 2**20
+
+
+def join(source: Location, target: str | os.PathLike[str]) -> None:
+    """Write the checkpoint `source` again as ordinary safetensors files. Local: one process does it.
+
+    Args:
+        source: the path or URL of a checkpoint that was saved to a URL.
+        target: the new checkpoint's path; complete or not there, as with `save`. Its files are those that a save to a
+            path would have written, byte for byte.
+
+    Every file is read once, its checksums are compared on the way, and 8 MiB are held at a time.
+
+    Raises:
+        CheckpointError: no checkpoint, one of ordinary files already, a damaged one (nothing is left at `target`), or
+            `target` is taken or cannot be written. UsageError: `target` is a URL.
+    """
+    save_thread.wait()
+    if is_url(target):
+        raise UsageError(f"{os.fspath(target)}: only a path can be joined to, where files are written in any order")
+    contents, path = Contents.of(source), Path(os.path.abspath(target))  # noqa: PTH100 - as `save` has it
+    if not contents.manifest.joined:
+        raise CheckpointError(f"{contents} consists of ordinary safetensors files: there is nothing to join")
+    partial = commit.begin(path)
+    try:
+        with _Joining(contents, partial) as joining:
+            records = joining.run()
+        manifest.write(LocalDirectory(partial), Manifest(records))
+        commit.commit(path)
+    except OSError as error:
+        commit.discard(path)
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+    except CheckpointError:
+        commit.discard(path)
+        raise
+
+
+class _Joining:
+    """Goes through the files that are there, and writes each byte where it belongs."""
+
+    def __init__(self, contents: Contents, partial: Path) -> None:
+        self._contents = contents
+        self._partial = partial
+        self._joined = contents.manifest.joined
+        self._sums = {name: RegionSums() for name in self._joined}
+        self._fds: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        for name in self._joined:
+            self._fds[name] = os.open(self._partial / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+    def run(self) -> dict[str, FileRecord]:
+        """Returns the records of the new files."""
+        parts: dict[str, list[tuple[str, Part]]] = {}
+        for name, joined in self._joined.items():
+            for part in joined.parts:
+                parts.setdefault(part.file, []).append((name, part))
+        records: dict[str, FileRecord] = {}
+        for file, record in self._contents.manifest.files.items():
+            manifest.check_size(self._contents.directory, file, record)
+            if file in parts:
+                self._distribute(file, record, sorted(parts[file], key=lambda item: item[1].offset))
+            else:
+                records[file] = self._copy(file, record)
+        for name, fd in self._fds.items():
+            os.fsync(fd)
+            records[name] = FileRecord(self._joined[name].nbytes, tuple(self._sums[name].regions()))
+        return records
+
+    def _copy(self, file: str, record: FileRecord) -> FileRecord:
+        with manifest.reading(f"{self._contents}/{file}"):
+            data = self._contents.directory.read(file)
+        if manifest.record_of(data) != record:
+            raise CheckpointError(f"{self._contents}/{file} is damaged: its checksum is another")
+        LocalDirectory(self._partial).write(file, data)
+        return record
+
+    def _distribute(self, file: str, record: FileRecord, parts: Sequence[tuple[str, Part]]) -> None:
+        path = f"{self._contents}/{file}"
+        with ExitStack() as stack:
+            with manifest.reading(path):  # what goes wrong with the target is not the source's
+                source = stack.enter_context(self._contents.directory.open(file))
+            buffer = memoryview(bytearray(min(_CHUNK_BYTES, record.nbytes)))
+            for region in sorted(record.regions):
+                total = xxhash.xxh3_64()
+                for start in range(region.start, region.stop, _CHUNK_BYTES):
+                    chunk = buffer[: min(_CHUNK_BYTES, region.stop - start)]
+                    with manifest.reading(path):
+                        source.read_at(start, chunk)
+                    total.update(chunk)
+                    self._put(start, chunk, parts)
+                if total.hexdigest() != region.sum:
+                    raise CheckpointError(
+                        f"{path} is damaged: bytes [{region.start}, {region.stop}) have the checksum "
+                        f"{total.hexdigest()}, not {region.sum}"
+                    )
+
+    def _put(self, offset: int, chunk: memoryview, parts: Sequence[tuple[str, Part]]) -> None:
+        """`chunk`, of one file from byte `offset` on, into the files that it belongs to.
+
+        parts: of that file, by offset.
+        """
+        first = bisect_right(parts, offset, key=lambda item: item[1].offset) - 1
+        for name, part in parts[max(0, first) :]:
+            if part.offset >= offset + chunk.nbytes:
+                break
+            inside = intersection((offset, offset + chunk.nbytes), (part.offset, part.offset + part.stop - part.start))
+            data = chunk[inside.start - offset : inside.stop - offset]
+            start = part.start + inside.start - part.offset
+            self._sums[name].add(start, data)
+            while data.nbytes:
+                count = os.pwrite(self._fds[name], data, start)
+                data, start = data[count:], start + count

@@ -1,0 +1,101 @@
+"""The second layout: every rank writes a file of its own, from beginning to end, and the manifest is the commit.
+
+For storage that can neither write a range of a file nor rename. A rank's file holds, one after another, the byte ranges
+that it would have written into the files of the first layout; the manifest says which byte of these lies where. So they
+are read like the first layout's, by byte range, and `joining.join` makes these of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.manifest import FileRecord, JoinedFile, Manifest, Part, RegionSums
+from shardwise.checkpoint.format.tensor_files import to_write
+from shardwise.checkpoint.io.remote import RemoteDirectory
+from shardwise.checkpoint.publish.target import NOTE, Kind, Written, remove_notes
+from shardwise.errors import CheckpointError, UnreadableError
+
+BEGUN = f"{NOTE}begun"
+"""There from the beginning of a save until after its commit: with it and without a manifest, it is a partial one."""
+
+
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """A Target wherever fsspec writes."""
+
+    directory: RemoteDirectory
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    @property
+    def name(self) -> str:
+        return self.directory.url.rpartition("/")[2]
+
+    @property
+    def messages(self) -> RemoteDirectory:
+        return self.directory
+
+    def begin(self) -> None:
+        names = self.directory.names()
+        if names and (manifest.NAME in names or BEGUN not in names):
+            raise CheckpointError(f"{self} exists already: save to another URL, or remove it first")
+        self.discard()  # what a crash left
+        self.directory.make()
+        self.directory.write(BEGUN, b"{}\n")
+
+    def create(self, kinds: Sequence[Kind]) -> None:
+        """There is no room to be made in advance."""
+
+    def write(self, kinds: Sequence[Kind], rank: int) -> Written:
+        files = [kind_file for kind in kinds for kind_file in to_write(kind.files, kind.pieces, headers=rank == 0)]
+        if not files:
+            return Written()
+        own, offset, sums, written = f"rank-{rank:05d}.bin", 0, RegionSums(), Written()
+        with self.directory.writing(own) as out:
+            for name, ranges in files:
+                parts = written.parts.setdefault(name, [])
+                for start, data in ranges:
+                    length = memoryview(data).nbytes
+                    out.write(data)
+                    sums.add(offset, data)
+                    _append(parts, Part(start, start + length, own, offset))
+                    offset += length
+        written.regions[own] = sums.regions()
+        return written
+
+    def commit(self, kinds: Sequence[Kind], written: Written, documents: Mapping[str, bytes]) -> None:
+        records = {name: FileRecord(found[-1].stop, tuple(found)) for name, found in written.regions.items()}
+        for name, data in documents.items():
+            self.directory.write(name, data)
+            records[name] = manifest.record_of(data)
+        layouts = {name: layout for kind in kinds for name, layout in kind.files.files.items()}
+        joined = {name: JoinedFile(layout.nbytes, tuple(written.parts[name])) for name, layout in layouts.items()}
+        manifest.write(self.directory, Manifest(records, joined))
+        with suppress(OSError):  # it is a checkpoint now, whatever lies beside it
+            remove_notes(self.directory)
+
+    def is_committed(self) -> bool:
+        try:
+            return manifest.is_there(self.directory)
+        except UnreadableError:  # who asks asks again
+            return False
+
+    def discard(self) -> None:
+        """Only of a save that did not come to its commit."""
+        names = self.directory.names()
+        if BEGUN in names and manifest.NAME not in names:
+            for name in sorted(names, key=lambda name: name == BEGUN):  # what marks it as partial last
+                self.directory.remove(name)
+
+
+def _append(parts: list[Part], part: Part) -> None:
+    """Add a part, or lengthen the last one."""
+    last = parts[-1] if parts else None
+    if last and (last.stop, last.offset + last.stop - last.start) == (part.start, part.offset):
+        parts[-1] = last._replace(stop=part.stop)
+    else:
+        parts.append(part)

@@ -1,0 +1,76 @@
+"""The first layout: all ranks write into the same files, at final offsets, and one rename makes them a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint.format import manifest, tensor_files
+from shardwise.checkpoint.format.manifest import FileRecord, Manifest
+from shardwise.checkpoint.io.range_writer import RangeWriter
+from shardwise.checkpoint.io.storage import LocalDirectory
+from shardwise.checkpoint.publish import commit
+from shardwise.checkpoint.publish.target import Kind, Written, remove_notes
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """A Target on a file system that every rank sees."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def messages(self) -> LocalDirectory:
+        return LocalDirectory(self._partial)
+
+    @property
+    def _partial(self) -> Path:
+        return commit.partial_of(self.path)
+
+    def begin(self) -> None:
+        commit.begin(self.path)
+
+    def create(self, kinds: Sequence[Kind]) -> None:
+        for kind in kinds:
+            tensor_files.create(self._partial, kind.files)
+
+    def write(self, kinds: Sequence[Kind], rank: int) -> Written:
+        written, headers = Written(), rank == 0
+        with RangeWriter() as writer:
+            for kind in kinds:
+                regions = tensor_files.write(self._partial, kind.files, kind.pieces, headers, writer)
+                written.regions.update(regions)
+            writer.sync()
+        mib, direct_mib = writer.written_bytes / 2**20, writer.direct_bytes / 2**20
+        _log.info("%s: rank %d wrote %.1f MiB, %.1f of them past the page cache", self, rank, mib, direct_mib)
+        return written
+
+    def commit(self, kinds: Sequence[Kind], written: Written, documents: Mapping[str, bytes]) -> None:
+        directory = self.messages
+        remove_notes(directory)
+        records = {}
+        for kind in kinds:
+            for name, layout in kind.files.files.items():
+                records[name] = FileRecord(layout.nbytes, tuple(written.regions[name]))
+        for name, data in documents.items():
+            directory.write(name, data)
+            records[name] = manifest.record_of(data)
+        manifest.write(directory, Manifest(records))
+        commit.commit(self.path)
+
+    def is_committed(self) -> bool:
+        return LocalDirectory(self.path).has(manifest.NAME)
+
+    def discard(self) -> None:
+        commit.discard(self.path)

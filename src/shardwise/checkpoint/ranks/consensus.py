@@ -1,0 +1,106 @@
+"""The ranks of one save or load: what they say to one another, a few bytes at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import xxhash
+
+from shardwise.checkpoint.ranks import save_thread
+from shardwise.engine.mesh import Mesh
+from shardwise.errors import CheckpointError, MismatchError, PeerError, UsageError
+
+_WORD_BYTES = 7
+"""Of text in one positive int64."""
+_TEXT_BYTES = _WORD_BYTES * 512
+_POSITIVE_BITS = 62
+
+
+class Peers:
+    """All ranks of a mesh, replicas included. Every method is collective."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
+        self.world_size = mesh.world_size
+        self.replicas = mesh.replicate.world_size
+        self.replica = mesh.replicate.rank
+        if mesh.is_dry and mesh.world_size > 1:
+            raise UsageError("a dry run has no weights: checkpoints are saved and loaded by real ranks")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what there is one of."""
+        return self.rank == 0
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether no other rank of this machine holds, and so reads, the same elements; as far as torchrun tells."""
+        local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+        machines = [rank // local_ranks for rank in self._mesh.spans[1]]
+        return len(set(machines)) == len(machines)
+
+    @contextmanager
+    def together(self, doing: str, seen: Callable[[], bool] | None = None) -> Iterator[None]:
+        """All ranks leave the block, or all raise: whoever failed its own error, the others a PeerError with it.
+
+        No collective may be inside. What the operating system says becomes a CheckpointError that begins with `doing`.
+        `seen` is not asked: see Company.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except OSError as error:
+            failure = CheckpointError(f"{doing}: {error}")
+            failure.__cause__ = error
+        except Exception as error:
+            failure = error
+        failed = self._highest([self.rank + 1 if failure else 0])[0]
+        if not failed:
+            return
+        rank = failed - 1
+        said = self._hear(str(failure) if rank == self.rank else "")
+        if failure is not None:
+            raise failure
+        raise PeerError(f"rank {rank} failed: {said}")
+
+    def first_says(self, number: int) -> int:
+        """Rank 0's number (not negative) on every rank."""
+        return self._highest([number if self.is_first else 0])[0]
+
+    def agree(self, plan: str, otherwise: str) -> None:
+        """Raise MismatchError on every rank, saying `otherwise`, unless all ranks give the same text."""
+        digest = xxhash.xxh3_64_intdigest(plan.encode()) >> (64 - _POSITIVE_BITS)
+        highest, lowest = self._highest([digest, 2**_POSITIVE_BITS - digest])
+        if highest != 2**_POSITIVE_BITS - lowest:
+            raise MismatchError(otherwise)
+
+    def alike(self, numbers: list[int]) -> list[bool]:
+        """For each of equally many numbers, in [0, 2^62), whether it is the same on every rank."""
+        highest = self._highest([*numbers, *(2**_POSITIVE_BITS - number for number in numbers)])
+        return [high == 2**_POSITIVE_BITS - low for high, low in zip(highest, highest[len(numbers) :], strict=False)]
+
+    def _hear(self, text: str) -> str:
+        """What the one rank says whose text is not empty; only its beginning if it is long."""
+        data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        words = [int.from_bytes(data[i : i + _WORD_BYTES], "big") for i in range(0, _TEXT_BYTES, _WORD_BYTES)]
+        heard = b"".join(word.to_bytes(_WORD_BYTES, "big") for word in self._highest(words))
+        return heard.rstrip(b"\0").decode(errors="replace")
+
+    def _highest(self, numbers: list[int]) -> list[int]:
+        values = torch.tensor(numbers, dtype=torch.int64, device=self._mesh.device)
+        self._mesh.shard.all_reduce(values, "max").wait()
+        self._mesh.replicate.all_reduce(values, "max").wait()
+        return [int(value) for value in values.tolist()]
+
+
+def settle(peers: Peers) -> None:
+    """Wait for the asynchronous save before. Collective. Raises CheckpointError on every rank if it failed."""
+    try:
+        with peers.together("the last asynchronous save failed"):
+            save_thread.wait()
+    finally:
+        save_thread.clean_up()

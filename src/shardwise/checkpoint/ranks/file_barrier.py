@@ -1,0 +1,132 @@
+"""The ranks of one save that tell one another through files how far they are: what a thread does without collectives.
+
+The training goes on in the same processes and on the same process groups, so a thread may not use these; and a group of
+its own would be gone when the script destroys its process groups while the last save is still being written. The ranks
+share the storage anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwise.checkpoint.io.storage import Directory
+from shardwise.comm.shared_memory.counters import birth
+from shardwise.errors import CheckpointError, PeerError
+
+_PATIENCE_S = 1800.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
+_FAILED = ".failed-"
+
+
+def leave(messages: Directory, name: str, note: Mapping[str, Any]) -> None:
+    """Write a note for other ranks to read."""
+    messages.write(name, json.dumps(note).encode(), durable=False)
+
+
+def note(messages: Directory, name: str) -> dict[str, Any] | None:
+    """What a rank has left under a name; None until all of it is there."""
+    try:
+        left: dict[str, Any] = json.loads(messages.read(name))
+    except (FileNotFoundError, ValueError):
+        return None
+    return left
+
+
+class Company(Protocol):
+    """The ranks of a save."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def together(self, doing: str, seen: Callable[[], bool]) -> AbstractContextManager[None]:
+        """All ranks do what is in the block. A rank leaves when `seen` says that what it must wait for was done; all
+        raise if any of them failed.
+        """
+
+
+class Correspondence:
+    """One save's messages. Local: nothing here is a collective."""
+
+    def __init__(self, messages: Directory, rank: int, world_size: int) -> None:
+        """
+        Args:
+            messages: where all ranks read and write; it may go away when the save is over.
+        """
+        self._messages = messages
+        self.rank = rank
+        self.world_size = world_size
+        self._processes: dict[int, tuple[int, int]] = {}
+        """Of this machine: process ids and when they began, by rank."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what there is one of."""
+        return self.rank == 0
+
+    def introduce(self) -> None:
+        """Say which process this rank is."""
+        leave(self._messages, _process(self.rank), {"machine": machine(), "process": _process_now()})
+
+    def meet(self) -> None:
+        """Learn which processes of this machine to look after; after every rank's `introduce`."""
+        for rank in range(self.world_size):
+            left = note(self._messages, _process(rank))
+            if left is not None and left["machine"] == machine():
+                self._processes[rank] = tuple(left["process"])
+
+    @contextmanager
+    def together(self, doing: str, seen: Callable[[], bool]) -> Iterator[None]:
+        """See Company. A rank that is gone, or silent for half an hour (SHARDWISE_TIMEOUT_S), has failed."""
+        try:
+            yield
+        except Exception as error:
+            self._raise_others()  # if one has failed before, that is the cause
+            said = f"{doing}: {error}" if isinstance(error, OSError) else str(error)
+            with suppress(OSError):  # as is to be expected where the disk is full; the others will lose patience
+                leave(self._messages, f"{_FAILED}{self.rank}", {"said": said})
+            raise CheckpointError(said) from error
+        self._await(seen)
+
+    def _await(self, seen: Callable[[], bool]) -> None:
+        patience_s = float(os.environ.get("SHARDWISE_TIMEOUT_S", _PATIENCE_S))
+        deadline, pause_s = time.monotonic() + patience_s, _FIRST_PAUSE_S
+        while not seen():
+            self._raise_others()
+            gone = [rank for rank, (pid, born) in self._processes.items() if birth(pid) != born]
+            if gone and not seen():  # it may have left because all was done
+                raise PeerError(f"the process of rank {gone[0]} is gone")
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"the other ranks were not done after {patience_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _raise_others(self) -> None:
+        """Raise PeerError if another rank has said that it failed."""
+        for name in self._messages.names():
+            if name.startswith(_FAILED) and name != f"{_FAILED}{self.rank}":
+                left = note(self._messages, name)
+                if left is not None:
+                    raise PeerError(f"rank {name.removeprefix(_FAILED)} failed: {left['said']}")
+
+
+def _process(rank: int) -> str:
+    return f".process-{rank}"
+
+
+def _process_now() -> tuple[int, int]:
+    return os.getpid(), birth(os.getpid())
+
+
+def machine() -> str:
+    """The same where process ids mean the same processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,0 +1,303 @@
+"""Collectives of CPU ranks on one x86-64 Linux host, through memory that they share.
+
+A gather buffer is one piece of memory for all ranks: whoever writes a slice has thereby gathered it, and all that is
+left of an all_gather is to say so and to see that the others did. A reduce buffer is one piece per rank which all can
+read: every rank sums its own slice of all of them. Neither copies; the counters of `counters.py` order them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.buffers import POISON_BYTE, check_reductions, pieces_of, poison_asked, shares, slice_of
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Reduction, Region, Then, Work
+from shardwise.comm.shared_memory.counters import JOURNAL_LINES, Counter, Journal, Watch
+from shardwise.comm.shared_memory.segment import Segment, make_private
+from shardwise.comm.signature import sign
+from shardwise.comm.summation import RankOrderSum
+from shardwise.comm.timeout import timeout_s
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+STAGE_BYTES = 2**20
+"""What each rank can show the others at once, in an all_reduce or broadcast of memory that is in no buffer."""
+SMALL_BYTES = 64 * 2**10
+"""Up to here every rank sums all of a staged all_reduce; beyond, each sums a share and shows the result."""
+_LENGTH_BYTES = 8
+
+
+class ShmCollectives:
+    """CPU ranks of one host."""
+
+    name = "shm"
+
+    def __init__(self, group: dist.ProcessGroup, poison: bool | None = None) -> None:
+        """Every rank must call this.
+
+        Raises:
+            OSError: on every rank, if any rank cannot reach the others' memory.
+        """
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.device = torch.device("cpu")
+        self.poison = poison_asked() if poison is None else poison
+        self.labels: dict[int, str] = {}
+        self._group = group
+        self._watch = Watch(group, timeout_s(group))
+        self._slots: list[_Slot] = []
+        self._reduce_slots: dict[int, _Slot] = {}  # by the address of this rank's own memory
+        self._scattering: list[_Deferred] = []
+        """Reductions that wait for nobody once everybody has posted, in their order."""
+        self._sum = RankOrderSum()
+        lines = self.world_size * (1 + JOURNAL_LINES)
+        stage = Segment(group, lines=lines, parts=self.world_size, part_bytes=2 * STAGE_BYTES)
+        self._stages = stage.map(0, self.world_size, populate=False).view(self.world_size, 2, STAGE_BYTES)
+        self._turns = Counter(stage.head, 0, self.world_size, self._watch)
+        self._turn = 0
+        self._journal = Journal(stage.head, self.world_size, self.rank, self.world_size, self.labels)
+        self._watch.journal, self._watch.labels = self._journal, self.labels
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._sum.scratch_bytes + 2 * STAGE_BYTES
+
+    def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
+        self._meet(sign("allocate", 0, nbytes, kind))  # ranks that disagree here would map each other's memory wrong
+        slot = _Slot(self._group, self._watch, len(self._slots), nbytes, kind)
+        self._slots.append(slot)
+        buffer = self._map(slot)
+        if self.poison:
+            buffer.bytes.fill_(POISON_BYTE)
+            self.barrier()
+        return buffer
+
+    def claim(self, buffer: Buffer) -> None:
+        slot = self._slots[buffer.index]
+        slot.pending.wait()
+        slot.finished.wait(slot.uses, f"claim of buffer {buffer.index}")
+
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+        return self._post(self._slots[buffer.index], sign("all_gather", label, buffer.index, regions))
+
+    def release(self, buffer: Buffer) -> None:
+        slot = self._slots[buffer.index]
+        slot.finished.post(slot.uses)
+        if self.poison:
+            slot.finished.wait(slot.uses, f"release of buffer {buffer.index}")
+            share = -(-buffer.bytes.numel() // self.world_size)
+            buffer.bytes[self.rank * share : (self.rank + 1) * share].fill_(POISON_BYTE)
+            slot.poisoned.post(slot.uses)
+            slot.poisoned.wait(slot.uses, f"release of buffer {buffer.index}")
+
+    def detach(self, buffer: Buffer) -> Buffer:
+        replacement = self._map(self._slots[buffer.index])
+        self._reduce_slots.pop(buffer.bytes.data_ptr(), None)
+        make_private(buffer.bytes)
+        return replacement
+
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
+        check_reductions(reductions, self.world_size)
+        slot = self._slots[buffer.index]
+        slot.pending.wait()
+        what = tuple((r.flat.storage_offset(), r.flat.dtype, r.out.numel()) for r in reductions)
+        arrival = self._post(slot, sign("reduce_scatter", label, buffer.index, what))
+
+        def sum_own_slices() -> None:
+            for r in reductions:
+                terms = [slice_of(theirs, self.rank, self.world_size) for theirs in slot.everybodys(r.flat)]
+                self._sum(terms, r.out, r.accumulate)
+            slot.finished.post(arrival.use)
+
+        work = _Deferred(slot, arrival, sum_own_slices)
+        self._scattering = [*(other for other in self._scattering if not other.is_done), work]
+        return work
+
+    def advance(self) -> None:
+        for work in self._scattering:  # in their order: a later one may add to what an earlier one writes
+            if not work.is_ready():
+                return
+            work.wait()
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
+        if after is not FINISHED:
+            return Then(after, lambda: self.all_reduce(tensor, op, label=label))
+        flat = tensor.detach().view(-1)
+        slot = self._reduce_slots.get(flat.untyped_storage().data_ptr())
+        if slot is None:
+            for chunk in pieces_of(flat, STAGE_BYTES // flat.itemsize):
+                self._all_reduce_staged(chunk, op, label)
+            return FINISHED
+        slot.pending.wait()
+        what = slot.index, flat.storage_offset(), flat.dtype, flat.numel(), op
+        arrival = self._post(slot, sign("all_reduce", label, *what))
+        slot.uses += 1
+        return _Deferred(slot, arrival, partial(self._all_reduce_in_place, slot, arrival.use, flat, op))
+
+    @torch.no_grad()
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        flat = tensor.detach().view(-1)
+        for chunk in pieces_of(flat, STAGE_BYTES // flat.itemsize):
+            mine = chunk if self.rank == src else None
+            shown = self._meet(sign("broadcast", 0, chunk.numel(), chunk.dtype, src), mine)
+            if self.rank != src:
+                chunk.copy_(shown[src, : chunk.numel() * chunk.itemsize].view(chunk.dtype))
+
+    def barrier(self) -> None:
+        self._meet(sign("barrier"))
+
+    @torch.no_grad()
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        room = STAGE_BYTES - _LENGTH_BYTES
+        said = [b""] * self.world_size
+        length = len(message).to_bytes(_LENGTH_BYTES, "little")
+        for start in range(0, 2**62, room):  # once, but for more parameters than models have
+            part = torch.frombuffer(bytearray(length + message[start : start + room]), dtype=torch.uint8)
+            rows = self._meet(sign("exchange", label), part).numpy()
+            lengths = [int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little") for row in rows]
+            for rank, row in enumerate(rows):
+                held = min(room, lengths[rank] - start)
+                said[rank] += row[_LENGTH_BYTES : _LENGTH_BYTES + max(0, held)].tobytes()
+            if start + room >= max(lengths):
+                break
+        return functools.reduce(combine, said)
+
+    def abandon(self) -> None:
+        self._journal.write(sign("abandon"))
+
+    def close(self) -> None:
+        """Forget every segment. Memory and file descriptors go when the last view of a buffer does."""
+        for slot in self._slots:
+            slot.pending = FINISHED  # it refers back to its slot
+        self._slots.clear()
+        self._reduce_slots.clear()
+        self._scattering.clear()
+
+    def _map(self, slot: _Slot) -> Buffer:
+        buffer = Buffer(slot.map_own(), slot.kind, slot.index)
+        if slot.kind is BufferKind.REDUCE:
+            self._reduce_slots[buffer.bytes.data_ptr()] = slot
+        return buffer
+
+    def _post(self, slot: _Slot, signature: int) -> _Arrival:
+        self._journal.write(signature)
+        slot.uses += 1
+        slot.posted.post(slot.uses, signature)
+        return _Arrival(slot, signature)
+
+    def _meet(self, signature: int, mine: Tensor | None = None) -> Tensor:
+        """Wait for every rank's turn, showing them `mine`. Returns what each shows, [world_size, STAGE_BYTES] uint8,
+        which stands until the next turn but one: a rank that has come to the next has read this one's."""
+        self._turn += 1
+        stages = self._stages[:, self._turn % 2]
+        if mine is not None and mine.numel():
+            stages[self.rank, : mine.numel() * mine.itemsize].view(mine.dtype).copy_(mine)
+        self._journal.write(signature)
+        self._turns.post(self._turn, signature)
+        self._turns.wait(self._turn, signature)
+        return stages
+
+    def _all_reduce_staged(self, chunk: Tensor, op: str, label: int) -> None:
+        signature = sign("all_reduce", label, chunk.numel(), chunk.dtype, op)
+        nbytes = chunk.numel() * chunk.itemsize
+        shown = self._meet(signature, chunk)[:, :nbytes].view(chunk.dtype)
+        if nbytes <= SMALL_BYTES:
+            self._sum(list(shown), chunk, op=op)
+            return
+        parts = shares(chunk, self.world_size)
+        self._sum([shares(theirs, self.world_size)[self.rank] for theirs in shown], parts[self.rank], op=op)
+        shown = self._meet(signature, parts[self.rank])
+        for part, theirs in zip(parts, shown, strict=True):
+            part.copy_(theirs[: part.numel() * part.itemsize].view(part.dtype))
+
+    @torch.no_grad()
+    def _all_reduce_in_place(self, slot: _Slot, use: int, flat: Tensor, op: str) -> None:
+        """Each rank sums its share of memory that the peers can read, then fetches the others'."""
+        by_rank = [shares(theirs, self.world_size) for theirs in slot.everybodys(flat)]
+        own = by_rank[self.rank]
+        self._sum([parts[self.rank] for parts in by_rank], own[self.rank], op=op)
+        slot.finished.post(use)
+        slot.finished.wait(use, op)
+        for rank, parts in enumerate(by_rank):
+            if rank != self.rank:
+                own[rank].copy_(parts[rank])
+        # The caller may write to the tensor at once, so nobody may still be reading it.
+        slot.finished.post(use + 1)
+        slot.finished.wait(use + 1, op)
+
+
+class _Slot:
+    """One buffer's shared memory and how far each rank is with it."""
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch, index: int, nbytes: int, kind: BufferKind) -> None:
+        self.rank = group.rank()
+        self.world_size = world_size = group.size()
+        self.index = index
+        self.kind = kind
+        self.uses = 0
+        """How often this rank has posted the buffer: gathers, or reductions (an all_reduce counts twice)."""
+        self.pending: Work = FINISHED
+        self._nbytes = nbytes
+        parts = world_size if kind is BufferKind.REDUCE else 1
+        self._segment = Segment(group, lines=3 * world_size, parts=parts, part_bytes=nbytes)
+        self._all = self._segment.map(0, parts, populate=False).view(parts, -1)
+        self.posted = Counter(self._segment.head, 0, world_size, watch)
+        self.finished = Counter(self._segment.head, 1, world_size, watch)
+        """Uses after which this rank no longer reads what others wrote."""
+        self.poisoned = Counter(self._segment.head, 2, world_size, watch)
+
+    def map_own(self) -> Tensor:
+        first = self.rank if self.kind is BufferKind.REDUCE else 0
+        return self._segment.map(first, 1, populate=True)[: self._nbytes]
+
+    def everybodys(self, flat: Tensor) -> list[Tensor]:
+        """Each rank's memory where this rank has `flat`, a view of its own reduce buffer."""
+        start = flat.storage_offset() * flat.itemsize
+        theirs = self._all[:, start : start + flat.numel() * flat.itemsize].view(flat.dtype)
+        return [flat if rank == self.rank else tensor for rank, tensor in enumerate(theirs)]
+
+
+class _Arrival:
+    """Everybody's post of one use of a buffer."""
+
+    def __init__(self, slot: _Slot, signature: int) -> None:
+        self.use = slot.uses
+        self._posted = slot.posted
+        self._signature = signature
+
+    def is_there(self) -> bool:
+        return self._posted.reached(self.use)
+
+    def wait(self) -> None:
+        self._posted.wait(self.use, self._signature)
+
+
+class _Deferred:
+    """What is left of a collective once it was posted: formed in `wait`, later, so that fewer peers are late."""
+
+    def __init__(self, slot: _Slot, arrival: _Arrival, finish: Callable[[], None]) -> None:
+        slot.pending = self
+        self._left: tuple[_Slot, _Arrival, Callable[[], None]] | None = slot, arrival, finish
+
+    @property
+    def is_done(self) -> bool:
+        return self._left is None
+
+    def is_ready(self) -> bool:
+        """Whether everybody has posted."""
+        return self._left is None or self._left[1].is_there()
+
+    def wait(self) -> None:
+        if self._left is None:
+            return
+        (slot, arrival, finish), self._left = self._left, None
+        slot.pending = FINISHED
+        arrival.wait()
+        finish()

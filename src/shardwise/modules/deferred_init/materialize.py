@@ -1,0 +1,427 @@
+"""Giving a model built on the meta device its numbers, one unit's full weights at a time.
+
+How the model would have been built for real is recorded on a tape, without memory: by calling constructors again where
+their arguments are known, any other module by `reset_parameters`, children first, as constructors do. Each unit's part
+of the tape is then replayed on real tensors. The numbers are those of the seeded unsharded build, whatever the world
+size, or a warning says that they are not; see docs/design/materialize.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+
+from shardwise.errors import LayoutError, one_line
+from shardwise.modules.deferred_init.constructors import (
+    is_transformer,
+    may_rewrite,
+    plain_constructor,
+    transformer_again,
+)
+from shardwise.modules.deferred_init.tape import Tape
+from shardwise.modules.site import inherit
+from shardwise.modules.wrapping import UnitPlan
+from shardwise.sharded.parameter import ShardedParameter
+
+Initialise = Callable[[nn.Module], object]
+
+
+_blank: ContextVar[frozenset[str]] = ContextVar("blank", default=frozenset())
+
+
+@contextmanager
+def left_blank(fqns: Iterable[str]) -> Iterator[None]:
+    """Inside, `materialize` gives these parameters memory and no numbers: somebody is going to write them.
+
+    If no other number has to be drawn, none is, and the random state stays as it was.
+    """
+    token = _blank.set(frozenset(fqns))
+    try:
+        yield
+    finally:
+        _blank.reset(token)
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether any parameter or buffer is on the meta device."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def materialize(
+    model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Callable[[UnitPlan], None]
+) -> None:
+    """Give every unit its numbers, on the CPU, and hand it to `shard` before the next one gets its. Parameters that
+    belong to no unit get theirs on `device`.
+
+    Full weights of one unit exist at a time, and one tensor more where numbers are drawn that nobody keeps. Local;
+    ranks must start from the same random state, and have the same one afterwards: that of the unsharded build. Under a
+    FakeTensorMode tensors are allocated on `device` and nothing is computed.
+
+    Raises LayoutError for a tensor that nothing initialises. Warns where numbers are not those of an unsharded build.
+    """
+    if detect_fake_mode() is not None:
+        _allocate(model, plans, device, shard)
+        return
+    tape = Tape()
+    recorded, doubtful = record(model, tape)
+    blank = _blank.get()
+    ours = {id(parameter) for plan in plans for _, parameter, _ in plan.parameters}
+    blanks = {id(parameter) for plan in plans for fqn, parameter, _ in plan.parameters if fqn in blank}
+    _check_written(model, blanks, tape, recorded)
+    _warn_of_lost(model, blanks, recorded, doubtful)
+    slots = [
+        slot
+        for slot in _slots(model)
+        if slot.tensor.is_meta and id(slot.tensor) not in ours and id(slot.tensor) in recorded
+    ]
+    wanted: list[list[Tensor]] = [
+        [p for _, p, _ in plan.parameters if p.is_meta and id(p) not in blanks] for plan in plans
+    ]
+    wanted.append([slot.tensor for slot in slots])
+    *parts, others = tape.cut([[recorded[id(tensor)] for tensor in tensors] for tensors in wanted])
+    _warn_of_drawn(model, plans, tape, recorded)
+    for plan, part in sorted(zip(plans, parts, strict=True), key=lambda pair: pair[1].last_draw):
+        if plan.parameters:
+            _fill(plan, tape.play(part))
+            shard(plan)
+    made: dict[int, Tensor] = {}
+    for slot, tensor in zip(slots, tape.play(others), strict=True):
+        real = made.get(id(slot.tensor))
+        if real is None:
+            real = made[id(slot.tensor)] = _real(slot.tensor, tensor.to(slot.tensor.dtype), device)
+        slot.put(real)
+    if not blank or any(part.last_draw >= 0 for part in (*parts, others)):
+        tape.finish()
+
+
+def record(model: nn.Module, tape: Tape) -> tuple[dict[int, Tensor], list[nn.Module]]:
+    """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's, and
+    modules whose constructors seem to have done something that is not on the tape."""
+    slots = list(_slots(model))
+    with tape.recording():
+        blanks: dict[int, Tensor] = {}
+        for slot in slots:
+            slot.put(blanks.setdefault(id(slot.tensor), _stand_in(slot.tensor)))
+        try:
+            builder = _Builder(tape, {id(slot.module) for slot in slots if slot.tensor.is_meta})
+            builder.build(model, _by_reset)
+            recorded: dict[int, Tensor] = {}
+            for slot in slots:
+                current = slot.current()
+                if current is not None:
+                    recorded.setdefault(id(slot.tensor), current)
+        finally:
+            for slot in slots:
+                slot.put(slot.tensor)
+    return recorded, builder.doubtful
+
+
+class _Slot(NamedTuple):
+    """A place in a module that holds a tensor: a parameter, a buffer or, on the meta device, a plain attribute."""
+
+    module: nn.Module
+    kind: str
+    name: str
+    tensor: Tensor
+
+    def _holder(self, module: nn.Module) -> dict[str, Any]:
+        return module.__dict__[self.kind] if self.kind else module.__dict__
+
+    def put(self, tensor: Tensor) -> None:
+        self._holder(self.module)[self.name] = tensor
+
+    def current(self) -> Tensor | None:
+        return self.of(self.module)
+
+    def of(self, module: nn.Module) -> Tensor | None:
+        """What another module of the same build holds there."""
+        found = self._holder(module).get(self.name)
+        return found if isinstance(found, Tensor) else None
+
+
+def _slots(model: nn.Module) -> Iterator[_Slot]:
+    """Parameters and buffers, and plain attributes on the meta device."""
+    for module in model.modules():
+        yield from (slot for slot in _places(module) if slot.kind or slot.tensor.is_meta)
+
+
+def _places(module: nn.Module) -> Iterator[_Slot]:
+    for kind in ("_parameters", "_buffers", ""):
+        for name, value in list((module.__dict__[kind] if kind else module.__dict__).items()):
+            if isinstance(value, Tensor):
+                yield _Slot(module, kind, name, value)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A recorded tensor for one of the model's: blank for those without memory or with a piece of it."""
+    if tensor.is_meta or isinstance(tensor, ShardedParameter):
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    else:
+        fake = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    fake.__dict__.update({k: v for k, v in tensor.__dict__.items() if isinstance(v, bool)})
+    return fake
+
+
+# Recording a build ------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Records modules' construction: by their constructor where that can be called again, else children first."""
+
+    def __init__(self, tape: Tape, blank: set[int]) -> None:
+        self._tape = tape
+        self._blank = blank
+        """Modules with meta tensors of their own; others that have tensors are left as they are."""
+        self._initialised: set[int] = set()
+        """Recorded parameters that a module has initialised."""
+        self._cloned: set[int] = set()
+        """Layers that have the numbers of the layer that they are copies of."""
+        self.doubtful: list[nn.Module] = []
+        """Initialised one by one, although their constructors look as if they did more."""
+
+    def build(
+        self, module: nn.Module, initialise: Initialise, quiet: bool = False, before: Sequence[nn.Module] = ()
+    ) -> None:
+        """Record one module with all below it. `quiet`: a warning was given for a module around it. `before`: modules
+        that stand beside it, recorded already."""
+        if id(module) in self._cloned or not any(id(below) in self._blank for below in module.modules()):
+            return
+        if is_transformer(module):
+            error = self._construct(module, partial(transformer_again, module))
+            if error is None:
+                return
+            if not quiet:
+                _warn(module, error)
+            quiet = True
+            initialise = module._init_weights  # type: ignore[assignment]
+        elif initialise is _by_reset and self._construct_plain(module):
+            return
+        if isinstance(module, _CLONING):
+            self._clone(module, initialise, before)
+        children = list(module.children())
+        for position, child in enumerate(children):
+            self.build(child, initialise, quiet, children[:position])
+        if id(module) in self._blank or not (module._parameters or module._buffers):
+            self._initialise(module, initialise)
+
+    def _construct(self, module: nn.Module, constructor: Callable[[], nn.Module]) -> Exception | None:
+        """Record a call of the module's constructor. Returns what kept it from being that."""
+        try:
+            with self._tape.attempt(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the first call gave them
+                _adopt(module, constructor())
+        except Exception as error:  # whatever a constructor may raise
+            return error
+        return None
+
+    def _construct_plain(self, module: nn.Module) -> bool:
+        """Record a call of the constructor of a module that has no numbers yet, if its arguments are known."""
+        has_numbers = any(below._parameters and id(below) not in self._blank for below in module.modules())
+        constructor = None if has_numbers else plain_constructor(module)
+        if constructor is not None and self._construct(module, constructor) is None:
+            return True
+        if may_rewrite(type(module)):
+            self.doubtful.append(module)
+        return False
+
+    def _clone(self, module: nn.Module, initialise: Initialise, before: Sequence[nn.Module]) -> None:
+        """Record the layers of a module that deep-copies the one it is given: that one draws, once."""
+        layers: list[nn.Module] = list(module.layers)  # type: ignore[arg-type]
+        if not any(id(below) in self._blank for layer in layers for below in layer.modules()):
+            return
+        given = [other for other in before if type(other) is type(layers[0]) and _shapes(other) == _shapes(layers[0])]
+        if given:
+            warnings.warn(
+                f"{type(module).__name__} was built on the meta device beside a {type(given[-1]).__name__} like its "
+                "layers: they are taken for copies of that one and get its numbers. If they are copies of another, "
+                "these are not the numbers of an unsharded build",
+                stacklevel=2,
+            )
+            original = given[-1]
+        else:
+            original = layers.pop(0)
+            self.build(original, initialise)
+        for layer in layers:
+            if _shapes(layer) != _shapes(original):
+                continue  # it was put in later
+            self._cloned.add(id(layer))
+            for ours, theirs in zip(layer.modules(), original.modules(), strict=True):
+                if id(ours) in self._blank:
+                    _copy_tensors(theirs, ours)
+                    self._initialised.update(map(id, ours._parameters.values()))
+        self._cloned.add(id(original))
+
+    def _initialise(self, module: nn.Module, initialise: Initialise) -> None:
+        own = [slot for slot in _places(module) if slot.kind == "_parameters"]
+        # A leaf was initialised when it was made, before anything could tie its parameters to another's.
+        tied = [] if module._modules else [slot for slot in own if id(slot.tensor) in self._initialised]
+        for slot in tied:
+            slot.put(nn.Parameter(torch.empty_like(slot.tensor), requires_grad=slot.tensor.requires_grad))
+        try:
+            with torch.no_grad():
+                initialise(module)
+        except Exception as error:
+            raise LayoutError(
+                f"{type(module).__name__} was built on the meta device and its initialisation cannot be recorded "
+                f"({one_line(error, with_type=True)}): build the model on a real device"
+            ) from error
+        for slot in tied:
+            slot.put(slot.tensor)
+        self._initialised.update(id(slot.tensor) for slot in own)
+
+
+_CLONING = (nn.TransformerEncoder, nn.TransformerDecoder)
+"""Their `layers` are deep copies of the layer that they are given."""
+
+
+@torch.no_grad()
+def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
+    for slot in list(_places(target)):
+        value = slot.of(source)
+        if slot.kind and value is not None:
+            slot.tensor.copy_(value)
+
+
+def _adopt(module: nn.Module, built: nn.Module) -> None:
+    """Put the tensors of a model that was built again in the places of the first one's."""
+    ours, theirs = _shapes(module), _shapes(built)
+    if ours != theirs:
+        different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        raise ValueError(f"it has changed since it was built: {', '.join(different[:3])}")
+    again = dict(built.named_modules(remove_duplicate=False))
+    for prefix, below in module.named_modules(remove_duplicate=False):
+        for slot in list(_places(below)):
+            tensor = slot.of(again[prefix])
+            if tensor is not None:
+                slot.put(tensor)
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.shape for name, tensor in named}
+
+
+def _by_reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def _warn(module: nn.Module, error: Exception) -> None:
+    warnings.warn(
+        f"{type(module).__name__} was built on the meta device and cannot be built again from its configuration "
+        f"({one_line(error, with_type=True)}). Its modules are initialised one by one: the numbers are seeded "
+        "and the same at any world size, but not those of an unsharded build",
+        stacklevel=2,
+    )
+
+
+# From the tape to the model ---------------------------------------------------------------------------------------
+
+
+_WAY_OUT = (
+    "give the module a reset_parameters() that does, keep its constructor's arguments as attributes of the same names "
+    "so that it can be called again, or build the model on a real device"
+)
+
+
+def _check_written(model: nn.Module, blanks: set[int], tape: Tape, recorded: dict[int, Tensor]) -> None:
+    places = [
+        (f"{prefix}.{slot.name}".lstrip("."), module, slot.name, slot.tensor)
+        for prefix, module in model.named_modules()
+        for slot in _places(module)
+        if slot.kind and id(slot.tensor) not in blanks
+    ]
+    for fqn, module, name, tensor in places:
+        if tensor.is_meta and tensor.numel() and not (id(tensor) in recorded and tape.is_written(recorded[id(tensor)])):
+            raise LayoutError(
+                f"{type(module).__name__}.{name} ({fqn}) was built on the meta device and nothing initialised it: "
+                f"{_WAY_OUT}"
+            )
+
+
+def _warn_of_lost(
+    model: nn.Module, blanks: set[int], recorded: dict[int, Tensor], doubtful: Sequence[nn.Module]
+) -> None:
+    """Parameters that were written more often than the tape knows: each write in place counts, on the meta device too.
+    Those through `.data` do not, so constructors that look like more are spoken of as well."""
+    lost = [
+        fqn
+        for fqn, parameter in model.named_parameters()
+        if parameter.is_meta and id(parameter) not in blanks and parameter._version > recorded[id(parameter)]._version
+    ]
+    wanting = [module for module in doubtful if any(p.is_meta and id(p) not in blanks for p in module.parameters())]
+    if lost or wanting:
+        whose = ", ".join(dict.fromkeys(type(module).__name__ for module in wanting or [model]))
+        what = "what its constructor did to the modules inside may be lost"
+        if lost:
+            what = f"what was written to {', '.join(lost[:3])} afterwards is lost"
+        warnings.warn(
+            f"{whose} was built on the meta device, and {what}: where it is, the numbers are seeded and the same at "
+            f"any world size, but not those of an unsharded build. To have them, {_WAY_OUT}",
+            stacklevel=2,
+        )
+
+
+def _warn_of_drawn(model: nn.Module, plans: list[UnitPlan], tape: Tape, recorded: dict[int, Tensor]) -> None:
+    """Some tensors are on the CPU whatever the device in context, as `torch.Tensor(n)` is. If the build drew those, the
+    random state is no longer the one that it started from."""
+    for plan in plans:
+        for fqn, parameter, _ in plan.parameters:
+            if not parameter.is_meta and id(parameter) in recorded and tape.is_drawn(recorded[id(parameter)]):
+                warnings.warn(
+                    f"{type(model).__name__} was built on the meta device, but {fqn} has numbers, which were drawn: "
+                    "the others are seeded and the same at any world size, but not those of an unsharded build",
+                    stacklevel=2,
+                )
+                return
+
+
+def _fill(plan: UnitPlan, values: list[Tensor]) -> None:
+    """Full parameters in place of the meta ones."""
+    remaining, blank = iter(values), _blank.get()
+    for index, (fqn, parameter, _) in enumerate(plan.parameters):
+        if parameter.is_meta and fqn in blank:
+            _replace(plan, index, torch.empty(parameter.shape, dtype=parameter.dtype))
+        elif parameter.is_meta:
+            _replace(plan, index, next(remaining).to(parameter.dtype))
+
+
+def _real(blank: Tensor, value: Tensor, device: torch.device) -> Any:
+    """What stands for a tensor without memory from now on. Parameters without a unit are moved to `device`; buffers are
+    moved later, with those that had memory."""
+    if not isinstance(blank, nn.Parameter):
+        return value
+    return inherit(nn.Parameter(value.to(device), requires_grad=blank.requires_grad), blank)
+
+
+def _replace(plan: UnitPlan, index: int, value: Tensor) -> None:
+    fqn, parameter, sites = plan.parameters[index]
+    real = _real(parameter, value, value.device)
+    for site in sites:
+        site.module._parameters[site.name] = real
+    plan.parameters[index] = (fqn, real, sites)
+
+
+def _allocate(model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Callable[[UnitPlan], None]) -> None:
+    """Fake tensors instead of meta ones, a unit at a time."""
+    for plan in plans:
+        for index, (_, parameter, _) in enumerate(plan.parameters):
+            if parameter.is_meta:
+                _replace(plan, index, torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+        if plan.parameters:
+            shard(plan)
+    for slot in list(_slots(model)):
+        if slot.tensor.is_meta:
+            empty = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=device)
+            slot.put(_real(slot.tensor, empty, device))

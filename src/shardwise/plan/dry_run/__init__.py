@@ -1,0 +1,1 @@
+"""One rank of any world, run dry: what it computes, allocates and sends, recorded as events."""

@@ -1,0 +1,147 @@
+"""What a GPU's kernels compute and save, where a CPU's do otherwise.
+
+Fake CUDA tensors need a CUDA build of torch, so a dry run's tensors are a CPU's and would take a CPU's kernels. The
+functions here are exchanged for the operations that a GPU would be given:
+
+| function | on a GPU | a CPU would |
+|---|---|---|
+| attention, bf16 or fp16, no mask, heads of one width | flash: saves q, k, v, output, fp32 row sums | save the same |
+| other attention | memory-efficient: saves the mask too | materialise scores |
+| dropout | keeps a byte an element | keep a factor of the input's dtype |
+| rms_norm | saves its input and fp32 1 / rms per row | materialise fp32 intermediates |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.plan.dry_run.job import Job
+
+_HALF = (torch.bfloat16, torch.float16)
+_FLASH_WIDTH = 256
+"""The widest head that flash attention takes."""
+
+
+@contextmanager
+def kernels_of(job: Job) -> Iterator[None]:
+    """Inside, fake tensors are computed with by the kernels of the job's device, in backward too. Real tensors are not
+    affected. Works below Python's functions, so it does not matter how model code calls them."""
+    table: dict[str, Callable[..., Tensor]] = {}
+    if not job.on_cpu:
+        table = {"dropout": dropout, "rms_norm": rms_norm, "scaled_dot_product_attention": attention}
+    if job.attention == "eager":
+        table["scaled_dot_product_attention"] = eager_attention
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, function in table.items():
+            library.impl(name, _for_fakes(name, function), "AutogradCPU")
+        yield
+
+
+def _for_fakes(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    overload = getattr(torch.ops.aten, name).default
+
+    def chosen(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return function(tensor, *args, **kwargs)
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        return overload._op_dk(composite, tensor, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return chosen
+
+
+def attention(  # noqa: PLR0913 - torch's signature
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that torch's dispatcher prefers on an NVIDIA GPU. [batch, heads, seq_len, head_dim]."""
+    width = query.shape[-1]
+    aten = torch.ops.aten
+    fits_flash = query.ndim == 4 and query.dtype in _HALF and width <= _FLASH_WIDTH and value.shape[-1] == width
+    if attn_mask is None and fits_flash:
+        padded = -(-width // 8) * 8
+        if padded != width:
+            scale = 1 / math.sqrt(width) if scale is None else scale
+            query, key, value = (F.pad(x, (0, padded - width)) for x in (query, key, value))
+        output = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
+            0
+        ]
+        trimmed: Tensor = output[..., :width] if padded != width else output
+        return trimmed
+    if query.ndim != 4:
+        return eager_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
+        attn_mask = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+    result: Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def eager_attention(  # noqa: PLR0913 - torch's signature
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scores and probabilities in memory."""
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        masked = attn_mask.dtype is torch.bool
+        scores = scores.masked_fill(attn_mask.logical_not(), -math.inf) if masked else scores + attn_mask
+    weights = scores.softmax(-1)
+    return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
+
+
+def dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Keeps which elements stayed, one byte each."""
+    return torch.native_dropout(x, p, True)[0] if train and p else x
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Saves the input and 1 / rms of each row in fp32; both passes are one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        rows = x.shape[: x.ndim - dims]
+        ctx.save_for_backward(x, weight, torch.empty(rows, dtype=torch.float32))
+        return x * 1  # reads and writes as much
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, _ = ctx.saved_tensors
+        return grads[0] * x, None if weight is None else torch.empty_like(weight), None
+
+
+def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """The fused kernel that torch has for GPUs."""
+    return _RmsNorm.apply(x, weight, len(normalized_shape))  # type: ignore[no-untyped-call, no-any-return]

@@ -1,0 +1,212 @@
+"""What is to be forecast: everything about a run but the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from math import inf
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.plan.hardware.devices import find_device
+from shardwise.policy.precision import Precision
+from shardwise.policy.recomputation import Recomputation
+from shardwise.policy.strategy import Strategy
+from shardwise.suggest import did_you_mean
+
+OPTIMIZERS = ("adamw", "adamw-foreach", "adam", "sgd", "momentum")
+"""Fused kernels, but for "adamw-foreach": torch's default on GPUs, which needs a temporary of every tensor's size."""
+
+ATTENTIONS = ("sdpa", "eager")
+"""Fused attention as the GPU's kernel saves it; or scores and probabilities in memory."""
+
+LOSSES = ("model", "fused", "chunked")
+"""The model's own; log-softmax and its gradient in the logits' own dtype; logits of some tokens at a time."""
+
+SEGMENTS = ("fixed", "expandable")
+"""PyTorch's default; or `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
+
+ENGINES = ("shardwise", "fsdp1", "fsdp2", "deepspeed")
+"""Whose buffers and prefetching are forecast."""
+
+SEQ_LEN = 2048
+"""Tokens of a sequence, where nothing else is said."""
+
+_AS_STORED = Precision()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run, one field per argument of `sw.plan.forecast`. Raises ConfigError for what cannot be."""
+
+    gpu: object = "h100-sxm-80gb"
+    """A name from the hardware data, the path of a file like its, or a `sw.plan.Hardware`. One of kind "cpu" has the
+    kernels and the allocator of a CPU."""
+    gpus_per_node: int = 8
+    nodes: int = 1
+    interconnect: object = None
+    """A name from the hardware data; None: the GPU's usual one."""
+    strategy: Strategy = Strategy.FULL_SHARD
+    """Or its lower-case name."""
+    shard_group: int | None = None
+    """Ranks that share one copy, for hybrid strategies. None: those of one node."""
+    units: int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None
+    """As for `sw.shard`."""
+    precision: Precision = _AS_STORED
+    """As for `sw.shard`; None is the default."""
+    reshard_after_forward: bool | int | None = None
+    slots: int = 3
+    seq_len: int = SEQ_LEN
+    """Tokens of one sequence."""
+    micro_batch: int = 1
+    """Sequences (or images) that a rank computes at once."""
+    accumulation: int = 1
+    """Micro-batches of a step."""
+    activation_checkpointing: str = "none"
+    """none, full, selective-ops or every-N."""
+    compile: bool = False
+    """Blocks are compiled: what a partitioner saves instead of what autograd does."""
+    optimizer: str = "adamw"
+    """One of `OPTIMIZERS`."""
+    attention: str = "sdpa"
+    """One of `ATTENTIONS`."""
+    loss: str = "model"
+    """One of `LOSSES`."""
+    engine: str = "shardwise"
+    """One of `ENGINES`."""
+    segments: str = "fixed"
+    """How the caching allocator takes memory: one of `SEGMENTS`."""
+    context_bytes: int | None = None
+    """Of the device's context, outside the allocator. None: a usual one."""
+    nccl_bytes: int | None = None
+    """Of communicators' buffers, outside the allocator. None: usual ones."""
+    price_per_hour: float | None = None
+    """Of one device, in any currency. None: what the hardware data say, if they do."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
+        precision: object = self.precision
+        if precision is None:
+            object.__setattr__(self, "precision", Precision())
+        elif not isinstance(precision, Precision):
+            raise ConfigError(f"precision={precision!r}: pass sw.Precision(param=..., reduce=...)")
+        for name in ("gpus_per_node", "nodes", "seq_len", "micro_batch", "accumulation"):
+            _check_count(name, getattr(self, name), 1)
+        _check_count("slots", self.slots, 2)
+        for name in ("context_bytes", "nccl_bytes"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), 0)
+        for name, choices in (
+            ("optimizer", OPTIMIZERS),
+            ("attention", ATTENTIONS),
+            ("loss", LOSSES),
+            ("engine", ENGINES),
+            ("segments", SEGMENTS),
+        ):
+            _check_choice(name, getattr(self, name), choices)
+        price: object = self.price_per_hour
+        if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
+            raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")
+        if not isinstance(self.compile, bool):
+            raise ConfigError(f"compile={self.compile!r}: True or False")
+        _ = self.recomputation
+        self._check_shard_group()
+        self._check_resharding()
+
+    @classmethod
+    def of(cls, **arguments: Any) -> Job:
+        """A job from keyword arguments. Raises ConfigError for an unknown one, naming the nearest."""
+        names = [known.name for known in fields(cls)]
+        for name in arguments:
+            if name not in names:
+                raise ConfigError(f"unknown argument {name!r}; there are {', '.join(names)}{did_you_mean(name, names)}")
+        return cls(**arguments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON: what is not a number or a string is named."""
+        plain: dict[str, Any] = {known.name: getattr(self, known.name) for known in fields(self)}
+        for name in ("gpu", "interconnect"):
+            plain[name] = None if plain[name] is None else str(getattr(plain[name], "name", plain[name]))
+        plain["strategy"] = self.strategy.value
+        plain["precision"] = {known.name: getattr(self.precision, known.name) for known in fields(self.precision)}
+        if self.units is not None and not isinstance(self.units, int):
+            classes = [self.units] if isinstance(self.units, type) or callable(self.units) else list(self.units)
+            plain["units"] = sorted(getattr(chosen, "__name__", str(chosen)) for chosen in classes)
+        return {**plain, "world_size": self.world_size}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether operations are a CPU's."""
+        return find_device(self.gpu).kind == "cpu"  # type: ignore[arg-type]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.gpus_per_node * self.nodes
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that hold different slices of one copy."""
+        if not self.strategy.sharded:
+            return 1
+        if not self.strategy.replicated:
+            return self.world_size
+        return self.shard_group if self.shard_group is not None else self.gpus_per_node
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same slice of different copies."""
+        return self.world_size // self.shard_ranks
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """`activation_checkpointing`, taken apart."""
+        return Recomputation.parse(self.activation_checkpointing)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Of one step."""
+        return self.seq_len * self.micro_batch * self.accumulation
+
+    def _check_shard_group(self) -> None:
+        if self.shard_group is None:
+            return
+        _check_count("shard_group", self.shard_group, 1)
+        if not (self.strategy.sharded and self.strategy.replicated):
+            raise ConfigError(
+                f"shard_group={self.shard_group} is for strategy='hybrid_shard' or 'hybrid_shard_zero2', "
+                f"not {self.strategy.value!r}"
+            )
+        if self.world_size % self.shard_group:
+            raise ConfigError(
+                f"shard_group={self.shard_group} does not divide {self.world_size} ranks ({self.nodes} nodes of "
+                f"{self.gpus_per_node}); use one of {_divisors(self.world_size)}"
+            )
+
+    def _check_resharding(self) -> None:
+        asked = self.reshard_after_forward
+        if asked is None or isinstance(asked, bool):
+            return
+        _check_count("reshard_after_forward", asked, 1)
+        ranks = self.shard_ranks
+        if ranks % asked:
+            whole, way = f"{ranks} ranks", f"use one of {_divisors(ranks)}"
+            if ranks == 1:
+                whole, way = "1 rank", "leave it out"
+            raise ConfigError(f"reshard_after_forward={asked} does not divide the shard group of {whole}; {way}")
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}: a whole number from {least} on")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

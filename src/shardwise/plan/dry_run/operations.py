@@ -1,0 +1,207 @@
+"""What one ATen operation costs: work, bytes moved, floating-point operations, memory taken and given back inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from shardwise.plan.dry_run.events import Kernel, Phase, Work
+
+_NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+}  # fmt: skip
+
+_NO_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"})
+"""Take memory and leave it as it is."""
+
+_OVERWRITES = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"})
+"""Write to their first argument without reading it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An ATen overload."""
+
+    func: Any
+    name: str
+    work: Work
+    mutates: bool
+    """Writes to an argument."""
+    matmul: Callable[..., tuple[int, int, int, int]] | None
+    """(batch, m, n, k) from the arguments."""
+    flops: Callable[..., int] | None
+    scratch: Callable[..., list[int]] | None
+
+    def scratch_bytes(self, args: tuple[Any, ...]) -> list[int]:
+        """Blocks that the kernel takes from the allocator and gives back before it returns."""
+        return [] if self.scratch is None else self.scratch(*args)
+
+    def kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, module: str, phase: Phase) -> Kernel:
+        """The event of one call."""
+        inputs = [*tensors_of(args), *tensors_of(tuple(kwargs.values()))]
+        moved = sum(map(_nbytes, inputs))
+        if not self.mutates or self.work is not Work.MEMORY:
+            moved += sum(map(_nbytes, tensors_of(out)))
+        elif inputs and self.name not in _OVERWRITES:
+            moved += sum(map(_nbytes, tensors_of(args[:1])))
+        flops = 0
+        if self.flops is not None:
+            flops = int(self.flops(*args, **kwargs, out_val=out))
+        shape = None if self.matmul is None else self.matmul(*args)
+        if self.name in _NO_WORK:
+            moved = 0
+        return Kernel(self.name, self.work, flops, moved, _dtype(inputs, out), shape, module, phase)
+
+
+@cache
+def operation_of(func: Any) -> Operation | None:
+    """What is known of an overload; None for operations that take no memory and do no work."""
+    packet = func._overloadpacket
+    namespace, _, name = str(packet).partition(".")
+    if namespace == "prim":
+        return None
+    matmul = _MATMULS.get(name) if namespace == "aten" else None
+    attention = "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name
+    if attention:
+        matmul = _attention_shape(backward="backward" in name)
+    flops: Callable[..., int] | None = flop_registry.get(packet)
+    if name in GROUPED:
+        matmul, flops = GROUPED[name]
+    if attention:
+        flops = _attention_flops(backward="backward" in name)
+    work = Work.ATTENTION if attention else Work.MATMUL if flops is not None or matmul is not None else Work.MEMORY
+    return Operation(func, name, work, func._schema.is_mutable, matmul, flops, _SCRATCH.get(name))
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Tensors in nested tuples and lists."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from tensors_of(item)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes that are read or written: of an expanded tensor those that are there."""
+    nbytes = tensor.numel() * tensor.itemsize
+    if nbytes and 0 in tensor.stride():
+        return min(nbytes, tensor.untyped_storage().nbytes())
+    return nbytes
+
+
+def _dtype(inputs: list[Tensor], out: Any) -> str:
+    for tensor in (*inputs, *tensors_of(out)):
+        if tensor.dtype in _NAMES:
+            return _NAMES[tensor.dtype]
+    return "int"
+
+
+# Matrix products ------------------------------------------------------------------------------------------------------
+
+
+def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> tuple[int, int, int, int]:
+    return 1, a.shape[0], b.shape[1], a.shape[1]
+
+
+def _bmm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> tuple[int, int, int, int]:
+    return a.shape[0], a.shape[1], b.shape[2], a.shape[2]
+
+
+_MATMULS: dict[str, Callable[..., tuple[int, int, int, int]]] = {
+    "mm": _mm,
+    "addmm": lambda _, a, b, *rest, **__: _mm(a, b),
+    "bmm": _bmm,
+    "baddbmm": lambda _, a, b, *rest, **__: _bmm(a, b),
+}
+
+
+# Products grouped by expert -------------------------------------------------------------------------------------------
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> tuple[int, int, int, int]:
+    """A batch of products, one a group; the dim that is divided into groups as if evenly."""
+    if a.dim() == 3:
+        groups, columns = a.shape[0], b.shape[-1]
+        return groups, a.shape[1], columns if b.dim() == 3 else _share(columns, groups), a.shape[2]
+    if b.dim() == 3:
+        return b.shape[0], _share(a.shape[0], b.shape[0]), b.shape[2], a.shape[1]
+    groups = 1 if offs is None else offs.shape[0]
+    return groups, a.shape[0], b.shape[1], _share(a.shape[1], groups)
+
+
+def _share(size: int, groups: int) -> int:
+    return max(1, -(-size // groups))
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """However the divided dim is dealt out."""
+    flops = 2 * a.numel() * b.shape[-1]
+    return flops // a.shape[0] if a.dim() == 3 and b.dim() == 2 else flops
+
+
+def _both_gradients(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> tuple[int, int, int, int]:
+    groups, m, n, k = _grouped(a, b, offs)
+    return 2 * groups, m, n, k
+
+
+GROUPED: dict[str, tuple[Callable[..., tuple[int, int, int, int]], Callable[..., int]]] = {
+    "_grouped_mm": (_grouped, _grouped_flops),
+    "grouped_mm_fallback": (_grouped, _grouped_flops),
+    "grouped_mm_fallback_backward": (_both_gradients, lambda *args, **_: 2 * _grouped_flops(*args)),
+}
+"""Products of mixtures of experts, torch's and transformers': [rows, k] x [groups, k, n], where `offs` divides the
+rows; or with the columns, or the inner dim, divided."""
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+_CAUSAL_SHARE = 0.5
+"""Of the square of scores that a kernel computes under a causal mask."""
+
+
+def _attention_flops(backward: bool) -> Callable[..., int]:
+    """Flops that a fused kernel executes: under a causal mask half of the square. [batch, heads, seq_len, head_dim]."""
+
+    def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        query, key, value = args[1:4] if backward else args[:3]
+        batch, heads, queries, width = query.shape
+        # Scores and their sum of values; backward computes the scores again, then four gradients.
+        widths = 3 * width + 2 * value.shape[-1] if backward else width + value.shape[-1]
+        causal = kwargs.get("is_causal", any(arg is True for arg in args))
+        return int(2 * batch * heads * queries * key.shape[-2] * widths * (_CAUSAL_SHARE if causal else 1))
+
+    return flops
+
+
+def _attention_shape(backward: bool) -> Callable[..., tuple[int, int, int, int]]:
+    def shape(*args: Any, **_: Any) -> tuple[int, int, int, int]:
+        query, key = args[1:3] if backward else args[:2]
+        batch, heads, queries, width = query.shape
+        return batch * heads, queries, key.shape[-2], width
+
+    return shape
+
+
+def _flash_backward_scratch(grad: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> list[int]:
+    """FlashAttention-2's backward sums the queries' gradients in fp32 (rounded up to blocks of 128 by head widths of
+    32) beside a row sum of the scores, and with fewer key heads than query heads keeps one gradient of keys and values
+    per query head. Source: pytorch's csrc of flash_attn, `mha_bwd`."""
+    batch, heads, queries, width = query.shape
+    rows = -(-queries // 128) * 128
+    blocks = [4 * batch * heads * rows * (-(-width // 32) * 32), 4 * batch * heads * rows]
+    if key.shape[1] != heads:
+        blocks += [2 * batch * heads * key.shape[2] * width * key.itemsize]
+    return blocks
+
+
+_SCRATCH: dict[str, Callable[..., list[int]]] = {
+    "_scaled_dot_product_flash_attention_backward": _flash_backward_scratch,
+}

@@ -1,0 +1,288 @@
+"""Turns what happens in a dry run into events: operations, memory, collectives, units."""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm.protocol import Work
+from shardwise.plan.dry_run.events import Allocate, Collective, Event, Free, Gradient, Phase, UnitMark, Wait
+from shardwise.plan.dry_run.operations import Operation, operation_of
+from shardwise.sharded.parameter import ShardedParameter
+
+_DEVICE_QUESTION = torch.ops.prim.device.default
+
+_ACCUMULATING = frozenset(
+    {
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.scatter.src,
+        torch.ops.aten.scatter.value,
+        torch.ops.aten.masked_fill.Scalar,
+    }
+)
+"""What autograd computes in place where it may, and out of place on subclasses of Tensor, as fake tensors are."""
+
+
+class _Block:
+    """One storage, from birth to death."""
+
+    __slots__ = ("__weakref__", "died", "kind", "module", "nbytes", "number", "phase")
+
+    def __init__(self, number: int, nbytes: int, module: str, phase: Phase) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self.module = module
+        self.phase = phase
+        self.died: Phase | None = None
+        self.kind: str | None = None
+        """Known from elsewhere than when it lived and died."""
+
+    def event(self) -> Allocate:
+        return Allocate(self.number, self.nbytes, self.kind or self._by_life(), self.module, self.phase)
+
+    def _by_life(self) -> str:
+        """What forward leaves to backward is an activation; anything else that is not the engine's is temporary."""
+        if self.phase is Phase.SETUP:
+            return "other"
+        kept = self.phase in (Phase.FORWARD, Phase.RECOMPUTE) and self.died is not self.phase
+        return "activations" if kept else "temporaries"
+
+
+class Recorder(TorchDispatchMode):
+    """A dispatch mode for use over a FakeTensorMode. It follows storages from its first operation on, and keeps events
+    while `recording`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = False
+        self.stage = Phase.SETUP
+        """FORWARD, BACKWARD or OPTIMIZER, as the dry run goes on; recomputation is noticed here."""
+        self._events: list[Event | _Block] = []
+        self._live: dict[int, tuple[_Block, object]] = {}
+        self._blocks = 0
+        self._collectives = 0
+        self._accumulated: tuple[_Block, _Block] | None = None
+        """(new, old): a sum that takes over the old one's memory if that dies at once."""
+        self._modules: list[str] = []
+        self._starts: list[int] = []
+        """Autograd's sequence numbers at which a module's operations begin, and whose they are."""
+        self._owners: list[str] = []
+        self._last_module = ""
+        self.specimen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """What the first block was given first, on the meta device."""
+
+    # What happened ------------------------------------------------------------------------------------------------
+
+    def start(self, kinds: dict[int, str]) -> None:
+        """Record from here on. `kinds`: of storages that live now, by identity."""
+        self.recording = True
+        for key, (block, _) in self._live.items():
+            block.phase, block.module = Phase.SETUP, ""
+            block.kind = kinds.get(key)
+            self._events.append(block)
+
+    def stop(self) -> tuple[Event, ...]:
+        """Everything since `start`."""
+        self._settle()
+        self.recording = False
+        return tuple(event.event() if isinstance(event, _Block) else event for event in self._events)
+
+    def position(self) -> int:
+        """How many events there are by now."""
+        self._settle()
+        return len(self._events)
+
+    def mark(self, what: str, unit: str) -> None:
+        """Something happened to a unit."""
+        self._emit(UnitMark(what, unit, self.phase))
+
+    def gradient(self, memory: Tensor, unit: str) -> None:
+        """A parameter's gradient has come."""
+        held = self._live.get(memory.untyped_storage()._cdata)
+        if held is not None and self.recording:
+            self._settle()
+            self._emit(Gradient(held[0].number, unit))
+
+    def issue(self, op: str, group: str, nbytes: int, ranks: int, unit: str) -> Work:
+        """A collective was handed out. The number is the recorder's to give."""
+        self._collectives += 1
+        number = self._collectives
+        self._emit(Collective(number, op, group, nbytes, ranks, unit, self.phase))
+        return Pending(lambda: self._emit(Wait(number)))
+
+    def _emit(self, event: Event | _Block) -> None:
+        if self.recording:
+            self._settle()
+            self._events.append(event)
+
+    def _settle(self) -> None:
+        if self._accumulated is not None:
+            new, _ = self._accumulated
+            self._accumulated = None
+            self._events.append(new)
+
+    # Where we are -------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        if self.stage is Phase.BACKWARD and self._modules:
+            return Phase.RECOMPUTE
+        return self.stage
+
+    @property
+    def module(self) -> str:
+        """fqn of the innermost module at work; in backward, of the one whose forward made the node."""
+        if self._modules:
+            return self._modules[-1]
+        if self.stage is not Phase.BACKWARD:
+            return ""
+        node = torch._C._current_autograd_node()
+        if node is not None and type(node).__name__ != "AccumulateGrad":
+            position = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+            self._last_module = self._owners[position] if position >= 0 else ""
+        return self._last_module
+
+    @contextmanager
+    def following(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, modules of `model` are known by their fqn, and what the first of `blocks` is given is looked at."""
+        names = {id(module): fqn for fqn, module in model.named_modules()}
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if id(module) in names:
+                self._modules.append(names[id(module)])
+                self._here()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if id(module) in names and self._modules:
+                self._modules.pop()
+                self._here()
+
+        with ExitStack() as stack:
+            before: Any = module_hooks.register_module_forward_pre_hook(enter)
+            stack.callback(before.remove)
+            after: Any = module_hooks.register_module_forward_hook(leave, always_call=True)
+            stack.callback(after.remove)
+            for block in blocks[:1]:
+                stack.callback(block.register_forward_pre_hook(self._look_at, with_kwargs=True).remove)
+            yield
+
+    def _look_at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.specimen is None:
+            self.specimen = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
+
+    def _here(self) -> None:
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._owners.append(self._modules[-1] if self._modules else "")
+
+    # Operations ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE_QUESTION and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if ShardedParameter in types:
+            return NotImplemented  # it acts on its piece, which comes by here
+        out = func(*args, **(kwargs or {}))
+        operation = operation_of(func)
+        if operation is not None:
+            self._follow(operation, args, kwargs or {}, out)
+        return out
+
+    def _follow(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        born = [block for block in map(self._meet, _tensors(out)) if block is not None]
+        if not self.recording:
+            return
+        accumulated = None
+        if len(born) == 1 and operation.func in _ACCUMULATING and self._is_autograds():
+            held = self._live.get(args[0].untyped_storage()._cdata)
+            if held is not None and held[0].nbytes == born[0].nbytes:
+                accumulated = (born[0], held[0])
+        if accumulated is None:
+            for block in born:
+                self._emit(block)
+        if born or operation.mutates:
+            scratch = [self._new_block(nbytes) for nbytes in operation.scratch_bytes(args)]
+            for block in scratch:
+                self._emit(block)
+            self._emit(operation.kernel(args, kwargs, out, self.module, self.phase))
+            for block in scratch:
+                block.died = self.phase
+                self._emit(Free(block.number))
+        self._accumulated = accumulated
+
+    def _is_autograds(self) -> bool:
+        return (
+            self.stage is Phase.BACKWARD
+            and not self._modules
+            and not torch.is_grad_enabled()
+            and torch._C._current_autograd_node() is not None
+        )
+
+    def _meet(self, tensor: Tensor) -> _Block | None:
+        """The block of a storage that was not known before."""
+        if isinstance(tensor, FakeTensor):
+            if tensor.fake_device.type == "meta":
+                return None
+        elif tensor.is_meta:
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return None
+        nbytes = storage.nbytes()
+        if not nbytes:
+            return None
+        block = self._new_block(nbytes)
+        self._live[key] = block, weakref.ref(storage, partial(self._die, key, block))
+        return block
+
+    def _die(self, key: int, block: _Block, _: object) -> None:
+        held = self._live.get(key)
+        if held is not None and held[0] is block:
+            del self._live[key]
+        if not self.recording:
+            return
+        if self._accumulated is not None and self._accumulated[1] is block:
+            new, _old = self._accumulated
+            self._accumulated = None
+            new.number, new.kind = block.number, block.kind
+            return
+        block.died = self.phase
+        self._emit(Free(block.number))
+
+    def _new_block(self, nbytes: int) -> _Block:
+        self._blocks += 1
+        return _Block(self._blocks, nbytes, self.module, self.phase)
+
+
+class Pending:
+    """Something under way, whose wait is told once."""
+
+    def __init__(self, waited: Callable[[], None]) -> None:
+        self._waited: Callable[[], None] | None = waited
+
+    def wait(self) -> None:
+        if self._waited is not None:
+            waited, self._waited = self._waited, None
+            waited()
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, tuple | list):
+        for item in out:
+            yield from _tensors(item)

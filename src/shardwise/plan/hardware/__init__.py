@@ -1,0 +1,1 @@
+"""Devices and interconnects: published figures as data, and this machine's, measured."""

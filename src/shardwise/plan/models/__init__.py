@@ -1,0 +1,1 @@
+"""Where a model to plan comes from."""

@@ -1,0 +1,1 @@
+"""Answers to read: a table for a terminal, a page for a browser."""

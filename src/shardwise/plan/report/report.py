@@ -1,0 +1,180 @@
+"""A finished search as something to read: what a terminal's table and a page have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.search.search import Candidate, Exploration, Verdict, available_bytes, needed_bytes
+
+if TYPE_CHECKING:
+    from shardwise.plan.simulate.forecast import Forecast
+
+SHOWN = 10
+"""Rows of the table of the best."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that is said about one plan."""
+
+    title: str
+    """The model."""
+    setting: str
+    """Devices, sequence, precision: what all rows have in common."""
+    exploration: Exploration
+    assumptions: tuple[tuple[str, str], ...]
+    """(what, its value and where that is from)."""
+    answers: tuple[str, ...] = ()
+    """To "smallest cluster that fits" and "largest batch that fits", in sentences."""
+    timeline: str = ""
+    """The best one's step, an SVG element; or nothing."""
+    config: str = ""
+    """The best one as a training configuration, TOML; or nothing."""
+
+    @property
+    def best(self) -> Forecast | None:
+        return self.exploration.best
+
+    @property
+    def rows(self) -> list[Row]:
+        """The best that fit, best first; the first of each strategy is always among them."""
+        fitting = self.exploration.fitting
+        firsts = {id(candidate) for candidate in by_strategy(self.exploration) if candidate.verdict is Verdict.FITS}
+        chosen = [c for n, c in enumerate(fitting) if n < SHOWN or id(c) in firsts]
+        return [Row.of(candidate) for candidate in chosen]
+
+    @property
+    def bars(self) -> list[Bar]:
+        """One for each strategy: the best of it, or what comes nearest to fitting."""
+        return [Bar.of(candidate, self.exploration.budget_bytes) for candidate in by_strategy(self.exploration)]
+
+    @property
+    def fallen(self) -> list[tuple[str, str]]:
+        """(configuration, why) of the nearest of every strategy that does not fit at all, or that is ruled out."""
+        too_large = [
+            (full_name(candidate.job), candidate.binds)
+            for candidate in by_strategy(self.exploration)
+            if candidate.verdict is not Verdict.FITS
+        ]
+        return too_large + [(strategy_name(job), why) for job, why in self.exploration.left_out]
+
+    @property
+    def counts(self) -> str:
+        """How many configurations met which fate, in a sentence."""
+        counted = dict.fromkeys(Verdict, 0)
+        for candidate in self.exploration.candidates:
+            counted[candidate.verdict] += 1
+        total = len(self.exploration.candidates)
+        if total == 1:
+            return ""
+        words = [f"{total} configurations: {counted[Verdict.FITS]} fit"]
+        if counted[Verdict.TOO_LARGE] or counted[Verdict.IMPLIED]:
+            words.append(f"{counted[Verdict.TOO_LARGE] + counted[Verdict.IMPLIED]} do not")
+        if counted[Verdict.SLOWER]:
+            words.append(f"{counted[Verdict.SLOWER]} recompute what would fit without, which is slower")
+        return ", ".join(words) + "."
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    strategy: str
+    batch: str
+    mode: str
+    needs_bytes: int
+    step_time_s: float
+    tokens_per_s: float
+    """Per GPU."""
+    mfu: float
+    waiting: float
+    """Part of the step that waits for communication."""
+    binds: str
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> Row:
+        forecast = candidate.forecast
+        assert forecast is not None
+        return cls(
+            strategy=strategy_name(candidate.job),
+            batch=batch_name(candidate.job),
+            mode=mode_name(candidate.job),
+            needs_bytes=needed_bytes(forecast),
+            step_time_s=forecast.step_time_s,
+            tokens_per_s=forecast.tokens_per_s_per_gpu,
+            mfu=forecast.mfu,
+            waiting=forecast.exposed_comm_s / forecast.step_time_s,
+            binds=candidate.binds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Memory by kind of one configuration, beside what there is."""
+
+    label: str
+    parts: Mapping[str, int]
+    """Bytes by kind at the peak; then fragmentation (reserved beyond live), context and nccl."""
+    needs_bytes: int
+    has_bytes: int
+    fits: bool
+
+    @classmethod
+    def of(cls, candidate: Candidate, budget_bytes: int | None) -> Bar:
+        forecast = candidate.forecast
+        assert forecast is not None
+        return cls(
+            label=full_name(candidate.job),
+            parts=parts(forecast),
+            needs_bytes=needed_bytes(forecast),
+            has_bytes=available_bytes(forecast, budget_bytes),
+            fits=candidate.verdict is Verdict.FITS,
+        )
+
+
+def parts(forecast: Forecast) -> dict[str, int]:
+    """What makes up `needed_bytes`, without kinds that hold nothing."""
+    everything = {
+        **forecast.memory,
+        "fragmentation": forecast.reserved_memory_bytes - forecast.peak_memory_bytes,
+        "context": forecast.context_bytes,
+        "nccl": forecast.nccl_bytes,
+    }
+    return {kind: size for kind, size in everything.items() if size}
+
+
+def by_strategy(exploration: Exploration) -> list[Candidate]:
+    """The best candidate of every strategy and shard group: of those that fit, else of those that were forecast."""
+    found: dict[str, Candidate] = {}
+    for candidate in exploration.candidates:
+        if candidate.forecast is not None:
+            found.setdefault(strategy_name(candidate.job), candidate)
+    return list(found.values())
+
+
+def amount(money: float) -> str:
+    """An amount of money, to the cent or to three digits, whichever is more exact."""
+    return f"{money:,.2f}" if money >= 1 else f"{money:.3g}"
+
+
+def strategy_name(job: Job) -> str:
+    """With its shard group, where it has one."""
+    return job.strategy.value + (f"/{job.shard_group}" if job.shard_group is not None else "")
+
+
+def full_name(job: Job) -> str:
+    """Strategy, batch and recomputation, as a row has them."""
+    return f"{strategy_name(job)}, micro-batch {batch_name(job)}, recompute {mode_name(job)}"
+
+
+def batch_name(job: Job) -> str:
+    """Micro-batch, times accumulation where there is any."""
+    return str(job.micro_batch) + (f"x{job.accumulation}" if job.accumulation > 1 else "")
+
+
+def mode_name(job: Job) -> str:
+    """What is recomputed."""
+    return job.activation_checkpointing

@@ -1,0 +1,1 @@
+"""Which configuration is best: what to try, in how many processes."""

@@ -1,0 +1,185 @@
+"""What a search looks at: strategies x shard groups x micro-batches x checkpointing x accumulation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.errors import ConfigError, PlanError
+from shardwise.plan.dry_run.job import Job
+from shardwise.policy.precision import Precision
+from shardwise.policy.recomputation import Recomputation
+from shardwise.policy.strategy import Strategy
+
+LARGEST_MICRO_BATCH = 64
+"""Where a search stops by itself; `largest_micro_batch` goes on."""
+_MODES = ("none", "selective-ops", "every-2", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Jobs that differ in their batches and in what they recompute, and in nothing else."""
+
+    base: Job
+    modes: tuple[str, ...]
+    """Kinds of activation checkpointing, "none" first where it is one of them."""
+    batches: tuple[tuple[int, int], ...]
+    """(micro-batch, accumulation), the smallest micro-batch first."""
+
+    def job(self, mode: str, micro_batch: int, accumulation: int) -> Job:
+        """One of its jobs."""
+        return replace(self.base, activation_checkpointing=mode, micro_batch=micro_batch, accumulation=accumulation)
+
+    @property
+    def size(self) -> int:
+        """Configurations in it."""
+        return len(self.modes) * len(self.batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Everything that a search looks at, and what it cannot."""
+
+    families: tuple[Family, ...]
+    """At least one."""
+    left_out: tuple[tuple[Job, str], ...]
+    """(a job without what does not fit it, why) of strategies that the other arguments rule out."""
+
+
+def space(arguments: Mapping[str, Any], global_batch: int | None = None) -> Space:
+    """Every configuration that a search looks at.
+
+    Args:
+        arguments: of `sw.plan.forecast`. One value fixes a field; a list of values gives the choices; where
+            `strategy`, `shard_group`, `micro_batch`, `activation_checkpointing` or `accumulation` is absent or None, it
+            is searched. Other fields may be lists too.
+        global_batch: sequences of a step over all ranks; accumulation follows from it.
+
+    Raises:
+        PlanError: the batch cannot be divided; the message names the nearest that can.
+        ConfigError: a value that no job can have, or that none of the strategies can.
+    """
+    choices = {name: _values(name, value) for name, value in arguments.items() if value is not None}
+    searched = {
+        name: choices.pop(name, None)
+        for name in ("strategy", "shard_group", "micro_batch", "activation_checkpointing", "accumulation")
+    }
+    found, left_out = [], []
+    for values in itertools.product(*choices.values()):
+        base = Job.of(**dict(zip(choices, values, strict=True)))
+        batches = _batches(base, searched["micro_batch"], searched["accumulation"], global_batch)
+        modes = _modes(searched["activation_checkpointing"])
+        for strategy, group in _shardings(base, searched["strategy"], searched["shard_group"]):
+            job = replace(base, strategy=strategy, shard_group=group, reshard_after_forward=None)
+            try:
+                whole = replace(job, reshard_after_forward=base.reshard_after_forward)
+            except ConfigError as error:
+                left_out.append((job, str(error)))
+            else:
+                found.append(Family(whole, modes, batches))
+    if not found:
+        raise ConfigError(left_out[0][1])
+    return Space(tuple(found), tuple(left_out))
+
+
+def _values(name: str, value: Any) -> tuple[Any, ...]:
+    """The choices that an argument spells: a list or tuple of them, else itself."""
+    if not isinstance(value, list | tuple):
+        return (value,)
+    if not value:
+        raise ConfigError(f"{name}={value!r} leaves nothing to choose from: give a value, or leave it out")
+    return tuple(dict.fromkeys(value))
+
+
+def _modes(asked: Iterable[str] | None) -> tuple[str, ...]:
+    modes = _MODES if asked is None else tuple(asked)
+    for mode in modes:
+        Recomputation.parse(mode)
+    return tuple(sorted(modes, key=lambda mode: mode != "none"))
+
+
+def _shardings(
+    base: Job, strategies: Sequence[Strategy | str] | None, groups: Sequence[int | None] | None
+) -> list[tuple[Strategy, int | None]]:
+    """(strategy, shard group) in the order of what they shard."""
+    if strategies is None and base.world_size == 1:
+        strategies = (Strategy.NO_SHARD,)
+    asked = [Strategy.parse(strategy) for strategy in (strategies or tuple(Strategy))]
+    takes_groups = [strategy for strategy in asked if strategy.sharded and strategy.replicated]
+    if groups is not None and strategies is None:
+        asked = takes_groups  # whoever names a shard group wants one
+    found: list[tuple[Strategy, int | None]] = []
+    for strategy in asked:
+        if strategy in takes_groups:
+            own: Sequence[int | None] = groups or _groups(base)
+            found += [(strategy, group) for group in (own or ([None] if strategies else []))]
+        else:  # a group beside strategies that take none is an error of the job's
+            found.append((strategy, groups[0] if groups and not takes_groups else None))
+    return found
+
+
+def _groups(base: Job) -> list[int]:
+    """Shard groups worth a look: parts of a node where there is one, else whole nodes; never all ranks."""
+    smallest = 2 if base.nodes == 1 else base.gpus_per_node
+    sizes = [smallest * 2**k for k in range(base.world_size.bit_length())]
+    return [size for size in sizes if 1 < size < base.world_size and base.world_size % size == 0]
+
+
+def _batches(
+    base: Job, micro_batches: Sequence[int] | None, accumulations: Sequence[int] | None, global_batch: int | None
+) -> tuple[tuple[int, int], ...]:
+    """(micro-batch, accumulation) pairs, the smallest micro-batch first."""
+    if global_batch is None:
+        sizes = micro_batches or [2**k for k in range(LARGEST_MICRO_BATCH.bit_length())]
+        pairs = set(itertools.product(sizes, accumulations or (1,)))
+        return tuple(sorted(pairs, key=lambda pair: (pair[0], -pair[1])))
+    world = base.world_size
+    per_rank = _divided(global_batch, world, f"{world} rank{'s' if world > 1 else ''}")
+    if micro_batches is None:
+        micro_batches = [n for n in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1) if per_rank % n == 0]
+    found = []
+    for size in micro_batches:
+        if len(micro_batches) == 1 or per_rank % size == 0:
+            steps = _divided(global_batch, size * world, f"micro-batch x ranks = {size} x {world} = {size * world}")
+            if accumulations is None or steps in accumulations:
+                found.append((size, steps))
+    if not found:
+        raise PlanError(
+            f"no micro-batch of {', '.join(map(str, micro_batches))} makes a global batch of {global_batch} on {world} "
+            "ranks"
+            + (f" in {' or '.join(map(str, accumulations))} micro-batches" if accumulations else "")
+            + "; leave micro-batch and accumulation to the search"
+        )
+    return tuple(sorted(found))
+
+
+def _divided(global_batch: int, whole: int, words: str) -> int:
+    if global_batch < 1:
+        raise PlanError(f"a global batch of {global_batch}: a whole number from 1 on")
+    if global_batch < whole or global_batch % whole:
+        below = global_batch // whole * whole
+        near = f"{below} or {below + whole}" if below else str(whole)
+        raise PlanError(f"a global batch of {global_batch} is not a multiple of {words}; use {near}")
+    return global_batch // whole
+
+
+def precision_of(words: str) -> Precision:
+    """A precision from what people call it.
+
+    Args:
+        words: "bf16" or "fp16" (compute in it; gradients, masters and optimizer state in fp32), "fp32", "bf16-true"
+            (bf16 throughout), or param/reduce/master such as "bf16/bf16/fp32".
+
+    Raises:
+        PlanError: another number of parts. ConfigError: a dtype that there is not.
+    """
+    if words == "bf16-true":
+        return Precision(param="bf16", reduce="bf16", master="bf16")
+    parts = words.split("/")
+    if len(parts) == 1:
+        return Precision(param=words, reduce="fp32", master="fp32")
+    if len(parts) != 3:
+        raise PlanError(f"precision={words!r}: one of bf16, fp16, fp32, bf16-true, or param/reduce/master")
+    return Precision(param=parts[0], reduce=parts[1], master=parts[2])

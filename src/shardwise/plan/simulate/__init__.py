@@ -1,0 +1,1 @@
+"""From recorded events to memory and time."""

@@ -1,0 +1,226 @@
+"""A job's memory and time, from its recorded step."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import PlanError
+from shardwise.plan.dry_run.events import Allocate, Event, Kernel, Phase
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.operations import GROUPED
+from shardwise.plan.dry_run.rank import record
+from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.sequence import with_sequences
+from shardwise.plan.hardware.devices import Hardware, find_device, find_interconnect
+from shardwise.plan.models.source import ModelLike, resolve
+from shardwise.plan.simulate.allocator import ROUND_BYTES, Segments, peak_of, reserved_bytes
+from shardwise.plan.simulate.collectives import Cluster
+from shardwise.plan.simulate.cost import Cost, cost_of
+from shardwise.plan.simulate.engine_memory import replay
+from shardwise.plan.simulate.engine_order import ordered_as
+from shardwise.plan.simulate.mfu import Dimensions, mfu
+from shardwise.plan.simulate.roofline import DEFAULT, Roofline
+from shardwise.plan.simulate.timeline import Timeline, simulate
+from shardwise.plan.simulate.trace import write_trace
+from shardwise.policy.kinds import KINDS
+
+MIB = 2**20
+CONTEXT_BYTES = 512 * MIB
+"""Of a CUDA context with the kernels of torch, cuBLAS and NCCL loaded; outside the allocator."""
+CONTEXT_SOURCE = (
+    "assumed: some 300 MiB since CUDA 11.7, over 1 GiB before; https://github.com/pytorch/pytorch/issues/107667"
+)
+NCCL_BYTES = 688 * MIB
+"""Of the buffers of one communicator; outside the allocator."""
+NCCL_SOURCE = "688 MiB a communicator, as measured on A100s: https://github.com/NVIDIA/nccl/issues/964"
+_WORKSPACES = {"h100": 32 * MIB, "h200": 32 * MIB, "b200": 32 * MIB}
+"""cuBLAS's own, of one stream and thread, by the beginning of the device's name: 32 MiB from Hopper on, otherwise
+8.1 (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp). Inside the allocator."""
+_WORKSPACE_BYTES = 8320 * 1024
+_WORKSPACE_THREADS = 2
+"""Forward's and backward's."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one configuration will need and reach, for one rank."""
+
+    job: Job
+    parameters: int
+    """Elements of all parameters, global."""
+    peak_memory_bytes: int
+    """The most bytes that live at once, rounded as the device's allocator rounds: "allocated"."""
+    reserved_memory_bytes: int
+    """What the caching allocator takes from the device for that."""
+    context_bytes: int
+    """Beside it: the CUDA context."""
+    nccl_bytes: int
+    """Beside it: the buffers of communicators."""
+    usable_bytes: int
+    """What the device has for a program, all of the above together."""
+    memory: dict[str, int]
+    """Bytes at the peak by kind, every kind of `sw.memory`; adds up to `peak_memory_bytes`."""
+    peak_at: tuple[str, str]
+    """(phase, fqn of the module) of the peak."""
+    step_time_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    """6 N + 12 L d s operations a token over the dense peak of the compute dtype; N without the experts that a
+    token is not sent to."""
+    exposed_comm_s: float
+    """Time of a step in which computation stands still for communication."""
+    bytes_sent_per_rank: int
+    """In a step."""
+    flops_per_rank: int
+    """Executed in a step, recomputation included."""
+    price_per_hour: float | None
+    """Of one device: the job's, else the hardware data's, else unknown."""
+    recording: Recording
+    """The step that all of this was read off."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything together is less than the device has."""
+        return self.reserved_memory_bytes + self.context_bytes + self.nccl_bytes <= self.usable_bytes
+
+    @property
+    def cost(self) -> Cost | None:
+        """Of the run, where a device's price is known."""
+        if self.price_per_hour is None:
+            return None
+        devices = self.job.world_size
+        tokens = self.tokens_per_s_per_gpu * devices * self.step_time_s
+        return cost_of(self.price_per_hour, devices, self.step_time_s, tokens)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When everything of the step runs. Raises PlanError for a forecast that a search did not keep events of."""
+        if not self.recording.events:
+            raise PlanError(
+                "a search keeps the events of its best alone: ask sw.plan.forecast(model, ...) for this job"
+            )
+        return _timeline(self.recording)
+
+    def trace(self, path: Path | str) -> Path:
+        """Write the timeline in the format of Chrome's and Perfetto's trace viewers. Returns the path."""
+        return write_trace(self.timeline, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON: every field but the recording, the job's choices, whether it fits, and its cost."""
+        own = {"job", "recording", "price_per_hour"}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        plain["peak_at"] = {"phase": self.peak_at[0], "module": self.peak_at[1]}
+        cost = None if self.cost is None else asdict(self.cost)
+        return {"job": self.job.to_dict(), **plain, "fits": self.fits, "cost": cost}
+
+
+def forecast(model: ModelLike, **arguments: Any) -> Forecast:
+    """What training a model will need and how fast it will be, without a GPU.
+
+    The real engine is run dry for one rank (`record`); memory is added up and time simulated from what it did.
+
+    Args:
+        model: a packaged shape's name, the path of a config.json or Hugging Face directory, a transformers
+            configuration as a dict with its "model_type", "module:function", or a callable that builds an nn.Module
+            (called on the meta device).
+        arguments: fields of `Job`, by name. `seq_len` is the model's longest where that is shorter than usual and
+            nothing else is said.
+
+    Raises:
+        PlanError: an unknown model or device, a model that cannot be run dry, or sequences too long for it.
+        ConfigError: an argument that cannot be.
+    """
+    source = resolve(model)
+    job = Job.of(**with_sequences(source, arguments))
+    return forecast_of(record(source.builder(job.attention), job))
+
+
+def _signature() -> inspect.Signature:
+    """The model, then every field of a job: what `help` and editors show."""
+    model = inspect.signature(forecast).parameters["model"]
+    choices = [choice.replace(kind=choice.KEYWORD_ONLY) for choice in inspect.signature(Job).parameters.values()]
+    return inspect.Signature([model, *choices], return_annotation="Forecast")
+
+
+forecast.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def forecast_of(recording: Recording) -> Forecast:
+    """The forecast for a recorded step.
+
+    Raises:
+        PlanError: no such device or interconnect.
+    """
+    job, facts = recording.job, recording.facts
+    hardware = find_device(job.gpu)  # type: ignore[arg-type]
+    replayed = replay(recording)
+    events = (*_workspaces(job, hardware), *replayed.events)
+    rounding = 1 if job.on_cpu else ROUND_BYTES
+    peak = peak_of(events, rounding)
+    groups = sum(ranks > 1 for ranks in (job.shard_ranks, job.replicas))
+    context = (0 if job.on_cpu else CONTEXT_BYTES) if job.context_bytes is None else job.context_bytes
+    nccl = (0 if job.on_cpu else groups * NCCL_BYTES) if job.nccl_bytes is None else job.nccl_bytes
+    usable = int(hardware.usable_bytes.value)
+    timeline = _timeline(recording)
+    tokens_per_s = facts.tokens_per_rank(job) / timeline.step_time_s
+    compute = _SHORT.get(str(job.precision.param or job.precision.master), "fp32")
+    dimensions = Dimensions(facts.params - _idle_params(recording), facts.embeddings, facts.layers, facts.width)
+    return Forecast(
+        job=job,
+        parameters=facts.params,
+        peak_memory_bytes=peak.nbytes,
+        reserved_memory_bytes=peak.nbytes
+        if job.on_cpu
+        else reserved_bytes(events, Segments(job.segments), usable - context - nccl, replayed.streams, replayed.late),
+        context_bytes=context,
+        nccl_bytes=nccl,
+        usable_bytes=usable,
+        memory={kind: peak.kinds.get(kind, 0) for kind in KINDS},
+        peak_at=(peak.phase, peak.module),
+        step_time_s=timeline.step_time_s,
+        tokens_per_s_per_gpu=tokens_per_s,
+        mfu=mfu(tokens_per_s, dimensions, facts.sequence, hardware.peak(compute)),
+        exposed_comm_s=timeline.exposed_comm_s,
+        bytes_sent_per_rank=round(timeline.bytes_sent),
+        flops_per_rank=timeline.flops,
+        price_per_hour=job.price_per_hour if job.price_per_hour is not None else _listed_price(hardware),
+        recording=recording,
+    )
+
+
+def _idle_params(recording: Recording) -> int:
+    """Parameters of experts that a token is not sent to: what grouped products hold beyond what they compute with."""
+    tokens = recording.facts.sequence * recording.job.micro_batch
+    idle = 0.0
+    for event in recording.events:
+        if isinstance(event, Kernel) and event.phase is Phase.FORWARD and event.name in GROUPED and event.matmul:
+            groups, _, n, k = event.matmul
+            idle += groups * n * k - event.flops / (2 * tokens)
+    return round(idle / recording.job.accumulation)
+
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def _listed_price(hardware: Hardware) -> float | None:
+    return None if hardware.price_per_hour is None else hardware.price_per_hour.value
+
+
+def _timeline(recording: Recording) -> Timeline:
+    job = recording.job
+    hardware = find_device(job.gpu)  # type: ignore[arg-type]
+    interconnect = find_interconnect(job.interconnect or hardware.interconnect)  # type: ignore[arg-type]
+    cluster = Cluster(hardware, interconnect, job.gpus_per_node, job.nodes, DEFAULT.links)
+    events = ordered_as(job.engine, recording.events)
+    return simulate(events, Roofline(hardware, DEFAULT, job.compile), cluster, job.slots)
+
+
+def _workspaces(job: Job, hardware: Hardware) -> tuple[Event, ...]:
+    if job.on_cpu:
+        return ()
+    nbytes = next((n for name, n in _WORKSPACES.items() if hardware.name.startswith(name)), _WORKSPACE_BYTES)
+    return tuple(Allocate(-1 - n, nbytes, "other", "", Phase.SETUP) for n in range(_WORKSPACE_THREADS))

@@ -1,0 +1,140 @@
+"""Seconds that a kernel takes: operations over a rate or bytes over a rate, whichever is longer.
+
+Rates are those of the hardware's data; what a program reaches of them is `Efficiency`: five numbers, the same for
+every device, model and engine. A matrix product also pays for its shape: its tiles are dealt out to the processors in
+waves, the last of which is rarely full, and a short inner dimension does not amortise filling and draining a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.plan.dry_run.events import Kernel, Phase, Work
+from shardwise.plan.hardware.devices import Hardware, Measured, Points
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What programs reach of published rates; `docs/design/planning-time.md` says how the five were chosen."""
+
+    matmul: float = 0.83
+    """Of the rate of a large product, at shapes that fill the device."""
+    attention: float = 0.90
+    """Of the published rate of a fused attention kernel."""
+    memory: float = 0.80
+    """Of memory bandwidth, by kernels that only move bytes."""
+    links: float = 0.70
+    """Of a link's rate, by collectives beside computation."""
+    fusion: float = 0.35
+    """Part of the bytes of pointwise kernels that a compiler's fusion leaves."""
+
+
+DEFAULT = Efficiency()
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.7))
+"""(rows, columns, rate relative to the best) of the tiles that a library picks from."""
+_FILL = 128
+"""Inner-dimension steps that filling and draining a tile's pipeline cost."""
+_SPLITS = (1, 2, 4, 8)
+"""Ways to share a tile's inner dimension between processors, where there are few tiles."""
+_ATTENTION_SHARE = 0.42
+"""Of the rate of a large product that fused attention reaches, on devices where nobody has published it."""
+_ATTENTION_FILL = 256
+"""Tokens of a sequence that a fused kernel's half-masked and first tiles cost."""
+KERNEL_S = 2.5e-6
+"""The shortest kernel, and the gap to the next (CUDA's launch latency in a stream that is kept full)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Kernels' seconds on one device."""
+
+    hardware: Hardware
+    efficiency: Efficiency = DEFAULT
+    compiled: bool = False
+    """Pointwise kernels are fused."""
+    attention: str = "flash2"
+    """The generation of the fused attention kernel."""
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Seconds of one kernel, the gap to the next included."""
+        if self.hardware.measured is not None:
+            return self._measured_seconds(kernel)
+        moving = self._moving_s(kernel)
+        if kernel.work is Work.MATMUL and kernel.matmul is not None:
+            return max(self._matmul_s(kernel.matmul, kernel.dtype), moving) + KERNEL_S
+        if kernel.work is Work.ATTENTION:
+            return max(self._attention_s(kernel), moving) + KERNEL_S
+        return moving + KERNEL_S * self._left(kernel)
+
+    def _moving_s(self, kernel: Kernel) -> float:
+        bandwidth = self.hardware.memory_bytes_per_s.value * self.efficiency.memory
+        return kernel.bytes_moved * self._left(kernel) / bandwidth
+
+    def _left(self, kernel: Kernel) -> float:
+        """The part of a kernel that fusion leaves. Optimizers and hooks, which work in place, are not compiled."""
+        outside = kernel.phase is Phase.OPTIMIZER or kernel.name.endswith("_")
+        fused = self.compiled and kernel.work is Work.MEMORY and not outside
+        return self.efficiency.fusion if fused else 1.0
+
+    def _matmul_s(self, shape: tuple[int, int, int, int], dtype: str) -> float:
+        rate = self.hardware.sustained(dtype) * self.efficiency.matmul
+        return tiled_flops(shape, int(self.hardware.processors.value)) / rate
+
+    def _attention_s(self, kernel: Kernel) -> float:
+        published = self.hardware.attention_flops.get(self.attention)
+        rate = published.value if published else self.hardware.sustained(kernel.dtype) * _ATTENTION_SHARE
+        length = kernel.matmul[1] if kernel.matmul else 0
+        wasted = 1 + _ATTENTION_FILL / length if length else 1.0
+        return kernel.flops * wasted / (rate * self.efficiency.attention)
+
+    def _measured_seconds(self, kernel: Kernel) -> float:
+        measured = self.hardware.measured
+        assert measured is not None
+        moving = kernel.bytes_moved / interpolated(_curve(measured, kernel), kernel.bytes_moved)
+        rates = measured.attention if kernel.work is Work.ATTENTION else measured.matmul.get(kernel.dtype, ())
+        if kernel.work is Work.MEMORY or not rates or not kernel.flops:
+            return moving + measured.operation_s
+        computing = kernel.flops / interpolated(rates, kernel.flops)
+        # On a CPU, memory that is new has to be mapped first, and nothing computes meanwhile.
+        together = max(computing, moving) if self.hardware.overlaps else computing + moving
+        return together + measured.operation_s
+
+
+def _curve(measured: Measured, kernel: Kernel) -> Points:
+    own = measured.operations.get(kernel.name)
+    if own is None and kernel.name.endswith("_"):
+        own = measured.operations.get("mul_")
+    return own or measured.memory
+
+
+@lru_cache(maxsize=4096)
+def tiled_flops(shape: tuple[int, int, int, int], processors: int) -> float:
+    """Operations that a product (batch, m, n, k) is as long as: with the padding of tiles and of the last wave.
+
+    The library picks the best of its tiles; a product that fills the device counts 2 b m n k and little more.
+    """
+    batch, m, n, k = shape
+    best = math.inf
+    for rows, columns, rate in _TILES:
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        for split in _SPLITS:
+            waves = math.ceil(tiles * split / processors)
+            depth = math.ceil(k / split) + _FILL
+            best = min(best, 2 * waves * processors * rows * columns * depth / rate)
+    return best
+
+
+def interpolated(points: Points, size: float) -> float:
+    """A rate at a size between measured ones, linear in the size's logarithm; as at the ends beyond them."""
+    sizes = [point[0] for point in points]
+    at = bisect_left(sizes, size)
+    if at == 0:
+        return points[0][1]
+    if at == len(points):
+        return points[-1][1]
+    (low, at_low), (high, at_high) = points[at - 1], points[at]
+    share = math.log(size / low) / math.log(high / low)
+    return at_low + (at_high - at_low) * share

@@ -1,0 +1,83 @@
+"""From a plan to a run: the configuration that trains what was planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardwise.errors import PlanError
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.models.source import Source
+from shardwise.train.config.schema import Config
+
+STEPS = 1000
+"""Of a written configuration: a plan says nothing about how long to train."""
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def training_config(source: Source, job: Job, name: str) -> Config:
+    """The configuration that trains a planned job; it runs as it is, on data that are already there.
+
+    Args:
+        source: the model, which must have a name.
+        job: as it was forecast.
+        name: of the run.
+
+    Raises:
+        PlanError: the trainer cannot run it: it is no language model, or it was planned with something else.
+    """
+    check_model(source)
+    _check_job(job)
+    precision = job.precision
+    master = _DTYPES.get(precision.master or "float32")
+    tree: dict[str, Any] = {
+        "model": {**source.model_section(), "dtype": master},
+        "data": {"seq_len": job.seq_len},
+        "train": {
+            "steps": STEPS,
+            "micro_batch": job.micro_batch,
+            "global_batch": job.micro_batch * job.accumulation * job.world_size,
+            "activation_checkpointing": job.activation_checkpointing,
+            "compile": job.compile,
+        },
+        "parallel": {
+            "ranks": job.gpus_per_node,
+            "strategy": job.strategy.value,
+            "shard_group": job.shard_group,
+            "reshard_after_forward": job.reshard_after_forward,
+            "slots": job.slots,
+            "units": job.units if isinstance(job.units, int) else None,
+            "param_dtype": _DTYPES.get(precision.param or ""),
+            "reduce_dtype": _DTYPES.get(precision.reduce or precision.param or precision.master or "float32"),
+        },
+        "log": {"name": name},
+    }
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        place = ".".join(map(str, detail["loc"]))
+        raise PlanError(f"no training configuration can hold this plan: {place}: {detail['msg']}") from None
+
+
+def check_model(source: Source) -> None:
+    """Raise PlanError for a model that the trainer cannot train: one of transformers that is no language model."""
+    if source.config is not None and not _is_language_model(source.config):
+        raise PlanError(
+            f"{source.title}: `shardwise train` trains causal language models; plan it without --config and train it "
+            "with sw.shard in a script of your own"
+        )
+
+
+def _check_job(job: Job) -> None:
+    if job.engine != "shardwise":
+        raise PlanError(f"--config writes a configuration for shardwise, and the plan is for engine={job.engine!r}")
+    if job.optimizer != "adamw":
+        raise PlanError(f"`shardwise train` has adamw, not {job.optimizer}: plan with --optimizer adamw")
+
+
+def _is_language_model(config: Any) -> bool:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    return CONFIG_MAPPING[config["model_type"]] in AutoModelForCausalLM._model_mapping

@@ -1,0 +1,42 @@
+"""Ranks that read other data, or another configuration, would wait for one another or train on other rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.train.config.schema import Config
+from shardwise.train.data.batches import Datasets
+from shardwise.train.ranks import Ranks
+
+_OWN = {"checkpoint.resume", "parallel.hardware"}
+"""Paths, which hosts may have of their own."""
+
+
+def check(config: Config, data: Datasets, ranks: Ranks) -> None:
+    """Have the ranks compare their data, and the keys that decide what they do together. Every rank must call this.
+
+    Raises:
+        ConfigError: a rank has others than rank 0; the message names both. On every rank.
+    """
+    told = ranks.hear((_keys(config), str(data)))
+    keys, rows = told[0]
+    for rank, (other_keys, other_rows) in enumerate(told):
+        for key, value in keys.items():
+            if other_keys[key] != value:
+                raise ConfigError(
+                    f"{key} is {value!r} on rank 0 and {other_keys[key]!r} on rank {rank}: give all ranks the same "
+                    "configuration"
+                )
+        if other_rows != rows:
+            raise ConfigError(
+                f"rank 0 read {rows}; rank {rank} read {other_rows}: data.source={config.data.source!r} and "
+                f"data.tokenizer={config.data.tokenizer!r} must hold the same for all ranks, and nothing may write "
+                "there while they read"
+            )
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    sections = config.model_dump(include={"train", "parallel", "checkpoint"})
+    keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {"data.seed": config.data.seed, **{key: value for key, value in keys.items() if key not in _OWN}}

@@ -1,0 +1,56 @@
+"""`builtin:python-stdlib`: text that every machine with a Python has, so that a first run downloads nothing."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.train.data.documents import TEXT_ERRORS, Document
+
+BUILTIN_PREFIX = "builtin:"
+BUILTIN_CORPORA = ("python-stdlib",)
+
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
+_TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+
+
+def builtin_documents(name: str) -> list[Document]:
+    """The documents of a built-in corpus.
+
+    Args:
+        name: the part of `data.source` after `builtin:`.
+
+    Raises:
+        ConfigError: there is no corpus of that name, or this Python was installed without its sources.
+    """
+    if name not in BUILTIN_CORPORA:
+        raise ConfigError(f"data.source: no built-in corpus {name!r}; there is builtin:{BUILTIN_CORPORA[0]}")
+    return stdlib_documents(Path(sysconfig.get_path("stdlib")))
+
+
+def stdlib_documents(root: Path) -> list[Document]:
+    """Every `.py` file of the standard library below `root`, in the order of their relative paths.
+
+    Installed packages and test folders are left out. The same Python gives the same list on every rank and machine.
+
+    Raises:
+        ConfigError: no sources are there.
+    """
+    relative = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    documents = [
+        Document.of_text(name, (root / name).read_bytes().decode(errors=TEXT_ERRORS))
+        for name in relative
+        if not _is_left_out(name)
+    ]
+    documents = [document for document in documents if document.segments[0].text]
+    if not documents:
+        raise ConfigError(
+            f"data.source: this Python has no sources of its standard library at {root}; give a path to text"
+        )
+    return documents
+
+
+def _is_left_out(name: str) -> bool:
+    folders = name.split("/")[:-1]
+    return any(folder in _NOT_STDLIB or folder in _TEST_FOLDERS for folder in folders)

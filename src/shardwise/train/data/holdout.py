@@ -1,0 +1,61 @@
+"""Which documents are kept for evaluation: decided by a hash of their names, not by their order or number."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardwise.errors import ConfigError
+from shardwise.train.data.documents import Document, Segment
+
+
+class Split(NamedTuple):
+    """Documents to learn from and documents to be judged by; no document is in both."""
+
+    train: list[Document]
+    held_out: list[Document]
+
+
+def hold_out(documents: Sequence[Document], fraction: float) -> Split:
+    """Keep about `fraction` of the documents for evaluation, at least one where `fraction` is above 0.
+
+    A document's side depends on its key alone, so adding files moves none of the others. A source that is one single
+    text gives its last part instead.
+
+    Args:
+        documents: all of them, at least one.
+        fraction: 0 <= fraction < 1; 0 keeps nothing.
+
+    Raises:
+        ConfigError: one instruction example alone cannot be divided.
+    """
+    if fraction == 0:
+        return Split(list(documents), [])
+    if len(documents) == 1:
+        return _divide(documents[0], fraction)
+    places = [_place(document.key) for document in documents]
+    last, first = max(places), min(places)
+    held = [place == first or (place < fraction and place != last) for place in places]
+    return Split(
+        [document for document, kept in zip(documents, held, strict=True) if not kept],
+        [document for document, kept in zip(documents, held, strict=True) if kept],
+    )
+
+
+def _place(key: str) -> float:
+    """A number in [0, 1) that depends on the key alone."""
+    digest = hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
+def _divide(document: Document, fraction: float) -> Split:
+    if document.whole:
+        raise ConfigError(
+            f"data.eval_fraction={fraction}: the source has one example only ({document.key}); set eval_fraction=0"
+        )
+    text = document.segments[0].text
+    cut = min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)
+    parts = [replace(document, segments=(Segment(part, ends_turn=True),)) for part in (text[:cut], text[cut:])]
+    return Split([parts[0]], [parts[1]])

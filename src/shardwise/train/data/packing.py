@@ -1,0 +1,114 @@
+"""Documents to rows of equal length. Pure: the same documents give the same rows at any number of ranks.
+
+Policy. Plain text is one stream: documents follow each other, each closed by its end-of-document token, and the
+stream is cut every `seq_len` tokens, so a document may go on in the next row. Instruction examples are never cut:
+each goes into the current row if it fits, else starts the next one and the rest of the row is padding; one that is
+longer than a row is cut on the right. Everything is in the order of the source.
+
+What is no target: prompts, padding, and the first token of every document, which nothing of its own document
+precedes. The first token of a row has nothing before it either; the loss, which predicts token t+1 from tokens up to
+t, never asks for it. Attention is not blocked between the documents of a row: a position may look at earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardwise.errors import ConfigError
+from shardwise.train.data.encoding import EncodedDocument
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows:
+    """Rows of tokens, in the order of the source."""
+
+    ids: NDArray[np.int32]
+    """[rows, seq_len] token ids; padding is the end-of-document token."""
+    is_target: NDArray[np.bool_]
+    """[rows, seq_len] whether a token is a target; the first column counts for nothing."""
+    truncated: int = 0
+    """Instruction examples that were longer than a row and lost their end."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def target_tokens(self) -> int:
+        """Targets that a loss over all rows would have."""
+        return int(self.is_target[:, 1:].sum())
+
+    @property
+    def digest(self) -> str:
+        """A short text that other rows do not have. Reads all of them."""
+        state = xxhash.xxh3_64(str(self.ids.shape).encode())
+        for array in (self.ids, self.is_target):
+            state.update(np.ascontiguousarray(array).data)
+        return state.hexdigest()
+
+
+class _Packer:
+    """Fills one row after the other."""
+
+    def __init__(self, seq_len: int, pad_id: int) -> None:
+        self.seq_len = seq_len
+        self.pad_id = pad_id
+        self.ids: list[NDArray[np.int32]] = []
+        self.targets: list[NDArray[np.bool_]] = []
+        self.filled = 0
+        """Tokens in all rows so far; the current row holds `filled % seq_len`."""
+        self.truncated = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that the current row still takes; a whole row where none has been begun."""
+        return self.seq_len - self.filled % self.seq_len
+
+    def add(self, document: EncodedDocument) -> None:
+        if document.whole and len(document.ids) > self.room:
+            self.close_row()
+        end = self.seq_len if document.whole else len(document.ids)
+        self.truncated += len(document.ids) > end
+        self._append(document.ids[:end], document.is_target[:end])
+
+    def close_row(self) -> None:
+        """Pad the current row, if one has been begun."""
+        count = -self.filled % self.seq_len
+        self._append(np.full(count, self.pad_id, dtype=np.int32), np.zeros(count, dtype=np.bool_))
+
+    def _append(self, ids: NDArray[np.int32], is_target: NDArray[np.bool_]) -> None:
+        self.ids.append(ids)
+        self.targets.append(is_target)
+        self.filled += len(ids)
+
+    def rows(self) -> PackedRows:
+        self.close_row()
+        ids = np.concatenate([np.empty(0, dtype=np.int32), *self.ids]).reshape(-1, self.seq_len)
+        is_target = np.concatenate([np.empty(0, dtype=np.bool_), *self.targets]).reshape(-1, self.seq_len)
+        useful = is_target[:, 1:].any(axis=1)  # a row without a target would only cost time
+        return PackedRows(ids[useful], is_target[useful], self.truncated)
+
+
+def pack(documents: Iterable[EncodedDocument], seq_len: int, pad_id: int) -> PackedRows:
+    """Lay documents out in rows, as the policy above says; rows without a single target are left out.
+
+    Args:
+        documents: in the order of the source.
+        seq_len: tokens in a row, at least 2.
+        pad_id: the token that fills rows which end early; never a target.
+
+    Raises:
+        ConfigError: a row of one token has nothing to predict.
+    """
+    if seq_len < 2:
+        raise ConfigError(
+            f"data.seq_len={seq_len}: a row needs at least two tokens, one to predict and one to predict from"
+        )
+    packer = _Packer(seq_len, pad_id)
+    for document in documents:
+        packer.add(document)
+    return packer.rows()

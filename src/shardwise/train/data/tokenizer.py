@@ -1,0 +1,144 @@
+"""Text to token ids and back: bytes, or any tokenizer that transformers loads from a local directory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardwise.errors import ConfigError
+from shardwise.suggest import nearest_path
+from shardwise.train.config import paths
+from shardwise.train.data.documents import TEXT_ERRORS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTES = "bytes"
+END_OF_DOCUMENT = "<|endofdocument|>"
+_BYTE_VALUES = 256
+_PADDED_TO = 64
+
+
+class Tokenizer(Protocol):
+    """What the data layer asks of a tokenizer."""
+
+    vocab_size: int
+    """Ids are below this. A model's embedding must have at least as many rows."""
+    end_id: int
+    """The end-of-document token."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without any special tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Readable text; never raises on ids below `vocab_size`."""
+
+    def save(self, directory: Path) -> None:
+        """Write the files that `transformers.AutoTokenizer` loads from `directory`."""
+
+
+class ByteTokenizer:
+    """Ids 0..255 are byte values, 256 ends a document; padded to a multiple of 64, so 320 ids."""
+
+    end_id = _BYTE_VALUES
+    vocab_size = -(-(_BYTE_VALUES + 1) // _PADDED_TO) * _PADDED_TO
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode(errors=TEXT_ERRORS))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < _BYTE_VALUES).decode(errors="replace")
+
+    def save(self, directory: Path) -> None:
+        _byte_level_tokenizer().save_pretrained(directory)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of transformers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+        end_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        if end_id is None:
+            raise ConfigError(
+                f"data.tokenizer={where!r} has neither an eos_token nor a sep_token to separate documents"
+            )
+        self.inner = tokenizer
+        self.end_id: int = end_id
+        self.vocab_size = len(tokenizer)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template that renders conversations, where the tokenizer has one."""
+        template = self.inner.chat_template
+        return template if isinstance(template, str) else None
+
+    def encode(self, text: str) -> list[int]:
+        readable = text.encode(errors=TEXT_ERRORS).decode(errors="replace")  # Rust takes no lone surrogates
+        ids: list[int] = self.inner.encode(readable, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: Any = self.inner.decode(list(ids), skip_special_tokens=True)
+        return str(text)
+
+    def save(self, directory: Path) -> None:
+        self.inner.save_pretrained(directory)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: "bytes", or a local directory.
+
+    Raises:
+        ConfigError: no such directory, no tokenizer in it, or one without an end-of-document token.
+    """
+    if name == BYTES:
+        return ByteTokenizer()
+    path = Path(name)
+    with paths.reading("data.tokenizer", name):
+        if not path.is_dir():
+            hint = nearest_path(path) or '; give a local directory with a tokenizer, or "bytes"'
+            raise ConfigError(f"data.tokenizer={name!r}: no such directory{hint}")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"data.tokenizer={name!r}: transformers finds no tokenizer there ({cause[:160]})") from None
+    return HuggingFaceTokenizer(tokenizer, name)
+
+
+def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What `save` writes, by name; some MiB where the vocabulary is large. Directories among it are left out."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as directory:
+        tokenizer.save(Path(directory))
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
+
+
+def _byte_level_tokenizer() -> PreTrainedTokenizerBase:
+    """The byte tokenizer in Hugging Face's words: byte-level BPE without a merge, its alphabet in byte order."""
+    from tokenizers import Tokenizer as Pipeline
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {character: value for value, character in enumerate(_byte_alphabet())}
+    pipeline = Pipeline(models.BPE(vocab={**vocab, END_OF_DOCUMENT: ByteTokenizer.end_id}, merges=[]))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pipeline.decoder = decoders.ByteLevel()
+    wrapper: Any = PreTrainedTokenizerFast  # untyped
+    tokenizer: PreTrainedTokenizerBase = wrapper(
+        tokenizer_object=pipeline, eos_token=END_OF_DOCUMENT, clean_up_tokenization_spaces=False
+    )
+    return tokenizer
+
+
+def _byte_alphabet() -> list[str]:
+    """Byte-level BPE's printable stand-in for each byte value: itself, or the next free code point."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    alphabet, free = [], _BYTE_VALUES
+    for value in range(_BYTE_VALUES):
+        alphabet.append(chr(value if value in printable else free))
+        free += value not in printable
+    return alphabet

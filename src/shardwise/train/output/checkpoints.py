@@ -1,0 +1,209 @@
+"""`checkpoints/`: when a run saves, which checkpoints it keeps, and from where it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+import shardwise as sw
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.io.storage import LocalDirectory, is_url
+from shardwise.checkpoint.publish import commit
+from shardwise.checkpoint.ranks import save_thread
+from shardwise.checkpoint.ranks.consensus import Peers
+from shardwise.engine.shard import require_engine
+from shardwise.errors import CheckpointError, ConfigError, UnreadableError
+from shardwise.train.config.schema import CheckpointConfig
+from shardwise.train.data.order import Position
+from shardwise.train.optimizer import options_of, set_options
+from shardwise.train.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run goes on."""
+
+    path: Path | str
+    """A URL is a string."""
+    step: int
+    """Optimizer steps that were taken."""
+    position: Position
+    """Of the next sample."""
+    extra: Mapping[str, Any]
+    """That `Checkpoints.save` was given."""
+    set_aside: tuple[Path, ...] = ()
+    """Newer checkpoints that are not intact, where they are now. Only rank 0 knows."""
+    changed: tuple[str, ...] = ()
+    """The optimizer's settings that the configuration gives otherwise, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """One run's checkpoints, as `[checkpoint]` says."""
+
+    directory: Path
+    config: CheckpointConfig
+    ranks: Ranks
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """That go along with each: the tokenizer's. Rank 0's."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after so many steps."""
+        return self.config.every > 0 and step % self.config.every == 0
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
+
+    @property
+    def are_on(self) -> bool:
+        """Whether the run is to be saved at all."""
+        return self.config.every > 0
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: Optimizer, position: Position, extra: Mapping[str, Any]
+    ) -> None:
+        """Save after `step` steps, then drop what is older than the newest `keep`. Every rank must call this.
+
+        Where saves are asynchronous this one is still being written, and does not count among the newest.
+
+        Args:
+            position: of the next sample.
+            extra: what else a resumed run needs; `resume` does not interpret it.
+        """
+        everything = {**extra, "data": asdict(position)}
+        asynchronous = self.config.asynchronous
+        sw.checkpoint.save(self.path(step), model, optimizer, step, everything, asynchronous, files=self.files)
+        with self._together("old checkpoints cannot be removed"):
+            self._drop_old()
+
+    def finish(self, model: nn.Module) -> None:
+        """Have the last save on disk. Every rank must call this."""
+        sw.checkpoint.wait(model)
+        with self._together("old checkpoints cannot be removed"):
+            self._drop_old()
+
+    @contextmanager
+    def finished(self, model: nn.Module) -> Iterator[None]:
+        """`finish` at the end of the block. After an error each rank waits for itself: its peers may be anywhere."""
+        try:
+            yield
+        except Exception as error:
+            try:
+                save_thread.wait()
+                self._drop_old()
+            except (CheckpointError, OSError) as failed:
+                error.add_note(str(failed))
+            raise
+        self.finish(model)
+
+    @contextmanager
+    def _together(self, doing: str) -> Iterator[None]:
+        """What goes wrong on one rank, most often the first, which has the files to itself, is raised on all."""
+        with self.ranks.together():
+            try:
+                yield
+            except OSError as error:
+                raise CheckpointError(f"{doing}: {error}") from error
+
+    def _drop_old(self) -> None:
+        """Local."""
+        if self.ranks.is_first:
+            for old in self._committed()[self.config.keep :]:
+                commit.remove(self.path(old))
+
+    def resume(self, model: nn.Module, optimizer: Optimizer) -> Resumed | None:
+        """Load what the configuration says; None where the run starts anew. Every rank must call this.
+
+        What crashes left in the directory is removed, and newer checkpoints that do not verify are set aside. The
+        optimizer keeps its options, which are the configuration's, and gets the saved state.
+
+        Raises:
+            ConfigError: there are checkpoints of the run and none may be, or can be, used.
+            CheckpointError: the one that the configuration names is no checkpoint or is damaged; or, as
+                UnreadableError, storage does not let a checkpoint be read, which is then left as it is.
+        """
+        set_aside: list[Path] = []
+        path: Path | str | None
+        with self._together(f"{self.directory} cannot be read"):
+            if self.ranks.is_first:
+                commit.remove_partials(self.directory)
+        if self.config.resume in {"auto", "never"}:
+            path = self._newest(set_aside)
+        else:
+            path = self.config.resume if is_url(self.config.resume) else Path(self.config.resume)
+            with Peers(require_engine(model).mesh).together(f"{path} cannot be loaded"):
+                if self.ranks.is_first:  # it reads every byte; the others hear of it
+                    sw.checkpoint.verify(path)
+        if path is None:
+            return None
+        options = options_of(optimizer)
+        loaded = sw.checkpoint.load(path, model, optimizer)
+        changed = set_options(optimizer, options)
+        if "data" not in loaded:
+            raise ConfigError(f"{path} is no checkpoint of `shardwise train`: it has no position in the data")
+        self._refuse_newer_than(loaded.step)
+        return Resumed(path, loaded.step, Position(**loaded["data"]), loaded, tuple(set_aside), tuple(changed))
+
+    def _newest(self, set_aside: list[Path]) -> Path | None:
+        """The run's newest checkpoint that verifies. Those before it, which do not, are renamed."""
+        steps: list[int] = []
+        good: int | None = None
+        with self._together(f"{self.directory} cannot be read"):
+            if self.ranks.is_first:  # it looks for all: files may change, and ranks must take the same way
+                steps = self._committed()
+                if self.config.resume == "auto":
+                    good = next((step for step in steps if self._verifies(step)), None)
+        found, chosen = self.ranks.count(len(steps)), self.ranks.count(0 if good is None else good + 1) - 1
+        if chosen >= 0:
+            with self._together("a damaged checkpoint cannot be set aside"):
+                set_aside += [commit.set_aside(self.path(step)) for step in steps if step > chosen]
+            return self.path(chosen)
+        if found and self.config.resume == "never":
+            raise ConfigError(
+                f'checkpoint.resume="never", but {self.directory} has {found} checkpoints of an unfinished run: set '
+                "log.name to train anew, or remove them"
+            )
+        if found:
+            raise ConfigError(
+                f"none of the {found} checkpoints in {self.directory} is intact (sw.checkpoint.verify says why): set "
+                "log.name to train anew, or remove them"
+            )
+        return None
+
+    def _refuse_newer_than(self, step: int) -> None:
+        """A run that goes on would come to save where they are."""
+        own: list[int] = []
+        with self._together(f"{self.directory} cannot be read"):
+            if self.ranks.is_first:
+                own = self._committed()
+        newest = self.ranks.count(max(own, default=0))
+        if newest > step:
+            raise ConfigError(
+                f"checkpoint.resume={self.config.resume!r} is at step {step} and the run has {self.path(newest)}: "
+                "leave checkpoint.resume out to go on from there, move it away, or set log.name to train on beside it"
+            )
+
+    def _committed(self) -> list[int]:
+        """Steps, the newest first."""
+        there = LocalDirectory(self.directory)
+        names = [name for name in there.names() if name.startswith("step-") and there.child(name).has(manifest.NAME)]
+        numbers = [name.removeprefix("step-") for name in names]
+        return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
+
+    def _verifies(self, step: int) -> bool:
+        """Raises UnreadableError where that cannot be told: what is only away for a moment must not be set aside."""
+        try:
+            sw.checkpoint.verify(self.path(step))
+        except UnreadableError as error:
+            raise UnreadableError(
+                f"{error}: start the run again when it can be, or move {self.path(step)} away to go on without it"
+            ) from error
+        except CheckpointError:
+            return False
+        return True

@@ -1,0 +1,179 @@
+"""What a run says on the terminal: live on a TTY, a line every few seconds elsewhere, tables at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.policy.kinds import KINDS, STATE_KINDS
+from shardwise.train.config.auto import Outlook
+from shardwise.train.output.footprint import Footprint
+from shardwise.train.output.metrics import StepMetrics
+from shardwise.train.output.sample import Sample
+
+_PLAIN_INTERVAL_S = 5.0
+
+
+class RunConsole:
+    """The terminal of one run. On every rank but the first it is quiet, so callers need not ask which they are.
+
+    Used as a context; nothing is live outside it.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        every: int = 1,
+        quiet: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            steps: optimizer steps of the whole run.
+            every: steps between updates (`log.every`).
+            quiet: say nothing.
+            console: where to write; None = standard output.
+            clock: seconds; plain lines are at least 5 of them apart.
+        """
+        self.console = console if console is not None else Console(quiet=quiet, highlight=False)
+        self._steps = steps
+        self._every = every
+        self._clock = clock
+        self._last_line_s = float("-inf")
+        self._first_step_s: float | None = None
+        self._steps_before = 0
+        """Taken before this start of the run, which may have been resumed."""
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=self.console
+        )
+        self._task = self._progress.add_task("steps", total=steps)
+        self._live: Live | None = None
+        if self.console.is_terminal and not self.console.quiet:
+            self._live = Live(self._progress, console=self.console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """One line, as it is."""
+        self.console.print(escape(text), soft_wrap=True)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a step, unless `every` or, without a TTY, the clock says that it is too early."""
+        now = self._clock()
+        if self._first_step_s is None:
+            self._first_step_s = now - metrics.step_time_s
+            self._steps_before = metrics.step - 1
+        last = metrics.step == self._steps
+        if metrics.step % self._every and not last:
+            return
+        if self._live is not None:
+            self._progress.update(self._task, completed=metrics.step)
+            self._live.update(Group(self._progress, Text(step_line(metrics)), Text(memory_line(metrics.memory))))
+        elif last or now - self._last_line_s >= _PLAIN_INTERVAL_S:
+            self._last_line_s = now
+            taken = metrics.step - self._steps_before
+            left_s = (now - self._first_step_s) / taken * (self._steps - metrics.step)
+            self.say(f"step {metrics.step}/{self._steps}  {step_line(metrics)}  left {_duration(left_s)}")
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The held-out loss after `step` steps."""
+        self.say(f"step {step}/{self._steps}  held-out loss {loss:.4f}")
+
+    def sample(self, sample: Sample) -> None:
+        """Generated text, the prompt dimmed."""
+        text = f"[dim]{escape(_printable(sample.prompt))}[/dim]{escape(_printable(sample.continuation))}"
+        self.console.print(Panel(text, title="a sample (prompt dimmed)", title_align="left"))
+
+    def summary(self, strategy: str, world_size: int, footprint: Footprint, step_time_s: float | None) -> None:
+        """The table at the end; no time where no step was taken."""
+        self.console.print(summary_table(strategy, world_size, footprint))
+        share = footprint.largest_bytes / footprint.replicated_bytes
+        took = "" if step_time_s is None else f"; median step {step_time_s:.3f} s, measured"
+        self.say(f"{share:.2f} of DDP's bytes per rank{took}")
+
+    def beside_plan(self, outlook: Outlook, peak: Mapping[str, int], step_time_s: float) -> None:
+        """What was planned beside what was measured: bytes by kind on rank 0, and the step's median time."""
+        self.console.print(plan_table(outlook, peak))
+        change = step_time_s / outlook.step_time_s - 1
+        self.say(f"step: {outlook.step_time_s:.3f} s planned, {step_time_s:.3f} s measured (median, {change:+.0%})")
+
+
+def step_line(metrics: StepMetrics) -> str:
+    """A step in words, without its number."""
+    return (
+        f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.2f}  "
+        f"{metrics.tokens_per_s:,.0f} tokens/s  rank 0: {format_bytes(sum(filter(None, metrics.memory.values())))}"
+    )
+
+
+def memory_line(memory: Mapping[str, int | None]) -> str:
+    """Bytes by kind, largest first, without kinds that hold nothing or were not measured."""
+    held = sorted(((size, kind) for kind, size in memory.items() if size), reverse=True)
+    return "rank 0 holds " + ", ".join(f"{kind} {format_bytes(size)}" for size, kind in held)
+
+
+def summary_table(strategy: str, world_size: int, footprint: Footprint) -> Table:
+    """Bytes per rank: counted under this strategy, and computed for DDP from the same tensors at their global size."""
+    table = Table(title=f"bytes per rank on {world_size} rank(s)", title_justify="left")
+    table.add_column("kind")
+    table.add_column(f"{strategy}, counted", justify="right")
+    table.add_column("DDP, computed", justify="right")
+    for kind in STATE_KINDS:
+        table.add_row(kind, format_bytes(footprint.largest[kind]), format_bytes(footprint.replicated[kind]))
+    table.add_section()
+    table.add_row("all", format_bytes(footprint.largest_bytes), format_bytes(footprint.replicated_bytes))
+    return table
+
+
+def plan_table(outlook: Outlook, peak: Mapping[str, int]) -> Table:
+    """Bytes by kind: planned at the step's peak, and measured, each at its highest. A dash: nobody measured it."""
+    table = Table(title="rank 0, planned and measured", title_justify="left")
+    table.add_column("kind")
+    table.add_column("planned", justify="right")
+    table.add_column("measured", justify="right")
+    kinds = [kind for kind in KINDS if outlook.memory.get(kind) or peak.get(kind)]
+    for kind in kinds:
+        measured = format_bytes(peak[kind]) if kind in peak else "-"
+        table.add_row(kind, format_bytes(outlook.memory.get(kind, 0)), measured)
+    table.add_section()
+    both = [kind for kind in kinds if kind in peak]
+    planned = sum(outlook.memory.get(kind, 0) for kind in both)
+    table.add_row("all that was measured", format_bytes(planned), format_bytes(sum(peak[kind] for kind in both)))
+    return table
+
+
+def format_bytes(size: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+
+
+def _printable(text: str) -> str:
+    """Control characters other than line ends and tabs would move the cursor."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

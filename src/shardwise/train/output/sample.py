@@ -1,0 +1,56 @@
+"""A little text from the trained model."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.train.data.packing import PackedRows
+from shardwise.train.data.tokenizer import Tokenizer
+from shardwise.train.ranks import Ranks
+
+PROMPT_TOKENS = 48
+NEW_TOKENS = 160
+_TEMPERATURE = 0.7
+
+
+class Sample(NamedTuple):
+    """A prompt out of the data and what the model made of it."""
+
+    prompt: str
+    continuation: str
+
+
+def sample_text(model: nn.Module, rows: PackedRows, tokenizer: Tokenizer, seed: int, ranks: Ranks) -> Sample | None:
+    """Let the sharded model go on from the first tokens of `rows`. Every rank must call this; all draw the same tokens.
+
+    Args:
+        rows: at least one row.
+        seed: of the sampling. The process's random state is left reseeded.
+
+    Returns:
+        None where the model has no `generate` (only transformers models do).
+    """
+    generate: Any = getattr(model, "generate", None)
+    if generate is None:
+        return None
+    seq_len = rows.ids.shape[1]
+    prompt_tokens = min(PROMPT_TOKENS, seq_len // 2)
+    prompt = torch.from_numpy(rows.ids[:1, :prompt_tokens]).long().to(ranks.device)
+    torch.manual_seed(seed)
+    model.eval()
+    with torch.no_grad():
+        output = generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=min(NEW_TOKENS, seq_len - prompt_tokens),
+            do_sample=True,
+            temperature=_TEMPERATURE,
+            pad_token_id=tokenizer.end_id,
+            eos_token_id=tokenizer.end_id,
+        )
+    model.train()
+    ids = output[0].tolist()
+    return Sample(tokenizer.decode(ids[:prompt_tokens]), tokenizer.decode(ids[prompt_tokens:]))
