@@ -96,11 +96,11 @@ def test_every_package_has_a_layer() -> None:
         ("shardwise.layout.flat", "import torch"),
         ("shardwise.layout.flat", "def f():\n    from torch import Tensor"),
         ("shardwise.layout.flat", "from ..policy import strategy"),
-        ("shardwise.engine.unit", "from shardwise import train"),
-        ("shardwise.engine.unit", "if TYPE_CHECKING:\n    from shardwise.optim.clip import clip"),
-        ("shardwise.engine.unit", "import shardwise"),
+        ("shardwise.engine.units.unit", "from shardwise import train"),
+        ("shardwise.engine.units.unit", "if TYPE_CHECKING:\n    from shardwise.optim.clip import clip"),
+        ("shardwise.engine.units.unit", "import shardwise"),
         ("shardwise.optim.clip", "from shardwise.checkpoint import save"),
-        ("shardwise.jax.shard", "import shardwise.engine.unit"),
+        ("shardwise.jax.shard", "import shardwise.engine.units.unit"),
         ("shardwise.errors", "from shardwise.policy import strategy"),
     ],
 )
@@ -111,7 +111,7 @@ def test_an_import_that_points_up_or_aside_is_found(module: str, source: str) ->
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("shardwise.engine.unit", "from ..layout.flat import FlatLayout\nfrom . import arena\nimport torch"),
+        ("shardwise.engine.units.unit", "from ...layout.flat import FlatLayout\nfrom . import arena\nimport torch"),
         ("shardwise.cli.app", "from shardwise.train.config.schema import load"),
         ("shardwise.train.trainer", "import shardwise as sw"),
         ("shardwise.layout.__init__", "from .flat import FlatLayout"),

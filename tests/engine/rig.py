@@ -27,7 +27,7 @@ from shardwise.comm.recording import Event, RecordingCollectives
 from shardwise.engine import mesh as mesh_module
 from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine
-from shardwise.engine.unit import Unit
+from shardwise.engine.units.unit import Unit
 from shardwise.sharded.parameter import ShardedParameter
 
 Loss = Callable[[nn.Module, Tensor], Tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.unit import UnitState
+from shardwise.engine.units.parameters import ParameterState
 from shardwise.errors import ConfigError, UsageError
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned
 
@@ -23,7 +23,7 @@ def test_trains_as_the_plain_model() -> None:
         twins = Twins()
         twins.train(3)
     assert twins.engine.schedule.divergences == 0
-    assert twins.engine.replaced_slots == 0
+    assert twins.engine.unsharder.retired_slots == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -232,7 +232,7 @@ def test_no_grad_and_inference_mode(strategy: str) -> None:
             assert torch.equal(twins.sharded(x), twins.plain(x))
         twins.train(1)
     if strategy == "full_shard":
-        assert all(unit.state is UnitState.SHARDED for unit in twins.engine.units)
+        assert all(unit.parameters.state is ParameterState.SHARDED for unit in twins.engine.units)
 
 
 @on_ranks(2)
@@ -259,9 +259,11 @@ def test_the_next_block_is_on_its_way_while_one_runs(strategy: str) -> None:
     blocks = twins.engine.units[1:]
     states = []
     for block, following in pairwise(blocks):
-        block.module.register_forward_pre_hook(lambda module, args, unit=following: states.append(unit.state))
+        block.module.register_forward_pre_hook(
+            lambda module, args, unit=following: states.append(unit.parameters.state)
+        )
     twins.backward()
-    assert states == [UnitState.GATHERING] * (len(blocks) - 1)
+    assert states == [ParameterState.UNSHARDING] * (len(blocks) - 1)
 
 
 class Alternating(Net):

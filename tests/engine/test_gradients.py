@@ -124,7 +124,7 @@ def test_gradients_that_come_in_another_order_on_every_rank(strategy: str, name:
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, asked)
         assert all(other == asked for other in of_ranks)
-    assert not any(unit.late for unit in twins.engine.units)
+    assert not any(unit.gradients._late for unit in twins.engine.units)
 
 
 class HiddenBlock(nn.Module):

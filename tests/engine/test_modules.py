@@ -138,7 +138,7 @@ def test_compiled(how: str, strategy: str) -> None:
         pairs = zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True)
         assert all(torch.equal(p.grad, q.grad.full_tensor()) for p, q in pairs)  # type: ignore[arg-type, union-attr]
         twins.step()
-    assert twins.engine.replaced_slots == 0
+    assert twins.engine.unsharder.retired_slots == 0
 
 
 @on_ranks(2, timeout_s=240)

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.engine.arena import Arena
-from shardwise.engine.saved import SavedTensors
-from shardwise.engine.unit import Unit, UnitState
+from shardwise.engine.saved_tensors import SavedTensors
+from shardwise.engine.units.arena import Arena, Slot
+from shardwise.engine.units.calls import Call, ForwardPass
+from shardwise.engine.units.parameters import ParameterState, UnitParameters
+from shardwise.engine.units.unit import Unit
 from shardwise.errors import StaleWeightsError, UsageError
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned, warned
 
@@ -170,7 +173,7 @@ def test_a_unit_is_gathered_twice_a_step_and_nothing_is_retired() -> None:
     twins.train(1)
     assert count(twins.engine, "all_gather") - before == 2 * 5 - 2
     assert count(twins.engine, "detach") == 0
-    assert all(unit.state is UnitState.SHARDED for unit in twins.engine.units)
+    assert all(unit.parameters.state is ParameterState.SHARDED for unit in twins.engine.units)
 
 
 class Stashing(torch.autograd.Function):
@@ -199,19 +202,19 @@ def test_a_view_stashed_by_a_custom_function_is_right_by_retirement(retire: bool
     """It is also said, with the unit's name. Without retirement it is silently wrong once a unit is in another slot."""
     _turns.clear()  # an address is used again, not by the same object on every rank
     steady, Arena.choices = Arena.choices, _rotating  # type: ignore[method-assign]
-    kept = Unit.vacate
+    kept = UnitParameters.reshard
     try:
         if retire:
             twins = Twins(lambda: Net(block=Stasher))
             with warned("still holds a view of unit 'blocks.0'"):
                 twins.train(2)
-            assert twins.engine.replaced_slots >= 3
+            assert twins.engine.unsharder.retired_slots >= 3
         else:
-            Unit.vacate = _vacate_regardless  # type: ignore[method-assign]
+            UnitParameters.reshard = _reshard_regardless  # type: ignore[method-assign]
             with pytest.raises(AssertionError, match="off by"):
                 Twins(lambda: Net(block=Stasher)).train(2)
     finally:
-        Arena.choices, Unit.vacate = steady, kept  # type: ignore[method-assign]
+        Arena.choices, UnitParameters.reshard = steady, kept  # type: ignore[method-assign]
 
 
 _turns: Counter[int] = Counter()
@@ -225,15 +228,12 @@ def _rotating(self: Arena[Unit], unit: Unit) -> tuple[Any, ...]:
     return slots[first:] + slots[:first]
 
 
-def _vacate_regardless(self: Unit) -> bool:
-    slot = self.slot
-    assert slot is not None
-    self.move(UnitState.SHARDED)
-    for group in self.groups:
-        group.detach()
-    slot.collectives.release(slot.buffer)
-    slot.holder, self.slot = None, None
-    return True
+_reshard = UnitParameters.reshard
+
+
+def _reshard_regardless(self: UnitParameters) -> tuple[Slot[Any], bool]:
+    with patch.object(Slot, "is_referenced", False):
+        return _reshard(self)
 
 
 @on_ranks(2)
@@ -432,12 +432,18 @@ def test_torch_func_grad_inside_a_unit_raises_and_names_the_way_out() -> None:
 
 
 def test_tokens_are_popped_by_identity() -> None:
-    saved = SavedTensors(lambda forward, call: None, lambda unit: None)
-    token = saved.push()
-    assert saved.push() is None
+    saved = SavedTensors({}, lambda forward, call: None, lambda unit: None)
+    forward, call = ForwardPass(1), Call(Unit("", nn.Identity(), ()), recompute=False)
+    saved.enter(forward, call)
+    saved.activate()
+    ours = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    saved.enter(forward, call)
+    saved.activate()  # on top already
+    saved.leave()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) == ours
     theirs = (lambda t: t, lambda t: t)
     torch._C._autograd._push_saved_tensors_default_hooks(*theirs)
-    saved.pop(token)  # not on top: left where it is
+    saved.leave()  # not on top: left where it is
     assert torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is theirs[0]
     torch._C._autograd._pop_saved_tensors_default_hooks()
     torch._C._autograd._pop_saved_tensors_default_hooks()

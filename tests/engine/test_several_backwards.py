@@ -160,7 +160,7 @@ def test_composable_checkpointing_of_a_unit_itself(strategy: str, before: bool) 
         checkpointed(twins.sharded)
     twins.train(3)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert twins.engine.replaced_slots == 0
+    assert twins.engine.unsharder.retired_slots == 0
 
 
 @on_ranks(2)

@@ -170,8 +170,8 @@ def _shared(case: Case) -> tuple[int, int]:
         if group.world_size > 1:
             lines = group.world_size * (1 + JOURNAL_LINES)
             expected += _pages(lines * LINE_BYTES + 8) + group.world_size * 2 * STAGE_BYTES
-    arenas = [(slot, 1) for arena in engine.arenas for slot in arena.slots]
-    reduce = [(slot, slot.collectives.world_size) for slot in engine.gradients.slots]
+    arenas = [(slot, 1) for arena in engine.unsharder.arenas for slot in arena.slots]
+    reduce = [(slot, slot.collectives.world_size) for slot in engine.reducer.slots]
     for slot, parts in arenas + reduce:
         if slot.collectives.world_size > 1:
             expected += _pages(3 * slot.collectives.world_size * LINE_BYTES + 8) + parts * _pages(

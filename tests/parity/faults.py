@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Work
-from shardwise.engine.addition import ScaledAddition
-from shardwise.engine.arena import Slot
+from shardwise.comm.summation import ScaledAddition
 from shardwise.engine.engine import Engine
-from shardwise.engine.saved import SavedTensors
+from shardwise.engine.saved_tensors import SavedTensors
 from shardwise.engine.shard import require_engine
-from shardwise.engine.unit import Unit
+from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.gradients import UnitGradients
+from shardwise.engine.units.parameters import UnitParameters, _Slices
+from shardwise.engine.units.unit import Unit
+from shardwise.engine.unsharder import Unsharder
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.training import Outcome, build, optimizer_of, train
 
@@ -48,28 +51,28 @@ def skipped_replicas(engine: Engine, optimizer: torch.optim.Optimizer) -> Abstra
 
 def unscaled_gradients(engine: Engine, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     """The sum over ranks instead of the mean."""
-    return patch.object(engine.gradients, "_scaled", ScaledAddition(1.0))
+    return patch.object(engine.reducer, "_scaled", ScaledAddition(1.0))
 
 
 def stale_slots(engine: Engine, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     """What is gathered once is taken for good, whatever the optimizer does."""
-    return patch.object(Unit, "is_fresh", PropertyMock(return_value=True))
+    return patch.object(UnitParameters, "is_fresh", PropertyMock(return_value=True))
 
 
 @contextmanager
 def ungathered_backward(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Autograd keeps views of slots, and units are not gathered again for backward. (With either alone the numbers
+    """Autograd keeps views of slots, and units are not unsharded again for backward. (With either alone the numbers
     are right: slots that are still referred to are left to their holders, and units come back to their slots.)"""
-    true_gather = Engine._gather
+    true_unshard = Unsharder.unshard
 
-    def gather(self: Engine, unit: Unit, again: bool) -> None:
+    def unshard(self: Unsharder, unit: Unit, again: bool) -> None:
         if not again:
-            true_gather(self, unit, again)
+            true_unshard(self, unit, again)
 
     with (
         patch.object(SavedTensors, "_handle", lambda self, tensor: None),
-        patch.object(Slot, "references", lambda self: 0),
-        patch.object(Engine, "_gather", gather),
+        patch.object(Slot, "is_referenced", False),
+        patch.object(Unsharder, "unshard", unshard),
     ):
         yield
 
@@ -77,13 +80,14 @@ def ungathered_backward(engine: Engine, optimizer: torch.optim.Optimizer) -> Ite
 @contextmanager
 def unwritten_fragment(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """The last rank does not put its slice of one unit into the slot."""
-    true_slice, unit = Unit._slice, engine.units[-1]
+    true_unshard, parameters = UnitParameters.unshard, engine.units[-1].parameters
 
-    def elsewhere(slot: Any, group: Any, numel: int, rank: int) -> Tensor:
-        found = true_slice(slot, group, numel, rank)
-        return torch.empty_like(found) if group in unit.groups and _is_last(rank) else found
+    def unshard(self: UnitParameters, slot: Slot[Any], label: int) -> None:
+        lost = self is parameters and _is_last(dist.get_rank())
+        with patch.object(_Slices, "write_to", lambda self, slot: None) if lost else nullcontext():
+            true_unshard(self, slot, label)
 
-    with patch.object(Unit, "_slice", staticmethod(elsewhere)):
+    with patch.object(UnitParameters, "unshard", unshard):
         yield
 
 
@@ -100,20 +104,20 @@ def forgotten_fragment(engine: Engine, optimizer: torch.optim.Optimizer) -> Iter
 @contextmanager
 def unzeroed_slots(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Where no gradient came, what the slot held before counts as one."""
-    with patch.object(Unit, "zero_missing", lambda self: None):
+    with patch.object(UnitGradients, "_zero_missing", lambda self, slot: None):
         yield
 
 
 @contextmanager
 def lost_gradient(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """The last rank's gradient of one parameter counts as zero."""
-    true_add, unit = Unit.add_gradient, engine.units[-1]
+    true_add, gradients = UnitGradients.add, engine.units[-1].gradients
 
-    def add_gradient(self: Unit, key: tuple[int, int], grad: Tensor, scaled: ScaledAddition) -> None:
-        lost = self is unit and key == (0, 0) and _is_last(dist.get_rank())
+    def add(self: UnitGradients, key: tuple[int, int], grad: Tensor, scaled: ScaledAddition) -> None:
+        lost = self is gradients and key == (0, 0) and _is_last(dist.get_rank())
         true_add(self, key, torch.zeros_like(grad) if lost else grad, scaled)
 
-    with patch.object(Unit, "add_gradient", add_gradient):
+    with patch.object(UnitGradients, "add", add):
         yield
 
 

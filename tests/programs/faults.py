@@ -63,7 +63,10 @@ def all_of(*patches: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def of_cpu_collectives(method: str, change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
-    return all_of(at(f"comm.shared_memory.collectives:ShmCollectives.{method}", change), at(f"comm.gloo:GlooCollectives.{method}", change))
+    return all_of(
+        at(f"comm.shared_memory.collectives:ShmCollectives.{method}", change),
+        at(f"comm.gloo:GlooCollectives.{method}", change),
+    )
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -90,8 +93,8 @@ def slot_claimed_early() -> AbstractContextManager[Any]:
 
     def claim_slot(original: Change) -> Change:
         def claim(self: Any, slot: Any, unit: Any) -> Any:
-            slot.holder = unit
-            slot.collectives.claim(slot.buffer)
+            slot.free()
+            slot.take(unit)
             return slot
 
         return claim
@@ -100,15 +103,15 @@ def slot_claimed_early() -> AbstractContextManager[Any]:
         return lambda self, buffer: None if buffer.kind.value == "reduce" else original(self, buffer)
 
     return all_of(
-        at("engine.gradients:Gradients._take", take),
-        at("engine.gradients:Gradients._claim", claim_slot),
+        at("engine.reducer:Reducer._free_slot", take),
+        at("engine.reducer:Reducer._claim", claim_slot),
         of_cpu_collectives("claim", claim_buffer),
     )
 
 
 def stale_gather() -> AbstractContextManager[Any]:
     """What was gathered before the optimizer's step counts as fresh."""
-    return at("engine.unit:Unit.is_fresh", lambda original: property(lambda self: True))
+    return at("engine.units.parameters:UnitParameters.is_fresh", lambda original: property(lambda self: True))
 
 
 def used_flag_lost() -> AbstractContextManager[Any]:
@@ -134,14 +137,14 @@ def skipped_call_not_passed() -> AbstractContextManager[Any]:
 
         return walk_back
 
-    return at("engine.call:ForwardPass.walk_back", change)
+    return at("engine.units.calls:ForwardPass.walk_back", change)
 
 
 def overwritten_gradient() -> AbstractContextManager[Any]:
     """A second gradient of a parameter takes the place of the first."""
-    from shardwise.engine.addition import ScaledAddition
+    from shardwise.comm.summation import ScaledAddition
 
-    return at("engine.addition:ScaledAddition.add", lambda original: ScaledAddition.write)
+    return at("comm.summation:ScaledAddition.add", lambda original: ScaledAddition.write)
 
 
 def wrong_world_size() -> AbstractContextManager[Any]:
@@ -154,12 +157,12 @@ def wrong_world_size() -> AbstractContextManager[Any]:
 
         return init
 
-    return at("engine.gradients:Gradients.__init__", change)
+    return at("engine.reducer:Reducer.__init__", change)
 
 
 def late_gradient_dropped() -> AbstractContextManager[Any]:
     """What came while a unit had no reduce slot is forgotten."""
-    return at("engine.unit:Unit.add_late", lambda original: lambda self: self.late.clear())
+    return at("engine.units.gradients:UnitGradients._add_late", lambda original: lambda self, slot: self._late.clear())
 
 
 def released_too_early() -> AbstractContextManager[Any]:
@@ -169,8 +172,9 @@ def released_too_early() -> AbstractContextManager[Any]:
         def post_forward(self: Any, unit: Any, output: Any) -> Any:
             result = original(self, unit, output)
             for around in unit.ancestors:
-                if around.slot is not None and not around.is_pinned:
-                    around.slot.collectives.release(around.slot.buffer)
+                slot = around.parameters.slot
+                if slot is not None and not around.parameters.is_pinned:
+                    slot.collectives.release(slot.buffer)
             return result
 
         return post_forward
@@ -225,7 +229,7 @@ def replicas_skipped() -> AbstractContextManager[Any]:
 
 def old_gradients_left() -> AbstractContextManager[Any]:
     """Where no gradient came, what the slot held before counts as one."""
-    return at("engine.unit:Unit.zero_missing", lambda original: lambda self: None)
+    return at("engine.units.gradients:UnitGradients._zero_missing", lambda original: lambda self, slot: None)
 
 
 def local_norm() -> AbstractContextManager[Any]:

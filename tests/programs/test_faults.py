@@ -52,4 +52,4 @@ def test_a_planted_fault_is_found(ranks: RankPools, fault: str) -> None:
 
 def test_a_seam_that_is_gone_is_named() -> None:
     with pytest.raises(SeamGone, match=r"no engine\.unit:Unit\.nothing any more"):
-        at("engine.unit:Unit.nothing", lambda original: original)
+        at("engine.units.unit:Unit.nothing", lambda original: original)

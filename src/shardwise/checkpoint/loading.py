@@ -86,7 +86,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
         rows = per_rank_buffers.own_rows(wanted, reading.by_rank_files.tensors, peers)
     peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
-        engine.release_all()
+        engine.reshard_all()
         done = [
             tensor_files.read(reading.contents, reading.model_files, reading.model_pieces, peers.reads_alone),
             tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces, peers.reads_alone),

@@ -92,7 +92,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     if heads and peers.is_first:
         warnings.warn(f"{where} was written by another class than {type(model).__name__}: {heads}", stacklevel=3)
     with peers.together(f"{where} cannot be loaded"):
-        engine.release_all()
+        engine.reshard_all()
         read = tensor_files.read(weights.opened, weights.files, matched.wanted)  # next time from the cache
         give_extra_state(model, [piece for piece, _ in matched.wanted])
     return Pretrained(

@@ -1,14 +1,22 @@
-"""Sums over ranks, in rank order and in fp32 or wider: a result depends neither on timing nor on who computes it."""
+"""Sums without allocating: over ranks, and of gradients into buffers of perhaps another dtype.
+
+Over ranks a sum is taken in rank order and in fp32 or wider: a result depends neither on timing nor on who computes it.
+A CPU operation on two dtypes casts an operand into memory of its own, and one with `out=` of another dtype computes in
+the inputs' dtype, so that 1/3 of a bf16 gradient would be rounded to bf16 on its way into an fp32 buffer. So what is
+cast goes through scratch memory, a chunk at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 CHUNK_NUMEL = 256 * 1024
-"""Elements summed at a time: one wide chunk and its inputs stay in a core's cache."""
+"""Elements summed or cast at a time: one wide chunk and its inputs stay in a core's cache."""
+
+_FP32_BYTES = 4
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
@@ -18,14 +26,33 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
+class _Scratch:
+    """Memory by dtype, as much as was asked for so far at most, so that a steady step allocates nothing."""
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def __call__(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """`numel` elements, 1-D, on the CPU; valid until it is asked for the same dtype again."""
+        if dtype not in self._memory or self._memory[dtype].numel() < numel:
+            with torch.inference_mode(False):
+                self._memory[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
+        return self._memory[dtype][:numel]
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds by now."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+
 class RankOrderSum:
     """Combines one piece per rank as ((p0 + p1) + p2) + ..., each widened first, cast once at the end.
 
-    Holds the scratch memory that it has needed so far, two chunks at most, so that a steady step allocates nothing.
+    Holds two chunks of scratch memory at most.
     """
 
     def __init__(self) -> None:
-        self._scratch: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._total, self._widened = _Scratch(), _Scratch()
 
     @torch.no_grad()
     def __call__(self, pieces: Sequence[Tensor], out: Tensor, accumulate: bool = False, op: str = "sum") -> None:
@@ -40,7 +67,7 @@ class RankOrderSum:
 
     def _sum_chunk(self, pieces: list[Tensor], out: Tensor, accumulate: bool, combine: Callable[..., Tensor]) -> None:
         wide = accumulation_dtype(pieces[0].dtype)
-        total, widened = (memory[: out.numel()] for memory in self._scratch_for(wide, out.numel()))
+        total, widened = self._total(wide, out.numel()), self._widened(wide, out.numel())
         running = _widen(pieces[0], total)
         for position, piece in enumerate(pieces[1:], start=2):
             # Only the last addition may land in `out`: it can be a piece that is still to be read.
@@ -57,15 +84,69 @@ class RankOrderSum:
     @property
     def scratch_bytes(self) -> int:
         """What it holds by now."""
-        return sum(2 * total.nbytes for total, _ in self._scratch.values())
-
-    def _scratch_for(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Tensor]:
-        if dtype not in self._scratch or self._scratch[dtype][0].numel() < numel:
-            with torch.inference_mode(False):
-                one, other = (torch.empty(numel, dtype=dtype, device="cpu") for _ in range(2))
-                self._scratch[dtype] = (one, other)
-        return self._scratch[dtype]
+        return self._total.nbytes + self._widened.nbytes
 
 
 def _widen(piece: Tensor, scratch: Tensor) -> Tensor:
     return piece if piece.dtype == scratch.dtype else scratch.copy_(piece)
+
+
+class ScaledAddition:
+    """target (+)= scale * source, for tensors that require no gradient: nothing is recorded, so no mode is changed."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._factors: dict[torch.dtype, Tensor] = {}
+        self._memory = _Scratch()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What it holds by now."""
+        return self._memory.nbytes + sum(factor.nbytes for factor in self._factors.values())
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        """target[:] = scale * source, scaled in the wider dtype of the two, and rounded once."""
+        if source.dtype == target.dtype and target.is_cpu and self._is_exact(target.dtype):
+            torch.mul(source, self._factor(target.dtype), out=target)
+            return
+        wide = torch.promote_types(target.dtype, source.dtype)
+        if target.dtype == wide != source.dtype:
+            target.copy_(source)
+            target.mul_(self._factor(wide))
+        elif target.device.type != "cpu":
+            torch.mul(source, self._scale, out=target)
+        else:
+            wide = torch.promote_types(wide, torch.float32)
+            for part, term in _chunks(target, source):
+                part.copy_(self._memory(wide, term.numel()).copy_(term).mul_(self._factor(wide)))
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """target += scale * source, in the wider dtype of the two."""
+        if target.dtype == source.dtype or target.device.type != "cpu":
+            target.add_(source, alpha=self._scale)
+            return
+        wide = torch.promote_types(target.dtype, source.dtype)
+        for part, term in _chunks(target, source):
+            if part.dtype == wide:
+                part.add_(self._memory(wide, term.numel()).copy_(term), alpha=self._scale)
+            else:
+                total = self._memory(wide, part.numel()).copy_(part)
+                part.copy_(total.add_(term, alpha=self._scale))
+
+    def _is_exact(self, dtype: torch.dtype) -> bool:
+        """Whether torch would multiply by the factor of that dtype: by the number itself it would round less."""
+        return dtype.itemsize >= _FP32_BYTES or self._factor(dtype).item() == self._scale
+
+    def _factor(self, dtype: torch.dtype) -> Tensor:
+        """The scale as a 0-d tensor on the CPU: given a number, torch makes one for each call."""
+        if dtype not in self._factors:
+            with torch.inference_mode(False):
+                self._factors[dtype] = torch.tensor(self._scale, dtype=dtype, device="cpu")
+        return self._factors[dtype]
+
+
+def _chunks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Corresponding 1-D parts of both; the target is contiguous."""
+    into, terms = target.view(-1), source.reshape(-1)
+    for start in range(0, into.numel(), CHUNK_NUMEL):
+        yield into[start : start + CHUNK_NUMEL], terms[start : start + CHUNK_NUMEL]

@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.unit import Unit
+from shardwise.engine.units.unit import Unit
 from shardwise.errors import DifferentModelsError
 
 _HASH_BITS = 62

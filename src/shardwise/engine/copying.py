@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.group import Group
 from shardwise.engine.state_dicts import give_up_interrupted
-from shardwise.engine.unit import Unit
+from shardwise.engine.units.group import Group
+from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.modules.site import Site
 
@@ -49,7 +49,7 @@ class _Nobody:
 
 
 def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, Any]) -> nn.Module:
-    if not give_up_interrupted(engine) or engine.suspended:
+    if not give_up_interrupted(engine) or engine.is_suspended:
         raise UsageError(
             "copy.deepcopy of a sharded model inside its forward or backward or inside sw.unsharded: leave that first. "
             "For a plain copy build the model anew and load_state_dict(sw.full_state_dict(model, rank0_only=False))"
@@ -59,7 +59,7 @@ def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, A
     for unit in engine.units:
         memo[id(unit)] = nobody
         for group in unit.groups:
-            for sharded, inner in zip(group.sharded, group.inner, strict=True):
+            for sharded, inner in zip(group.sharded, group.leaves, strict=True):
                 memo[id(sharded)] = memo[id(inner)] = _stand_in(group, sharded.shape, sharded.requires_grad)
     ours = module.__dict__.pop(_DEEPCOPY)
     try:
@@ -102,8 +102,8 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
             if id(unit.module) not in memo:
                 raise UsageError(f"copy.deepcopy of a sharded model left out the module of unit {unit.fqn!r}")
             groups = [_copied_group(group, memo) for group in unit.groups]
-            copied = copies[unit] = Unit(unit.fqn, memo[id(unit.module)], groups)
-            copied.ancestors = tuple(copies[ancestor] for ancestor in unit.ancestors)
+            ancestors = [copies[ancestor] for ancestor in unit.ancestors]
+            copied = copies[unit] = Unit(unit.fqn, memo[id(unit.module)], groups, ancestors)
             copied.shard_parameters(engine.mesh.device)
             for group, original in zip(groups, unit.groups, strict=True):
                 group.shard.copy_(original.shard)

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+from shardwise.engine.units.unit import Unit
 
-_told: weakref.WeakSet[Engine] = weakref.WeakSet()
+_told: weakref.WeakSet[Unit] = weakref.WeakSet()
+"""Root units of models that were warned of."""
 
 
-def warn_of_frozen(engine: Engine) -> None:
+def warn_of_frozen(units: Sequence[Unit]) -> None:
     """Say once for a model that a backward reduces more than is trained, and how to have it otherwise.
 
     To be called where the engine has followed a change of `requires_grad`. A group is reduced as a whole; only one
     without a trained parameter is left out.
     """
-    if engine in _told or not engine.is_rank0:
+    if units[0] in _told:
         return
-    reduced = [group for unit in engine.units for group in unit.groups if group.trainable]
+    reduced = [group for unit in units for group in unit.groups if group.trainable]
     frozen = [p for group in reduced for p in group.sharded if not p.requires_grad and p.numel()]
     if not frozen:
         return
-    _told.add(engine)
+    _told.add(units[0])
     everything = sum(group.layout.used_numel for group in reduced)
     trained = everything - sum(parameter.numel() for parameter in frozen)
     shown = ", ".join(repr(parameter.fqn) for parameter in frozen[:3])

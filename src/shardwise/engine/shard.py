@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import shardwise.engine.stepping  # noqa: F401 - what it does to torch
 from shardwise.engine.agreement import agree_on_layout, agree_on_values
 from shardwise.engine.copying import copy_deeply, refuse_to_copy
 from shardwise.engine.engine import Engine
-from shardwise.engine.group import Dtypes, Group
 from shardwise.engine.heap import keep_freed_memory
 from shardwise.engine.mesh import Mesh, build_mesh, spans_of
 from shardwise.engine.state_dicts import watch_state_dicts
-from shardwise.engine.unit import Unit
+from shardwise.engine.units.group import Dtypes, Group
+from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
 from shardwise.modules.deferred_init.materialize import materialize, on_meta
@@ -84,7 +85,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     precision, resharding = _settle(
         below, strategy, mesh, _checked_precision(precision), _checked_resharding(reshard_after_forward)
     )
-    if any(engine.suspended for engine in below.values()):
+    if any(engine.is_suspended for engine in below.values()):
         raise UsageError("sw.shard inside sw.unsharded of a model below: leave that first")
     for engine in below.values():
         engine.clear_up()  # else modules may hold what they compute with, and it would be sharded
@@ -154,8 +155,8 @@ def engines_of(model: nn.Module) -> list[Engine]:
             engines[module.__dict__[_ENGINE]] = None
         for parameter in module._parameters.values():
             face = parameter if parameter is None or isinstance(parameter, ShardedParameter) else outer_face(parameter)
-            if face is not None and isinstance(face.unit, Unit) and face.unit._engine is not None:
-                engines[face.unit._engine] = None
+            if face is not None and isinstance(face.unit, Unit) and isinstance(face.unit.listener, Engine):
+                engines[face.unit.listener] = None
     if not engines:
         raise _not_sharded(model)
     return list(engines)
@@ -232,7 +233,7 @@ def _take_over(module: nn.Module) -> Engine:
     """The module's engine, which has given up its units to the one that is being made."""
     engine: Engine = module.__dict__.pop(_ENGINE)
     refuse_to_copy(module)
-    engine.retire()
+    engine.hand_over()
     return engine
 
 
@@ -265,7 +266,7 @@ def _materialize(
         unit = by_plan[id(plan)]
         replaced = {fqn: parameter for fqn, parameter, _ in plan.parameters}
         for group in unit.groups:
-            group.originals = [replaced[fqn] for fqn in group.fqns]
+            group.replace_originals(replaced)
         unit.shard_parameters(mesh.device)
 
     real = [(fqn, parameter) for plan in plans for fqn, parameter, _ in plan.parameters if not parameter.is_meta]
@@ -348,7 +349,7 @@ def _in_module_order(
         for unit in by_module.pop(id(module), ()):
             if unit in adopted:
                 unit.rebase(fqn, mesh.shard)
-            unit.ancestors = around
+            unit.lie_in(around)
             ordered.append(unit)
             around = (*around, unit)
         for name, child in module.named_children():

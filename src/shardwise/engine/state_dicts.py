@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.unit import Unit
+from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
@@ -43,8 +43,8 @@ def _is_between_steps(module: nn.Module) -> bool:
     """Of the model that a module's parameters belong to, as far as they show it."""
     for parameter in module._parameters.values():
         face = None if parameter is None else outer_face(parameter)
-        if face is not None and isinstance(face.unit, Unit) and face.unit._engine is not None:
-            return give_up_interrupted(face.unit._engine)
+        if face is not None and isinstance(face.unit, Unit) and isinstance(face.unit.listener, Engine):
+            return give_up_interrupted(face.unit.listener)
     return True
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 from torch import nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.group import Group
 from shardwise.engine.shard import require_engine
-from shardwise.engine.unit import Unit
+from shardwise.engine.units.group import Group
+from shardwise.engine.units.unit import Unit
 from shardwise.sharded.placement import Placement
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ def _unit(unit: Unit) -> UnitPlace:
         numel,
         sum(group.layout.numel for group in unit.groups) - numel,
         sum(group.layout.shard_numel * group.dtypes.master.itemsize for group in unit.groups),
-        unit.gather_bytes,
+        unit.parameters.unsharded_bytes,
         tuple(place for group in unit.groups for place in _parameters(group)),
     )
 

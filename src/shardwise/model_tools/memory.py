@@ -33,7 +33,7 @@ def memory(model: nn.Module) -> Memory:
     there it is absent.
     """
     engine = require_engine(model)
-    engine.plan()
+    engine.allocate()
     known = _known(engine, model)
     now, peak = dict(known), dict(known)
     if engine.mesh.device.type == "cuda":
@@ -64,13 +64,13 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
     whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and outer_face(p) is None]
     whole_gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
     return {
-        "param_shards": sum(unit.shard_bytes for unit in engine.units),
-        "gathered_slots": sum(arena.total_bytes for arena in engine.arenas),
+        "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units),
+        "gathered_slots": sum(arena.total_bytes for arena in engine.unsharder.arenas),
         "grad_shards": _held_bytes(group.grad_shard for group in groups if group.grad_shard is not None),
-        "reduce_slots": engine.gradients.total_bytes,
+        "reduce_slots": engine.reducer.total_bytes,
         "optimizer": _held_bytes(_optimizer_state(engine)),
         "buffers": _held_bytes(model.buffers()),
-        "temporaries": engine.gradients.scratch_bytes + sum(c.scratch_bytes for c in engine.mesh.groups),
+        "temporaries": engine.reducer.scratch_bytes + sum(c.scratch_bytes for c in engine.mesh.groups),
         "other": sum(group.placeholder_bytes for group in groups) + _held_bytes([*whole, *whole_gradients]),
     }
 

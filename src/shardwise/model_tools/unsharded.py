@@ -50,7 +50,7 @@ def _opened(engine: Engine, within: set[int], writeback: bool, on_cpu: bool | No
 
     `on_cpu`: None if this rank only helps others to their full parameters.
     """
-    engine.release_all()
+    engine.reshard_all()
     opened = _standing(engine, within)
     copies: list[tuple[ShardedParameter, nn.Parameter, Sequence[Site]]] = []
     for sharded, sites in opened:
@@ -58,17 +58,16 @@ def _opened(engine: Engine, within: set[int], writeback: bool, on_cpu: bool | No
         if on_cpu is not None:
             full = full.cpu() if on_cpu else full
             copies.append((sharded, nn.Parameter(full, requires_grad=sharded.requires_grad), sites))
-    before, engine.suspended = engine.suspended, True
-    for sharded, copied, sites in copies:
-        _put(sites, sharded, copied)
-    try:
-        yield
-    finally:
+    with engine.suspended():
         for sharded, copied, sites in copies:
-            _put(sites, copied, sharded)
-        engine.suspended = before
-        for sharded, copied, _ in copies if writeback else ():
-            sharded.local.copy_(copied.detach().reshape(-1)[sharded.fragment.start : sharded.fragment.stop])
+            _put(sites, sharded, copied)
+        try:
+            yield
+        finally:
+            for sharded, copied, sites in copies:
+                _put(sites, copied, sharded)
+            for sharded, copied, _ in copies if writeback else ():
+                sharded.local.copy_(copied.detach().reshape(-1)[sharded.fragment.start : sharded.fragment.stop])
 
 
 def _standing(engine: Engine, within: set[int]) -> list[tuple[ShardedParameter, Sequence[Site]]]:
@@ -81,7 +80,7 @@ def _standing(engine: Engine, within: set[int]) -> list[tuple[ShardedParameter, 
     for sharded, places in found:
         for site in places:
             held: object = site.module._parameters.get(site.name)
-            if held is not sharded and engine.suspended and type(held) is nn.Parameter:
+            if held is not sharded and engine.is_suspended and type(held) is nn.Parameter:
                 raise UsageError(
                     f"sw.unsharded inside another one, which holds {sharded.fqn!r} unsharded already: leave that first"
                 )
@@ -137,12 +136,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     too) drops it like what is; `p.grad = None` by hand cannot, since `.grad` is None already. `optimizer.step()` before
     the sum is an error. `model` is a sharded model, or a module around several.
     """
-    all_gradients = [engine.gradients for engine in engines_below(model)]
-    before = [gradients.sync for gradients in all_gradients]
-    for gradients in all_gradients:
-        gradients.sync = False
-    try:
+    with ExitStack() as stack:
+        for engine in engines_below(model):
+            stack.enter_context(engine.reducer.postponed())
         yield
-    finally:
-        for gradients, sync in zip(all_gradients, before, strict=True):
-            gradients.sync = sync

@@ -152,7 +152,7 @@ def _taker_of_extra_state(model: nn.Module, name: str) -> nn.Module | None:
 def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str], Tensor]]:
     """The state_dict's tensors, each once, with its names, the one that is stored first."""
     engine = require_engine(model)
-    if not give_up_interrupted(engine) or engine.suspended:
+    if not give_up_interrupted(engine) or engine.is_suspended:
         raise UsageError(
             "sw.checkpoint inside a forward, a backward or sw.unsharded of the same model: leave that first"
         )

@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-from shardwise.engine.arena import Slot, storage_key
 from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine, shard
-from shardwise.engine.unit import Unit, UnitState
+from shardwise.engine.units.arena import Slot, storage_key
+from shardwise.engine.units.parameters import ParameterState
+from shardwise.engine.units.unit import Unit
 from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.plan.dry_run.compilation import kept_bytes
@@ -150,9 +151,9 @@ class _Run:
             width=shape[-1] if shape else 0,
             embeddings=_embeddings(self.model),
             sequence=shape[1] if len(shape) == _BATCH_SEQUENCE_WIDTH else self.job.seq_len,
-            unit_bytes={unit.fqn: unit.gather_bytes for unit in units},
-            unit_reduce_bytes={unit.fqn: unit.reduce_bytes for unit in units},
-            unit_shard_bytes={unit.fqn: unit.shard_bytes for unit in units},
+            unit_bytes={unit.fqn: unit.parameters.unsharded_bytes for unit in units},
+            unit_reduce_bytes={unit.fqn: unit.gradients.reduce_bytes for unit in units},
+            unit_shard_bytes={unit.fqn: unit.parameters.shard_bytes for unit in units},
             kept_bytes=self._kept(args, kwargs),
         )
 
@@ -200,15 +201,14 @@ def _embeddings(model: nn.Module) -> int:
 def _tell(engine: Engine, recorder: Recorder) -> None:
     """Have units and collectives tell the recorder what they do."""
     for unit in engine.units:
-        unit.__dict__["move"] = _telling(unit, recorder)
-        unit.__dict__["add_gradient"] = _telling_gradients(unit, recorder)
+        _listen(unit, recorder)
     slots: dict[int, Slot[Unit]] = {}
 
     def unit_of(memory: Tensor) -> str | None:
         key = storage_key(memory)
         if key not in slots:
             slots.clear()
-            for slot in (*(slot for arena in engine.arenas for slot in arena.slots), *engine.gradients.slots):
+            for slot in (*(slot for arena in engine.unsharder.arenas for slot in arena.slots), *engine.reducer.slots):
                 slots[slot.key] = slot
         known = slots.get(key)
         return known.holder.fqn if known is not None and known.holder is not None else None
@@ -218,27 +218,15 @@ def _tell(engine: Engine, recorder: Recorder) -> None:
             group.unit_of = unit_of
 
 
-def _telling(unit: Unit, recorder: Recorder) -> Callable[[UnitState], None]:
-    move = unit.move
-
-    def told(state: UnitState) -> None:
-        if state is UnitState.ACTIVE:
+def _listen(unit: Unit, recorder: Recorder) -> None:
+    def moved(old: ParameterState, new: ParameterState) -> None:
+        if new is ParameterState.IN_USE:
             recorder.mark("gather", unit.fqn)
-        elif unit.state is UnitState.ACTIVE:
+        elif old is ParameterState.IN_USE:
             recorder.mark("release", unit.fqn)
-        move(state)
 
-    return told
-
-
-def _telling_gradients(unit: Unit, recorder: Recorder) -> Callable[[tuple[int, int], Tensor, Any], None]:
-    add = unit.add_gradient
-
-    def told(key: tuple[int, int], grad: Tensor, scaled: Any) -> None:
-        recorder.gradient(grad, unit.fqn)
-        add(key, grad, scaled)
-
-    return told
+    unit.parameters.listen(moved)
+    unit.gradients.listen(lambda grad: recorder.gradient(grad, unit.fqn))
 
 
 def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
@@ -252,10 +240,10 @@ def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
     groups = [group for unit in engine.units for group in unit.groups]
     put("param_shards", (group.shard for group in groups))
-    put("param_shards", (piece for unit in engine.units for piece in unit.secondary))
-    put("gathered_slots", (slot.buffer.bytes for arena in engine.arenas for slot in arena.slots))
+    put("param_shards", (piece for unit in engine.units for piece in unit.parameters.secondary))
+    put("gathered_slots", (slot.buffer.bytes for arena in engine.unsharder.arenas for slot in arena.slots))
     put("grad_shards", (group.grad_shard for group in groups))
-    put("reduce_slots", (slot.buffer.bytes for slot in engine.gradients.slots))
+    put("reduce_slots", (slot.buffer.bytes for slot in engine.reducer.slots))
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
     put("optimizer", (value.local if isinstance(value, ShardedParameter) else value for value in state))
     put("buffers", iter(model.buffers()))

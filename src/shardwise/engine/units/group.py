@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.protocol import Collectives, Region
-from shardwise.engine.arena import SLOT_ALIGN_BYTES, Slot
-from shardwise.engine.stepping import SHARDED_FACE
+from shardwise.comm.protocol import Collectives
+from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
 from shardwise.modules.site import Site, foreign_parameter, inherit
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 from shardwise.sharded.placement import Placement
 
 ALIGN_BYTES = 16
@@ -53,54 +52,60 @@ class Group:
         self.layout: FlatLayout = build_layout(
             ((fqn, tuple(parameter.shape)) for fqn, parameter, _ in originals), collectives.world_size, dtypes.align
         )
-        self.gather_start = 0
-        """Byte offset of this group in the unit's gathered slot; set by the unit."""
-        self.reduce_start = 0
-        """Byte offset of this group in the unit's reduce slot; set by the unit."""
+        self.unsharded_start = 0
+        """Byte offset of this group in the slot that its unit is unsharded in."""
+        self.gradients_start = 0
+        """Byte offset of this group in its unit's reduce slot."""
         self.shard: Tensor
-        self.inner: list[nn.Parameter] = []
+        """This rank's slice of the flat buffer: 1-D, master dtype."""
+        self.leaves: list[nn.Parameter] = []
+        """The inner faces: what modules compute with and autograd knows."""
         self.sharded: list[ShardedParameter] = []
+        """The outer faces: what users and optimizers see."""
         self.grad_shard: Tensor | None = None
         self.grads: list[ShardedParameter] = []
         self._unkept = 0
         """References to a gradient, and to its piece, that are the group's own."""
-        self.grad_is_fresh = True
+        self._awaits_first_sum = True
         """Nothing of this backward has been added to `grad_shard` yet."""
         self._placeholders: list[Tensor] = []
 
     # Sizes ------------------------------------------------------------------------------------------------------
 
-    @property
-    def gather_bytes(self) -> int:
-        """Unsharded, in the compute dtype, rounded to the slot's alignment."""
-        return round_up(self.layout.numel * self.dtypes.compute.itemsize, SLOT_ALIGN_BYTES)
+    def place_unsharded(self, start_bytes: int) -> int:
+        """Lie in the unit's slot from byte `start_bytes` on, in the compute dtype. Returns where the next group may."""
+        self.unsharded_start = start_bytes
+        return start_bytes + round_up(self.layout.numel * self.dtypes.compute.itemsize, SLOT_ALIGN_BYTES)
+
+    def place_gradients(self, start_bytes: int) -> int:
+        """Likewise in the unit's reduce slot, in the reduce dtype, if the group is trainable. A rank's slice of it is
+        aligned as well. A group of empty parameters takes some room, so that the unit has a slot."""
+        self.gradients_start = start_bytes
+        if not self.trainable:
+            return start_bytes
+        nbytes = max(1, self.layout.numel) * self.dtypes.reduce.itemsize
+        return start_bytes + round_up(nbytes, SLOT_ALIGN_BYTES * self.layout.world_size)
 
     @property
-    def reduce_bytes(self) -> int:
-        """Unsharded, in the reduce dtype, rounded so that a rank's slice of it is aligned as well; 0 for a frozen
-        group, something for one of empty parameters."""
-        nbytes = max(1, self.layout.numel) * self.dtypes.reduce.itemsize
-        return round_up(nbytes, SLOT_ALIGN_BYTES * self.layout.world_size) if self.trainable else 0
+    def is_whole(self) -> bool:
+        """The shard is what modules compute with: a shard group of one and no cast, or no elements."""
+        return self.layout.numel == 0 or (self.layout.world_size == 1 and self.dtypes.master == self.dtypes.compute)
 
     @property
     def trainable(self) -> bool:
         """Whether any parameter of the group wants a gradient, as of the last step's or backward's begin."""
-        faces = self.inner or self.originals
+        faces = self.leaves or self.originals
         return any(parameter.requires_grad for parameter in faces)
 
     @property
     def placeholder_bytes(self) -> int:
-        """What the inner parameters hold while nothing is gathered: one element each."""
+        """What the leaves hold while nothing is unsharded: one element each."""
         return sum(placeholder.itemsize for placeholder in self._placeholders)
-
-    @property
-    def region(self) -> Region:
-        return Region(self.gather_start, self.layout.shard_numel * self.dtypes.compute.itemsize)
 
     # Building ---------------------------------------------------------------------------------------------------
 
     def shard_parameters(self, device: torch.device, storage: Tensor | None = None) -> None:
-        """Cut the originals (full, on any real device) into this rank's shard and free them. Local.
+        """Cut the originals (full, on any real device) into this rank's shard and free them. No communication.
 
         `storage`: where the shard is to lie (shard_numel elements of the master dtype); new memory by default.
         """
@@ -117,19 +122,24 @@ class Group:
             sharded = ShardedParameter(piece, placement, requires_grad=original.requires_grad)
             sharded._is_param = True
             placeholder = _placeholder(original.shape, self.dtypes.compute, device)
-            inner = _inner_face(original, placeholder)
-            sharded.inner = inner
-            sharded.take_grad_hooks(inner)
-            setattr(inner, SHARDED_FACE, sharded)
+            leaf = _leaf(original, placeholder)
+            sharded.inner = leaf
+            sharded.take_grad_hooks(leaf)
+            setattr(leaf, SHARDED_FACE, sharded)
             self.sharded.append(sharded)
-            self.inner.append(inner)
+            self.leaves.append(leaf)
             self._placeholders.append(placeholder)
         self.originals = []
         for index in range(len(self.sharded)):
             self._put(index, self.sharded[index])
 
+    def replace_originals(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """The parameters to be cut are these, by fqn, in place of those on the meta device."""
+        self.originals = [parameters[fqn] for fqn in self.fqns]
+
     def rebase(self, prefix: str, collectives: Collectives) -> None:
-        """The group now belongs to a model where its names start with `prefix`, sharded over `collectives`. Local."""
+        """The group now belongs to a model where its names start with `prefix`, sharded over `collectives`. No
+        communication."""
         self.collectives = collectives
         self.fqns = [prefix + fqn for fqn in self.fqns]
         entries = tuple(replace(entry, fqn=prefix + entry.fqn) for entry in self.layout.entries)
@@ -139,7 +149,7 @@ class Group:
                 face.placement = Placement(self.layout, index, collectives)
 
     def allocate_gradients(self) -> None:
-        """The shard's gradient, kept from here on: zero_grad drops references, not memory. Local."""
+        """The shard's gradient, kept from here on: zero_grad drops references, not memory. No communication."""
         if self.grad_shard is not None or not self.trainable:
             return
         self._new_gradients()
@@ -154,8 +164,33 @@ class Group:
         del piece
         self._unkept = self._references(-1)
 
-    def leave_kept_gradients(self) -> None:
-        """If somebody keeps a gradient that its parameter let go of, leave the memory to them and take other. Local."""
+    def gradient_target(self) -> tuple[Tensor, bool]:
+        """The shard's gradient, and whether a sum is to be added to it: the first sum of a backward overwrites it,
+        unless some parameter still has a gradient of earlier backwards, and then it holds what p.grad says."""
+        accumulate = not self._awaits_first_sum
+        if self._awaits_first_sum:
+            self._awaits_first_sum = False
+            self._leave_kept_gradients()
+            accumulate = any(sharded.grad is not None for sharded in self.sharded)
+            for sharded, own in zip(self.sharded, self.grads, strict=True) if accumulate else ():
+                if sharded.grad is None:
+                    own.local.zero_()
+                elif sharded.grad is not own:
+                    own.local.copy_(sharded.grad.local)  # type: ignore[attr-defined]
+        assert self.grad_shard is not None
+        return self.grad_shard, accumulate
+
+    def hand_out(self, index: int) -> None:
+        """Give a parameter its piece of the shard's gradient."""
+        if self.grads:
+            self.sharded[index].receive_grad(self.grads[index])
+
+    def end_backward(self) -> None:
+        """The next sum is of another backward."""
+        self._awaits_first_sum = True
+
+    def _leave_kept_gradients(self) -> None:
+        """If somebody keeps a gradient that its parameter let go of, leave the memory to them and take other."""
         for index, sharded in enumerate(self.sharded):
             if sharded.grad is None and self._references(index) > self._unkept:
                 self._new_gradients()
@@ -172,55 +207,59 @@ class Group:
         for site in self.sites[index]:
             site.module._parameters[site.name] = face  # type: ignore[assignment]
 
-    def show_inner(self) -> None:
+    def show_leaves(self) -> None:
         """Let modules hold the full parameters. Raises UsageError if one holds something that is not ours."""
-        for inner, sharded, sites in zip(self.inner, self.sharded, self.sites, strict=True):
+        for leaf, sharded, sites in zip(self.leaves, self.sharded, self.sites, strict=True):
             for site in sites:
                 held: dict[str, Any] = site.module._parameters
                 if held.get(site.name) is not sharded:
                     raise foreign_parameter(sharded.fqn, held.get(site.name))
-                held[site.name] = inner
+                held[site.name] = leaf
 
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters again; something that was put there meanwhile stays."""
-        for inner, sharded, sites in zip(self.inner, self.sharded, self.sites, strict=True):
+        for leaf, sharded, sites in zip(self.leaves, self.sharded, self.sites, strict=True):
             for site in sites:
                 held: dict[str, Any] = site.module._parameters
-                if held.get(site.name) is inner:
+                if held.get(site.name) is leaf:
                     held[site.name] = sharded
 
-    def attach(self, views: Sequence[Tensor]) -> None:
-        """Point the inner parameters at a slot."""
-        for inner, view in zip(self.inner, views, strict=True):
-            inner.data = view
+    def point_at(self, views: Sequence[Tensor]) -> None:
+        """Point the leaves at a slot."""
+        for leaf, view in zip(self.leaves, views, strict=True):
+            leaf.data = view
 
-    def detach(self) -> None:
-        """Point the inner parameters at placeholders: full shape, one NaN, no memory."""
-        for inner, placeholder in zip(self.inner, self._placeholders, strict=True):
-            inner.data = placeholder
+    def point_at_placeholders(self) -> None:
+        """Point the leaves at full shapes of one NaN, without memory."""
+        for leaf, placeholder in zip(self.leaves, self._placeholders, strict=True):
+            leaf.data = placeholder
 
     def follow_requires_grad(self) -> bool:
         """Carry `requires_grad_()` calls over from the outer face; whether anything changed."""
         changed = False
-        for inner, sharded in zip(self.inner, self.sharded, strict=True):
-            if inner.requires_grad is not sharded.requires_grad:
-                inner.requires_grad_(sharded.requires_grad)
+        for leaf, sharded in zip(self.leaves, self.sharded, strict=True):
+            if leaf.requires_grad is not sharded.requires_grad:
+                leaf.requires_grad_(sharded.requires_grad)
                 changed = True
         return changed
 
     # Views ------------------------------------------------------------------------------------------------------
 
-    def gather_views(self, slot: Slot[object]) -> list[Tensor]:
-        """The parameters in a gathered slot, full shapes, compute dtype."""
-        return self._views(slot.flat(self.gather_start, self.layout.numel, self.dtypes.compute))
+    def unsharded_views(self, slot: Slot[Any]) -> list[Tensor]:
+        """The parameters in the slot of an unsharded unit, full shapes, compute dtype."""
+        return self._views(slot.flat(self.unsharded_start, self.layout.numel, self.dtypes.compute))
 
-    def reduce_views(self, slot: Slot[object]) -> list[Tensor]:
+    def flat_gradients(self, slot: Slot[Any]) -> Tensor:
+        """All gradients in a reduce slot, 1-D, reduce dtype."""
+        return slot.flat(self.gradients_start, self.layout.numel, self.dtypes.reduce)
+
+    def gradient_views(self, slot: Slot[Any]) -> list[Tensor]:
         """The gradients in a reduce slot, full shapes, reduce dtype."""
-        return self._views(slot.flat(self.reduce_start, self.layout.numel, self.dtypes.reduce))
+        return self._views(self.flat_gradients(slot))
 
     def slice_in(self, slot: Slot[Any]) -> Tensor:
         """This rank's slice in a slot that has room for the unit's slices alone, 1-D, reduce dtype."""
-        return slot.flat(self.reduce_start // self.layout.world_size, self.layout.shard_numel, self.dtypes.reduce)
+        return slot.flat(self.gradients_start // self.layout.world_size, self.layout.shard_numel, self.dtypes.reduce)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[entry.start : entry.stop].view(entry.shape) for entry in self.layout.entries]
@@ -233,7 +272,7 @@ def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) ->
     return torch.full((), fill, dtype=dtype, device=device).expand(shape)
 
 
-def _inner_face(original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
+def _leaf(original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
     """The leaf that modules compute with: the user's own parameter, so its hooks and attributes stay, unless it cannot
     change device."""
     if original.device == placeholder.device and type(original) is nn.Parameter:

@@ -10,24 +10,25 @@ which they all made alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Hashable, Iterator
+from typing import Generic, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from shardwise.engine.saved import Hooks
-    from shardwise.engine.unit import Unit
+U = TypeVar("U", bound=Hashable)
+"""What is called: a unit."""
 
 
-class Call:
-    """One call of a unit's forward."""
+class Call(Generic[U]):
+    """One call of a unit's forward.
 
-    __slots__ = ("begin", "end", "has_backward", "is_first", "is_open", "recompute", "token", "unit")
+    Its backward is *not begun*, *open* or over; it can be open again in another backward of a retained graph.
+    """
 
-    def __init__(self, unit: Unit, recompute: bool) -> None:
+    __slots__ = ("begin", "end", "has_backward", "is_first", "is_open", "recompute", "unit")
+
+    def __init__(self, unit: U, recompute: bool) -> None:
         self.unit = unit
         self.recompute = recompute
         """Inside a backward: a checkpoint runs the forward again."""
-        self.token: Hooks | None = None
         self.begin = -1
         """Which moment of its forward pass; -1 where no gradients are wanted."""
         self.end = -1
@@ -39,16 +40,86 @@ class Call:
         self.is_open = False
         """Its backward has begun and is not over."""
 
+    def open(self) -> None:
+        """Its backward begins."""
+        self.is_open = True
 
-class Passed(NamedTuple):
+    def close(self) -> None:
+        """Its backward is over."""
+        self.is_open = False
+
+
+class UnitCalls(Generic[U]):
+    """The calls of one unit that are under way, in forward and in backward."""
+
+    __slots__ = ("_forward", "_open", "_was_inside_hooks")
+
+    def __init__(self) -> None:
+        self._forward: list[Call[U]] = []
+        self._open = 0
+        self._was_inside_hooks = False
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the unit is under way."""
+        return bool(self._forward)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of one of its calls is."""
+        return self._open > 0
+
+    @property
+    def are_over(self) -> bool:
+        """Nothing of it is under way."""
+        return not self._forward and not self._open
+
+    def begin_forward(self, call: Call[U]) -> None:
+        """A forward begins."""
+        self._forward.append(call)
+
+    def end_forward(self) -> Call[U] | None:
+        """The innermost forward is over, or raised. None if the unit was not told of its beginning."""
+        return self._forward.pop() if self._forward else None
+
+    def wants_hooks(self, recompute: bool, inside_others: bool) -> bool:
+        """Whether saved-tensor hooks are to be activated for a call that begins `inside_others`.
+
+        Not for the recomputation of a forward that ran inside nobody's hooks: what recomputes is then a checkpoint in
+        the unit's own module, whose hooks went inside ours. Ours must not go inside them now.
+        """
+        if not recompute:
+            self._was_inside_hooks = inside_others
+        return self._was_inside_hooks or not inside_others
+
+    def begin_backward(self, call: Call[U]) -> None:
+        """The backward of a call begins."""
+        call.open()
+        self._open += 1
+
+    def end_backward(self, call: Call[U]) -> None:
+        """The backward of a call is over."""
+        call.close()
+        self._open -= 1
+
+    def forget_forward(self) -> None:
+        """A forward raised: none is under way."""
+        self._forward.clear()
+
+    def forget_backward(self) -> None:
+        """Autograd is done, whichever hooks fired: no backward is under way."""
+        self._open = 0
+
+
+class Passed(NamedTuple, Generic[U]):
     """A moment that backward has come to, walking back."""
 
-    call: Call
+    call: Call[U]
     is_end: bool
     """The call's end: its backward begins. Else its beginning: its backward is over."""
 
 
-class ForwardPass:
+class ForwardPass(Generic[U]):
     """One outermost forward: when the calls inside it began and ended, and how far backward has come."""
 
     __slots__ = ("_backward", "_first", "_moments", "_position", "order")
@@ -56,18 +127,18 @@ class ForwardPass:
     def __init__(self, order: int) -> None:
         self.order = order
         """Grows from pass to pass."""
-        self._moments: list[Call] = []
-        self._first: dict[Unit, Call] = {}
+        self._moments: list[Call[U]] = []
+        self._first: dict[U, Call[U]] = {}
         self._backward = -1
         """Autograd's number of the backward that the position is of: a retained graph has several."""
         self._position = 0
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: Call[U]) -> None:
         """A call begins, in grad mode."""
         call.begin = len(self._moments)
         self._moments.append(call)
 
-    def end(self, call: Call, has_backward: bool) -> None:
+    def end(self, call: Call[U], has_backward: bool) -> None:
         """It has returned."""
         if call.begin < 0:
             return
@@ -89,14 +160,14 @@ class ForwardPass:
         self._backward = backward
         self._position = len(self._moments)
         for call in self._moments:
-            call.is_open = False
+            call.close()
         return True
 
-    def has_come_to(self, call: Call, backward: int) -> bool:
+    def has_come_to(self, call: Call[U], backward: int) -> bool:
         """Whether `backward` has begun with that call."""
         return backward == self._backward and self._position <= call.end
 
-    def walk_back(self, position: int = 0) -> Iterator[Passed]:
+    def walk_back(self, position: int = 0) -> Iterator[Passed[U]]:
         """The moments from the last one passed back to `position`, that one included."""
         while self._position > position:
             self._position -= 1

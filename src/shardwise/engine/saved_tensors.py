@@ -1,31 +1,32 @@
 """Saved tensors are handles: what autograd would keep of a gathered parameter is remembered by its place alone.
 
 While a unit's forward runs, saved-tensor hooks replace every tensor that aliases a slot by a `Handle`. Unpacking in
-backward has the unit gathered again and returns the same view of whatever slot it got. Without this, autograd would
+backward has the unit unsharded again and returns the same view of whatever slot it got. Without this, autograd would
 keep pointing into a slot that by then holds another unit's parameters. Whatever is packed remembers the call of a unit
 that it was saved in: to unpack it is to run that call's backward, though no gradient of an output may have told of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.engine.arena import Slot
-from shardwise.engine.call import Call, ForwardPass
-from shardwise.engine.unit import Unit
+from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.calls import Call, ForwardPass
+from shardwise.engine.units.unit import Unit
 from shardwise.errors import StaleWeightsError, UsageError
 
 _autograd: Any = torch._C._autograd
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Pack and unpack."""
 
-Place = tuple[ForwardPass, Call]
+Place = tuple[ForwardPass[Unit], Call[Unit]]
 """Where in the forward something was saved."""
 
 
@@ -34,7 +35,7 @@ _FUNC_WAY_OUT = "Take the torch.func transform outside, over sw.unsharded(model)
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to make, and many are made
 class Handle:
-    """A view of a unit's gathered parameters, without its bytes. Offset and strides in elements of `dtype`."""
+    """A view of a unit's unsharded parameters, without its bytes. Offset and strides in elements of `dtype`."""
 
     unit: Unit
     place: Place | None
@@ -48,7 +49,7 @@ class Handle:
 
     def view(self) -> Tensor:
         """The same view of the slot that the unit is in now."""
-        slot = self.unit.slot
+        slot = self.unit.parameters.slot
         assert slot is not None
         view = slot.base(self.dtype).as_strided(self.shape, self.stride, self.offset)
         if self.conj:
@@ -68,17 +69,27 @@ class Chained:
 class SavedTensors:
     """The hooks of one engine and the storages they look out for."""
 
-    def __init__(self, began: Callable[[ForwardPass, Call], None], ensure: Callable[[Unit], None]) -> None:
-        """Both are called at unpacking: `began` where a call's backward is seen to have begun, `ensure` to have a unit
-        gathered."""
+    def __init__(
+        self,
+        slots: Mapping[int, Slot[Unit]],
+        began: Callable[[ForwardPass[Unit], Call[Unit]], None],
+        unshard: Callable[[Unit], None],
+    ) -> None:
+        """
+        Args:
+            slots: every slot by the identity of its storage, kept up to date by its owner.
+            began: called at unpacking where a call's backward is seen to have begun.
+            unshard: called at unpacking to have a unit unsharded.
+        """
+        self._slots = slots
         self._began = began
-        self._ensure = ensure
-        self.places: list[Place] = []
+        self._unshard = unshard
+        self._places: list[Place] = []
         """Calls under way, outermost first."""
-        self.slots: dict[int, Slot[Unit]] = {}
-        """Every slot by the identity of its storage."""
         self._plain: Hooks = (self._pack, self._unpack)
-        self._tokens: list[Hooks] = []
+        self._active: list[Hooks] = []
+        self._activated: list[Hooks | None] = []
+        """For each call under way."""
         self._buried: list[Hooks] = []
 
     @staticmethod
@@ -90,39 +101,51 @@ class SavedTensors:
                 f"its saved parameters could not be followed. {_FUNC_WAY_OUT}"
             )
 
-    def push(self) -> Hooks | None:
-        """Activate the hooks on top of whatever is active. Returns a token for `pop`; None when ours are on top."""
-        self.unearth()
+    @property
+    def innermost(self) -> Place | None:
+        """The call under way that began last."""
+        return self._places[-1] if self._places else None
+
+    def enter(self, forward: ForwardPass[Unit], call: Call[Unit]) -> None:
+        """A call begins: what is saved from here on is saved in it."""
+        self._places.append((forward, call))
+        self._activated.append(None)
+
+    def activate(self) -> None:
+        """Activate the hooks, for the innermost call, on top of whatever is active; not where that undoes a checkpoint
+        inside the unit (`UnitCalls.wants_hooks`), nor where ours are on top already."""
+        self._unearth()
         outer: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
-        if outer is not None and any(outer[0] is token[0] for token in self._tokens):
-            return None
-        token = self._plain if outer is None else self._chain(outer)
-        _autograd._push_saved_tensors_default_hooks(*token)
-        self._tokens.append(token)
-        return token
+        inside_others = outer is not None and not any(outer[0] is held[0] for held in self._active)
+        _, call = self._places[-1]
+        if not call.unit.calls.wants_hooks(call.recompute, inside_others) or (outer is not None and not inside_others):
+            return
+        hooks = self._plain if outer is None else self._chain(outer)
+        _autograd._push_saved_tensors_default_hooks(*hooks)
+        self._active.append(hooks)
+        self._activated[-1] = hooks
 
-    def are_inside_others(self) -> bool:
-        """Whether the innermost hooks are somebody else's, so that ours would go inside them."""
-        top = _autograd._top_saved_tensors_default_hooks(True)
-        return top is not None and not any(top[0] is held[0] for held in self._tokens)
+    def leave(self) -> ForwardPass[Unit]:
+        """The innermost call is over: deactivate what was activated for it. Leaves hooks alone that are not ours, and
+        ours below such until they go."""
+        forward, _ = self._places.pop()
+        hooks = self._activated.pop()
+        self._unearth()
+        if hooks is not None and hooks in self._active and not self._pop_top(hooks):
+            self._buried.append(hooks)
+        return forward
 
-    def pop(self, token: Hooks | None) -> None:
-        """Deactivate what `push` activated. Leaves hooks alone that are not ours, and ours below such until they go."""
-        self.unearth()
-        if token is not None and token in self._tokens and not self._pop_top(token):
-            self._buried.append(token)
-
-    def unearth(self) -> None:
+    def _unearth(self) -> None:
         """Deactivate hooks of ours that lay under somebody else's when they were to go."""
         while self._buried and self._pop_top(self._buried[-1]):
             self._buried.pop()
 
-    def _pop_top(self, token: Hooks) -> bool:
+    def _pop_top(self, hooks: Hooks) -> bool:
         top = _autograd._top_saved_tensors_default_hooks(True)
-        if top is None or top[0] is not token[0]:
+        if top is None or top[0] is not hooks[0]:
             return False
         _autograd._pop_saved_tensors_default_hooks()
-        self._tokens = [held for held in self._tokens if held is not token]
+        self._active = [held for held in self._active if held is not hooks]
         return True
 
     @staticmethod
@@ -133,18 +156,17 @@ class SavedTensors:
 
     def drain(self) -> None:
         """Deactivate whatever an interrupted forward left behind."""
-        while self._tokens and self._pop_top(self._tokens[-1]):
+        while self._active and self._pop_top(self._active[-1]):
             pass
-        self._tokens.clear()
-        self._buried.clear()
-        self.places.clear()
+        for held in (self._active, self._activated, self._buried, self._places):
+            held.clear()
 
     def _pack(self, tensor: Tensor) -> object:
         handle = self._handle(tensor)
         if handle is not None:
             return handle
         # Detached (versions are shared): an operation that saves its own output would else keep itself alive for good.
-        return tensor.detach(), tensor._version, self.places[-1] if self.places else None
+        return tensor.detach(), tensor._version, self.innermost
 
     def _unpack(self, packed: object) -> Tensor:
         if type(packed) is tuple:
@@ -165,7 +187,7 @@ class SavedTensors:
             handle = self._handle(tensor)
             if handle is not None:
                 return handle
-            return Chained(outer_pack(tensor), outer_unpack, self.places[-1] if self.places else None)
+            return Chained(outer_pack(tensor), outer_unpack, self.innermost)
 
         def unpack(packed: object) -> Tensor:
             if isinstance(packed, Chained):
@@ -178,7 +200,7 @@ class SavedTensors:
 
     def _handle(self, tensor: Tensor) -> Handle | None:
         try:
-            slot = self.slots.get(tensor.untyped_storage()._cdata)
+            slot = self._slots.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return None  # sparse and other storage-less tensors alias no slot
         if slot is None or slot.holder is None:
@@ -186,8 +208,8 @@ class SavedTensors:
         unit = slot.holder
         return Handle(
             unit,
-            self.places[-1] if self.places else None,
-            unit.version,
+            self.innermost,
+            unit.parameters.version,
             tensor.dtype,
             int(tensor.storage_offset()),
             tensor.shape,
@@ -206,13 +228,13 @@ class SavedTensors:
 
     def _restore(self, handle: Handle) -> Tensor:
         unit = handle.unit
-        if unit.version != handle.version:
+        if unit.parameters.version != handle.version:
             raise StaleWeightsError(
                 f"the weights of unit {unit.fqn!r} were updated between the forward that saved them and this backward; "
                 "call optimizer.step() after all backwards that use the old weights, or run the forward again"
             )
         self._note(handle.place)
-        self._ensure(unit)
+        self._unshard(unit)
         return handle.view()
 
 

@@ -33,18 +33,31 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class Slot(Generic[T]):
-    """One buffer and who is in it."""
+    """One buffer, free or held by one unit.
 
-    __slots__ = ("_flats", "baseline", "buffer", "collectives", "generation", "holder", "key")
+    Only `take` gives it a holder, and only when it has none; only `free` ends that. So two units are never in one slot.
+    """
 
-    def __init__(self, collectives: Collectives, buffer: Buffer) -> None:
+    __slots__ = ("_expected_references", "_flats", "buffer", "collectives", "generation", "holder", "key")
+
+    def __init__(self, collectives: Collectives, buffer: Buffer, holder: T | None = None) -> None:
+        """`holder`: has the slot for good."""
         self.collectives = collectives
-        self.holder: T | None = None
+        self.holder = holder
         self.generation = 0
-        """Counts replacements of the storage: what was cached for another generation is void."""
-        self.baseline = 0
-        """Storage references when the holder's views were attached; more at release means somebody kept one."""
+        """Counts replacements of the storage: views cached for another generation are void."""
+        self._expected_references = 0
         self._set(buffer)
+
+    def take(self, holder: T) -> None:
+        """Give the free slot a holder. Waits until no rank reads from the buffer any more."""
+        assert self.holder is None, "a slot is taken that has a holder"
+        self.holder = holder
+        self.collectives.claim(self.buffer)
+
+    def free(self) -> None:
+        """The holder has no more use for it."""
+        self.holder = None
 
     def _set(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -66,12 +79,21 @@ class Slot(Generic[T]):
             self._flats[dtype, start_bytes, numel] = flat
         return flat
 
-    def references(self) -> int:
+    def expect_references(self) -> None:
+        """All tensors that refer to the storage now are the holder's."""
+        self._expected_references = self._references()
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether somebody besides the holder keeps a view of the storage."""
+        return self._references() > self._expected_references
+
+    def _references(self) -> int:
         """How many tensors (not Python names) refer to the storage, those that are kept here left out."""
         count: int = torch._C._storage_Use_Count(self.key)
         return count - len(self._flats)
 
-    def replace_storage(self) -> None:
+    def retire_storage(self) -> None:
         """Leave the storage to those who still hold views of it and go on with another."""
         self._set(self.collectives.detach(self.buffer))
         self.generation += 1

@@ -1,0 +1,199 @@
+"""The gradients of one unit on their way, from the leaf to the shard's gradient.
+
+A gradient is copied (cast, scaled) into the unit's reduce slot as it arrives, and the leaf lets go of it. One that
+meets no slot, which may happen on some ranks only, waits beside in memory of its own and joins the next slot that the
+unit has. What holds:
+
+- a key (group, parameter) is `written` only while the unit has a slot, which then holds the sum of what came of it;
+- the places of other keys hold leftovers of another unit until `complete` zeroes them;
+- `complete` takes the slot off the unit in the same move, so nothing is added to a slot that is being reduced;
+- `late` holds something only while the unit has no slot: what came first is added first;
+- whatever came is known to `fates` until it is handed out or forgotten.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.summation import ScaledAddition
+from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.group import Group
+
+Key = tuple[int, int]
+"""(group, parameter) of a unit."""
+
+
+class Fate(enum.IntEnum):
+    """What became of a parameter's gradient in a backward. Ranks agree on the greatest."""
+
+    UNUSED = 0
+    REDUCED = 1
+    WAITS = 2
+    """It came and is still to be reduced."""
+
+
+class UnitGradients:
+    """What came of each gradient of a unit and is not handed out yet."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self.keys: list[Key] = [(g, i) for g, group in enumerate(groups) for i in range(len(group.fqns))]
+        self.slot: Slot[Any] | None = None
+        """Where gradients are collected now."""
+        self.own_slot: Slot[Any] | None = None
+        """Kept by strategies with full-size gradients and by `no_sync`."""
+        self.reduce_bytes = 0
+        """In a slot, in the reduce dtype."""
+        self._written: set[Key] = set()
+        self._late: dict[Key, Tensor] = {}
+        """Gradients that came while there was no slot: scaled, in the reduce dtype."""
+        self._penalties: dict[Key, Tensor] = {}
+        """Gradients of penalties in the loss: this rank's piece of the mean over all ranks, master dtype."""
+        self._used: set[Key] = set()
+        """Gradients that came since gradients were last agreed on."""
+        self._views: dict[int, list[list[Tensor]]] = {}
+        self._listener: Callable[[Tensor], None] | None = None
+        self.place()
+
+    def listen(self, listener: Callable[[Tensor], None]) -> None:
+        """Have every gradient told as it comes."""
+        self._listener = listener
+
+    def place(self) -> None:
+        """Lay the trainable groups one after another in the unit's reduce slots."""
+        self.reduce_bytes = 0
+        for group in self.groups:
+            self.reduce_bytes = group.place_gradients(self.reduce_bytes)
+        self._views.clear()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients of a `no_sync` backward wait to be reduced."""
+        return bool(self._written or self._late or self._penalties)
+
+    # Collecting -------------------------------------------------------------------------------------------------------
+
+    def open(self, slot: Slot[Any]) -> None:
+        """Collect in `slot`, which is the unit's: first what came while there was none."""
+        assert self.slot is None, "gradients are collected in one slot at a time"
+        self.slot = slot
+        self._add_late(slot)
+
+    def close(self) -> None:
+        """Give the slot up with what is in it."""
+        if self.slot is not None:
+            self.slot.free()
+            self.slot = None
+
+    def keep(self, slot: Slot[Any] | None) -> None:
+        """Have a slot that no other unit uses; None: give it up."""
+        self.own_slot = slot
+
+    def forget_slots(self) -> None:
+        """Let go of everything that lies in an arena."""
+        self.slot = self.own_slot = None
+        self._views.clear()
+
+    def add(self, key: Key, grad: Tensor, scaled: ScaledAddition) -> None:
+        """Add the scaled grad, cast, to its place in the slot, or beside if there is none; the first one overwrites."""
+        if self._listener is not None:
+            self._listener(grad)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        self._used.add(key)
+        if self.slot is None:
+            is_first = key not in self._late
+            if is_first:
+                dtype = self.groups[key[0]].dtypes.reduce
+                self._late[key] = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+            view = self._late[key]
+        else:
+            view = self._views_of(self.slot)[key[0]][key[1]]
+            is_first = key not in self._written
+            self._written.add(key)
+        (scaled.write if is_first else scaled.add)(view, grad)
+
+    def add_penalty(self, key: Key, piece: Tensor) -> None:
+        """Add a penalty's gradient: this rank's piece, the mean over all ranks already."""
+        held = self._penalties.get(key)
+        self._penalties[key] = piece if held is None else held.add_(piece)
+
+    def complete(self) -> Slot[Any]:
+        """Make the slot ready to be reduced and take it off the unit. Gradients that did not come are zeros."""
+        slot = self.slot
+        assert slot is not None
+        assert not self._late, "late gradients join a slot when it is opened"
+        self._zero_missing(slot)
+        self._written.clear()
+        self.slot = None
+        return slot
+
+    def _add_late(self, slot: Slot[Any]) -> None:
+        for (g, i), late in self._late.items():
+            self._views_of(slot)[g][i].copy_(late)
+        self._written.update(self._late)
+        self._late.clear()
+
+    def _zero_missing(self, slot: Slot[Any]) -> None:
+        for g, views in enumerate(self._views_of(slot)):
+            for i, view in enumerate(views):
+                if (g, i) not in self._written:
+                    view.zero_()
+
+    def _views_of(self, slot: Slot[Any]) -> list[list[Tensor]]:
+        """Where gradients go in `slot`, by group; cached; nothing for frozen groups."""
+        views = self._views.get(id(slot))
+        if views is None:
+            views = [group.gradient_views(slot) if group.trainable else [] for group in self.groups]
+            self._views[id(slot)] = views
+        return views
+
+    # Handing out ------------------------------------------------------------------------------------------------------
+
+    def fates(self) -> bytes:
+        """On this rank, by key."""
+        return bytes(map(self._fate, self.keys))
+
+    def _fate(self, key: Key) -> Fate:
+        if key in self._written or key in self._late:
+            return Fate.WAITS
+        return Fate.REDUCED if key in self._used or key in self._penalties else Fate.UNUSED
+
+    def add_penalties(self) -> None:
+        """Add what penalties brought to the shard's gradient, after the reductions."""
+        for (g, i), piece in self._penalties.items():
+            group = self.groups[g]
+            total, accumulate = group.gradient_target()
+            if not accumulate:
+                total.zero_()
+            group.grads[i].local.add_(piece)
+        self._penalties.clear()
+
+    def hand_out(self, fates: Sequence[int]) -> None:
+        """Give every parameter that some rank used its gradient; the others keep what they had."""
+        for (g, i), fate in zip(self.keys, fates, strict=True):
+            if fate != Fate.UNUSED:
+                self.groups[g].hand_out(i)
+        self._used.clear()
+        for group in self.groups:
+            group.end_backward()
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """Drop what came of these gradients and was not handed out. No communication."""
+        for key in keys:
+            self._late.pop(key, None)
+            self._penalties.pop(key, None)
+        self._written.difference_update(keys)
+        self._used.difference_update(keys)
+
+    def abandon(self) -> None:
+        """Backward raised: drop everything that was not handed out."""
+        self.close()
+        self.forget(self.keys)
+        for group in self.groups:
+            group.end_backward()

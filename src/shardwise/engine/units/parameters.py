@@ -1,0 +1,286 @@
+"""The parameters of one unit: a state machine.
+
+    SHARDED --unshard--> UNSHARDING --wait_for_unshard--> UNSHARDED <--show_unsharded / show_sharded--> IN_USE
+       ^                                                     |
+       +------------------------reshard----------------------+
+
+What holds in each state:
+
+| state | slot | the leaf's data | modules hold |
+|---|---|---|---|
+| SHARDED | none | one NaN, expanded | the sharded face |
+| UNSHARDING | ours; only the all_gather touches it | one NaN, expanded | the sharded face |
+| UNSHARDED | ours, full parameters | views of the slot | the sharded face |
+| IN_USE | ours, full parameters | views of the slot | the leaf |
+
+Only methods of this class change the state, and each asserts the state that it starts from. Which slot, and when, is
+the `Unsharder`'s affair. Pinned parameters (nothing to gather: the slot is the shard itself) stay UNSHARDED.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Region, Work
+from shardwise.engine.units.arena import Slot
+
+if TYPE_CHECKING:
+    from shardwise.engine.units.group import Group
+
+
+class ParameterState(enum.Enum):
+    """Where a unit's parameters are."""
+
+    SHARDED = "sharded"
+    """Only this rank's slice exists."""
+    UNSHARDING = "unsharding"
+    """A slot is taken and the all_gather is under way."""
+    UNSHARDED = "unsharded"
+    """The full parameters lie in a slot; modules hold the sharded face."""
+    IN_USE = "in use"
+    """The full parameters lie in a slot and modules hold them: forward or backward is inside."""
+
+
+_MOVES: dict[ParameterState, tuple[ParameterState, ...]] = {
+    ParameterState.SHARDED: (ParameterState.UNSHARDING,),
+    ParameterState.UNSHARDING: (ParameterState.UNSHARDED,),
+    ParameterState.UNSHARDED: (ParameterState.IN_USE, ParameterState.SHARDED),
+    ParameterState.IN_USE: (ParameterState.UNSHARDED,),
+}
+
+
+class _Slices:
+    """This rank's slices of a unit over one group of ranks, by parameter group, and where they go in a slot."""
+
+    def __init__(self, groups: Sequence[Group], collectives: Collectives, pieces: Sequence[Tensor]) -> None:
+        self.collectives = collectives
+        self.pieces = pieces
+        self.version = -1
+        """Of the weights that are in them."""
+        self.regions = tuple(
+            Region(group.unsharded_start, piece.numel() * group.dtypes.compute.itemsize)
+            for group, piece in zip(groups, pieces, strict=True)
+        )
+        self._places = [
+            (region.start + collectives.rank * region.shard_bytes, piece.numel(), group.dtypes.compute)
+            for region, group, piece in zip(self.regions, groups, pieces, strict=True)
+        ]
+
+    def write_to(self, slot: Slot[Any]) -> None:
+        """Copy the slices, cast, to their final places in a slot."""
+        for piece, place in zip(self.pieces, self._places, strict=True):
+            slot.flat(*place).copy_(piece)
+
+    def read_from(self, slot: Slot[Any], version: int) -> None:
+        """Take the slices out of a slot with weights of that version."""
+        for piece, place in zip(self.pieces, self._places, strict=True):
+            piece.copy_(slot.flat(*place))
+        self.version = version
+
+
+class UnitParameters:
+    """Both faces of a unit's parameters, and the slot that they are unsharded in."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self.state = ParameterState.SHARDED
+        self.slot: Slot[Any] | None = None
+        self.is_pinned = all(group.is_whole for group in groups)
+        """Nothing to gather: the slot is the shard itself (a shard group of one and no cast, or no elements)."""
+        self.unsharded_bytes = 0
+        """In a slot, in the compute dtype."""
+        for group in groups:
+            self.unsharded_bytes = group.place_unsharded(self.unsharded_bytes)
+        self.leaf_ids: frozenset[int] = frozenset()
+        """Of the leaves that modules compute with."""
+        self._work: Work = FINISHED
+        self._steps = 0
+        """Optimizer steps seen; fused ones bump no tensor's version."""
+        self._unsharded_version = -1
+        """Version of the weights that lie in the slot."""
+        self._primary: _Slices | None = None
+        self._secondary: _Slices | None = None
+        self._pinned_bytes: Tensor | None = None
+        self._views: dict[int, tuple[int, list[list[Tensor]]]] = {}
+        """By slot: its generation, and the full parameters in it, by group."""
+        self._shown_versions: list[int] = []
+        self._listener: Callable[[ParameterState, ParameterState], None] | None = None
+
+    def listen(self, listener: Callable[[ParameterState, ParameterState], None]) -> None:
+        """Have every change of state told, before it is made: (old, new)."""
+        self._listener = listener
+
+    def _move(self, state: ParameterState) -> None:
+        """The only place where the state changes."""
+        assert state in _MOVES[self.state], f"parameters: {self.state.value} -> {state.value}"
+        if self._listener is not None:
+            self._listener(self.state, state)
+        self.state = state
+
+    # Versions ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Grows whenever this rank's weights are written."""
+        version = self._steps
+        for group in self.groups:  # asked a dozen times a step: `sum` would take three times as long
+            version += group.shard._version
+        return version
+
+    def stepped(self) -> None:
+        """An optimizer has updated the shards."""
+        self._steps += 1
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the slot holds the weights of now."""
+        return self.is_pinned or self._unsharded_version == self.version
+
+    @property
+    def has_secondary(self) -> bool:
+        """Whether the smaller group holds the weights of now."""
+        return self._secondary is not None and self._secondary.version == self.version
+
+    # Building ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def shard_bytes(self) -> int:
+        """Memory of this rank's slices, those over the smaller group included."""
+        if self._pinned_bytes is not None:
+            return self._pinned_bytes.nbytes
+        return sum(group.shard.nbytes for group in self.groups) + sum(piece.nbytes for piece in self.secondary)
+
+    @property
+    def secondary(self) -> Sequence[Tensor]:
+        """By group: this rank's slice over the smaller group that backward gathers from, compute dtype; or nothing."""
+        return () if self._secondary is None else self._secondary.pieces
+
+    def shard(self, device: torch.device) -> None:
+        """Cut the original parameters into this rank's shards and free them. No communication."""
+        if self.is_pinned:
+            self._pinned_bytes = torch.zeros(self.unsharded_bytes, dtype=torch.uint8, device=device)
+        for group in self.groups:
+            storage = None
+            if self._pinned_bytes is not None:
+                start, nbytes = group.unsharded_start, group.layout.numel * group.dtypes.master.itemsize
+                storage = self._pinned_bytes[start : start + nbytes].view(group.dtypes.master)
+            group.shard_parameters(device, storage)
+        self.leaf_ids = frozenset(id(leaf) for group in self.groups for leaf in group.leaves)
+        self.move_to(self.groups[0].collectives if self.groups else None)
+
+    def move_to(self, collectives: Collectives | None) -> None:
+        """The slices are over that group of ranks (the same ones). No communication."""
+        if collectives is not None:
+            self._primary = _Slices(self.groups, collectives, [group.shard for group in self.groups])
+
+    def pin(self, collectives: Collectives, holder: object) -> Slot[Any]:
+        """Make the shard the slot, for good. Only where `is_pinned`."""
+        assert self._pinned_bytes is not None
+        self.slot = Slot(collectives, Buffer(self._pinned_bytes, BufferKind.GATHER, -1), holder)
+        self._show_views()
+        self._move(ParameterState.UNSHARDING)
+        self._move(ParameterState.UNSHARDED)
+        return self.slot
+
+    def allocate_secondary(self, collectives: Collectives) -> None:
+        """Room for a slice over the smaller group. No communication."""
+        sizes = [group.layout.numel // collectives.world_size for group in self.groups]
+        pieces = [
+            torch.empty(numel, dtype=group.dtypes.compute, device=group.shard.device)
+            for group, numel in zip(self.groups, sizes, strict=True)
+        ]
+        self._secondary = _Slices(self.groups, collectives, pieces)
+
+    def forget_slots(self) -> None:
+        """Let go of everything that lies in an arena, and of a slot that is the shard itself."""
+        if self.slot is not None:
+            self._move(ParameterState.SHARDED)
+            self.slot.free()
+            self.slot = None
+        self._secondary = None
+        self._views.clear()
+
+    # Unsharding: each step is called in graph order, alike on every rank ---------------------------------------------
+
+    def unshard(self, slot: Slot[Any], label: int) -> None:
+        """Write this rank's slices, cast, to their final places in `slot` and start the all_gather. Collective."""
+        self._move(ParameterState.UNSHARDING)
+        self.slot = slot
+        self._unsharded_version = self.version
+        slices = self._primary
+        if self._secondary is not None and slot.collectives is self._secondary.collectives:
+            slices = self._secondary
+        assert slices is not None
+        slices.write_to(slot)
+        self._work = slot.collectives.all_gather(slot.buffer, slices.regions, label)
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all_gather and point the leaves at the slot."""
+        assert self.slot is not None
+        self._work.wait()
+        self._work = FINISHED
+        self._show_views()
+        self.slot.expect_references()
+        self._move(ParameterState.UNSHARDED)
+
+    def _show_views(self) -> None:
+        for group, views in zip(self.groups, self._views_of(self.slot), strict=True):
+            group.point_at(views)
+
+    def show_unsharded(self) -> None:
+        """Let modules hold the full parameters."""
+        self._shown_versions = self._leaf_versions()
+        for group in self.groups:
+            group.show_leaves()
+        self._move(ParameterState.IN_USE)
+
+    def show_sharded(self) -> None:
+        """Let modules hold the sharded parameters again."""
+        for group in self.groups:
+            group.show_sharded()
+        self._move(ParameterState.UNSHARDED)
+
+    def store_secondary(self) -> None:
+        """Keep this rank's slices over the smaller group, for backward. Only while unsharded."""
+        if self._secondary is not None and self.slot is not None:
+            self._secondary.read_from(self.slot, self._unsharded_version)
+
+    def reshard(self) -> tuple[Slot[Any], bool]:
+        """Let go of the slot. Returns it, and whether somebody else still holds a view of it: then its storage is
+        theirs, and the slot goes on with another."""
+        slot = self.slot
+        assert slot is not None
+        self._move(ParameterState.SHARDED)
+        is_referenced = slot.is_referenced
+        for group in self.groups:
+            group.point_at_placeholders()
+        if is_referenced:
+            self._views.pop(id(slot), None)
+            slot.retire_storage()
+        self.slot = None
+        return slot, is_referenced
+
+    def written_in_place(self) -> str | None:
+        """A parameter that was written since modules were let hold it; None where that is no loss."""
+        if self.is_pinned or not self._shown_versions:
+            return None
+        fqns = [fqn for group in self.groups for fqn in group.fqns]
+        versions = zip(fqns, self._leaf_versions(), self._shown_versions, strict=True)
+        return next((fqn for fqn, now, then in versions if now != then), None)
+
+    def _leaf_versions(self) -> list[int]:
+        return [leaf._version for group in self.groups for leaf in group.leaves]
+
+    def _views_of(self, slot: Slot[Any] | None) -> list[list[Tensor]]:
+        """The full parameters in a slot, by group; cached."""
+        assert slot is not None
+        cached = self._views.get(id(slot))
+        if cached is None or cached[0] != slot.generation:
+            cached = slot.generation, [group.unsharded_views(slot) for group in self.groups]
+            self._views[id(slot)] = cached
+        return cached[1]

@@ -1,0 +1,192 @@
+"""A unit: a module whose parameters are unsharded, used and resharded together.
+
+It ties its module to the engine: hooks on the module's forward and on the leaves' gradients. Its state is in three
+objects of their own: `parameters`, `gradients` and `calls`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.comm.protocol import Collectives
+from shardwise.engine.units.calls import UnitCalls
+from shardwise.engine.units.gradients import Key, UnitGradients
+from shardwise.engine.units.group import Group
+from shardwise.engine.units.parameters import UnitParameters
+from shardwise.errors import UsageError
+from shardwise.modules.dtypes import explain
+from shardwise.sharded.parameter import ShardedParameter
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Listener(Protocol):
+    """What a unit's hooks tell of what happens: the engine."""
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether a forward of the model is under way, or a backward, which may recompute one."""
+
+    def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """A forward begins. Returns its arguments."""
+
+    def post_forward(self, unit: Unit, output: object) -> object:
+        """A forward is over, or raised (then `output` is None). Returns its output."""
+
+    def on_gradient(self, unit: Unit, key: Key, leaf: nn.Parameter) -> None:
+        """Autograd has accumulated a gradient into a leaf."""
+
+    def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
+        """Autograd has brought a gradient to the outer face of a parameter."""
+
+
+class Unit:
+    """One module's own parameters (those of units below it are theirs)."""
+
+    def __init__(self, fqn: str, module: nn.Module, groups: Sequence[Group], ancestors: Sequence[Unit] = ()) -> None:
+        self.fqn = fqn
+        """Of the module, from the model that was sharded first; "" is that model itself."""
+        self.module = module
+        self.groups = list(groups)
+        self.ancestors = tuple(ancestors)
+        """Units around this one, outermost first."""
+        self.index = -1
+        """Position among the engine's units; orders everything that ranks must do alike."""
+        self.keeps_params = False
+        """Stays unsharded until the weights change."""
+        self.parameters = UnitParameters(self.groups)
+        self.gradients = UnitGradients(self.groups)
+        self.calls: UnitCalls[Unit] = UnitCalls()
+        self.listener: Listener | None = None
+        self._handles: tuple[RemovableHandle, ...] = ()
+        self._hooked_leaves: set[int] = set()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(f"a sharded model (unit {self.fqn!r}) cannot be deep-copied; copy it before sw.shard")
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a sharded model cannot be pickled or given to torch.save: call sw.checkpoint.save, or save "
+            "sw.full_state_dict(model)"
+        )
+
+    # Building -------------------------------------------------------------------------------------------------------
+
+    def shard_parameters(self, device: torch.device) -> None:
+        """Cut the original parameters into this rank's shards and free them. No communication."""
+        self.parameters.shard(device)
+        for group in self.groups:
+            for sharded in group.sharded:
+                sharded.unit = self
+
+    def join(self, listener: Listener, index: int, keeps_params: bool) -> None:
+        """Be the engine's unit number `index`, and report to it instead of any engine before."""
+        self.index = index
+        self.keeps_params = keeps_params or self.parameters.is_pinned
+        first = self.listener is None
+        self.listener = listener
+        if first:
+            self._handles = (
+                self.module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
+                self.module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True),
+            )
+        self.hook_gradients()
+
+    def lie_in(self, ancestors: Sequence[Unit]) -> None:
+        """The units around this one are now these, outermost first."""
+        self.ancestors = tuple(ancestors)
+
+    def rebase(self, fqn: str, collectives: Collectives) -> None:
+        """The unit's module is now called `fqn`, in a model sharded over `collectives`. No communication."""
+        prefix = fqn.removesuffix(self.fqn)
+        prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
+        self.fqn = fqn
+        for group in self.groups:
+            group.rebase(prefix, collectives)
+        self.parameters.move_to(collectives)
+
+    def forget_slots(self) -> None:
+        """Let go of everything that lies in an arena: another engine takes the unit over."""
+        self.parameters.forget_slots()
+        self.gradients.forget_slots()
+        if not self.groups:
+            for handle in self._handles:
+                handle.remove()
+
+    def hook_gradients(self) -> None:
+        """Hook leaves that want gradients and are not hooked yet."""
+        for g, group in enumerate(self.groups):
+            for i, leaf in enumerate(group.leaves):
+                if leaf.requires_grad and id(leaf) not in self._hooked_leaves:
+                    self._hooked_leaves.add(id(leaf))
+                    group.sharded[i].hand_on_gradients()
+                    leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
+
+    # What the outer faces tell their unit (`sharded.parameter.Owner`) -------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of its model is under way, this unit's or another's, or a backward, which may recompute
+        one."""
+        return self.listener is not None and self.listener.runs_model
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients of a `no_sync` backward wait to be reduced."""
+        return self.gradients.is_waiting
+
+    def about_to_step(self) -> None:
+        """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
+        if self.is_waiting:
+            raise UsageError(
+                f"optimizer.step() while gradients of unit {self.fqn!r} from a backward inside sw.no_sync wait to be "
+                "reduced: run the last backward of a step outside sw.no_sync, or drop them with zero_grad()"
+            )
+
+    def stepped(self) -> None:
+        """An optimizer has updated the shards."""
+        self.parameters.stepped()
+
+    def drop_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
+        """The user zeroes these parameters' gradients: what waits to be reduced goes too. Every rank must do so."""
+        if self.is_waiting:
+            ids = set(map(id, parameters))
+            keys = self.gradients.keys
+            self.gradients.forget([(g, i) for g, i in keys if id(self.groups[g].sharded[i]) in ids])
+
+    def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
+        """A gradient came to the outer face, from a penalty in the loss: the mean over the shard group. In backward."""
+        assert self.listener is not None
+        key = next((g, i) for g, i in self.gradients.keys if self.groups[g].sharded[i] is face)
+        self.listener.on_penalty(self, key, piece)
+
+    # Hooks ------------------------------------------------------------------------------------------------------------
+
+    def _gradient_hook(self, key: Key) -> Any:
+        this = weakref.ref(self)  # the collector cannot see through a tensor's hooks: the leaf would keep us for ever
+
+        def on_gradient(leaf: nn.Parameter) -> None:
+            unit = this()
+            assert unit is not None
+            assert unit.listener is not None
+            unit.listener.on_gradient(unit, key, leaf)
+
+        return on_gradient
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.listener is not None
+        return self.listener.pre_forward(self, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        assert self.listener is not None
+        if output is None:
+            dtypes = {group.dtypes.compute for group in self.groups}
+            explain(sys.exception(), self.fqn, module, dtypes, (args, kwargs))
+        return self.listener.post_forward(self, output)

@@ -1,0 +1,160 @@
+"""Unsharding of one model's units: which unit gets which slot, when, and which one has to leave it.
+
+Slots are handed out and taken back in the order of the units' calls, which is the same on every rank, so ranks issue
+the same all_gathers in the same order.
+
+A slot may be taken from a unit whose forward is not under way, even in the middle of its backward: nothing of the
+backward points into the slot. What autograd saved are handles, which have the unit unsharded again, in whatever slot,
+when they are needed (`saved_tensors.py`), and gradients are collected elsewhere. A unit in forward keeps its slot:
+its modules read the parameters themselves, at any moment.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import islice
+
+from shardwise.comm.protocol import BufferKind
+from shardwise.engine.control import Control
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.schedule import Phase, Schedule
+from shardwise.engine.units.arena import Arena, Slot, size_classes
+from shardwise.engine.units.parameters import ParameterState
+from shardwise.engine.units.unit import Unit
+from shardwise.errors import ConfigError
+
+
+class Unsharder:
+    """The arena of one engine's unsharded parameters. Everything here happens in graph order, alike on every rank."""
+
+    def __init__(self, mesh: Mesh, control: Control, schedule: Schedule, slots: int) -> None:
+        self._mesh = mesh
+        self._control = control
+        self._schedule = schedule
+        self._slots = slots
+        self._arena: Arena[Unit] | None = None
+        self._secondary: Arena[Unit] | None = None
+        """Of units that backward unshards from the smaller group."""
+        self.slots: dict[int, Slot[Unit]] = {}
+        """Every slot by the identity of its storage, those that are shards themselves included."""
+        self.retired_slots = 0
+        """Storages left to somebody who still held a view of them when their unit was resharded."""
+
+    @property
+    def arenas(self) -> list[Arena[Unit]]:
+        return [arena for arena in (self._arena, self._secondary) if arena is not None]
+
+    def allocate(self, units: Sequence[Unit]) -> None:
+        """Allocate every slot, once. Every rank must call this."""
+        if self._arena is not None:
+            return
+        moving = [(unit, unit.parameters.unsharded_bytes) for unit in units if not unit.parameters.is_pinned]
+        keep = any(unit.keeps_params for unit, _ in moving)
+
+        def slots(units: Sequence[Unit]) -> int:
+            return len(units) if keep else self._slots
+
+        self._arena = Arena(self._mesh.shard, BufferKind.GATHER, size_classes(moving, slots))
+        if self._mesh.secondary is not None:
+            self._secondary = Arena(self._mesh.secondary, BufferKind.GATHER, size_classes(moving, slots))
+            for unit, _ in moving:
+                unit.parameters.allocate_secondary(self._mesh.secondary)
+        pinned = [unit.parameters.pin(self._mesh.shard, unit) for unit in units if unit.parameters.is_pinned]
+        for slot in (*(slot for arena in self.arenas for slot in arena.slots), *pinned):
+            self.slots[slot.key] = slot
+
+    def hand_over(self, units: Sequence[Unit]) -> None:
+        """Give every slot up: another engine takes the units over."""
+        self.reshard_all(units)
+        self._arena = self._secondary = None
+        for unit in units:
+            unit.forget_slots()
+
+    def unshard(self, unit: Unit, again: bool) -> None:
+        """Have `unit` unsharded with the weights of now, and wait for it. `again`: after its forward, so from the
+        secondary shard if there is one."""
+        parameters = unit.parameters
+        if parameters.state is ParameterState.UNSHARDING:
+            parameters.wait_for_unshard()
+        if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:
+            self.reshard(unit)
+        if parameters.state is ParameterState.SHARDED:
+            self._start(unit, self._free_slot(self._arena_of(unit, again), unit))
+            parameters.wait_for_unshard()
+
+    def prefetch(self, units: Sequence[Unit]) -> None:
+        """Start unsharding units that the recorded order says come next, as far as there are free slots."""
+        wanted = max(1, self._slots - 2)
+        for event in islice(self._schedule.upcoming(), wanted + 2):
+            unit = units[event.unit]
+            parameters = unit.parameters
+            if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:  # kept over a step
+                self.reshard(unit)
+            if parameters.state is ParameterState.SHARDED:
+                slot = self._arena_of(unit, event.phase is Phase.BACKWARD).preferred(unit)
+                if slot.holder is not None:
+                    return
+                self._start(unit, slot)
+            if parameters.state is ParameterState.UNSHARDING:
+                wanted -= 1
+            if wanted <= 0:
+                return
+
+    def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
+        label = self._control.gather_label(unit.index)
+        if slot.collectives.world_size > 1:
+            self._control.note(label)
+        slot.take(unit)
+        unit.parameters.unshard(slot, label)
+
+    def _arena_of(self, unit: Unit, again: bool) -> Arena[Unit]:
+        arena = self._secondary if again and unit.parameters.has_secondary else self._arena
+        assert arena is not None
+        return arena
+
+    def _free_slot(self, arena: Arena[Unit], unit: Unit) -> Slot[Unit]:
+        """A slot for the unit; if all are held, taken from a unit that is not in use, else from one in backward."""
+        choices = arena.choices(unit)
+        for slot in choices:
+            if slot.holder is None:
+                return slot
+        held = [(slot, slot.holder) for slot in choices if slot.holder is not None]
+        evictable = [pair for pair in held if pair[1].parameters.state is not ParameterState.IN_USE]
+        evictable += [pair for pair in held if not pair[1].calls.in_forward]
+        if evictable:
+            slot, holder = evictable[0]
+            self.reshard(holder)
+            return slot
+        raise ConfigError(
+            f"unit {unit.fqn!r} finds all {len(choices)} slots of its size taken by units whose forward is under way; "
+            f"raise slots (now {self._slots}) to at least {len(choices) + 1}"
+        )
+
+    def reshard(self, unit: Unit) -> None:
+        """Take the unit's slot back, in whatever state it is."""
+        parameters = unit.parameters
+        if parameters.state is ParameterState.UNSHARDING:
+            parameters.wait_for_unshard()
+        if parameters.state is ParameterState.IN_USE:
+            parameters.show_sharded()
+        if parameters.state is not ParameterState.UNSHARDED or parameters.is_pinned:
+            return
+        assert parameters.slot is not None
+        key = parameters.slot.key
+        slot, was_retired = parameters.reshard()
+        slot.collectives.release(slot.buffer)
+        slot.free()
+        if was_retired:
+            self.slots[slot.key] = self.slots.pop(key)
+            self.retired_slots += 1
+            warnings.warn(
+                f"shardwise: something still holds a view of unit {unit.fqn!r}'s gathered parameters after its forward "
+                "or backward; that memory was left to it and the slot replaced. Keep a .clone() instead of the view",
+                stacklevel=2,
+            )
+
+    def reshard_all(self, units: Sequence[Unit]) -> None:
+        """Take every slot back."""
+        for unit in units:
+            self.reshard(unit)
