@@ -182,7 +182,6 @@ class Gradients:
         slot = unit.reduce_slot
         if slot is None or not self.sync:
             return
-        unit.add_late()
         unit.zero_missing()
         unit.written.clear()
         unit.reduce_slot = None
@@ -228,6 +227,7 @@ class Gradients:
         if unit.own_reduce_slot is None and not self.sync:
             self._give_own_slot(unit)
         unit.reduce_slot = self._claim(unit.own_reduce_slot or self._take(self._arena, unit), unit)
+        unit.add_late()  # before what comes now: sums are taken in the order of gradients
 
     def _claim(self, slot: Slot[Unit], unit: Unit) -> Slot[Unit]:
         for flight in [flight for flight in self._in_flight if flight.slot is slot]:

@@ -418,15 +418,12 @@ class Unit:
         (scaled.write if is_first else scaled.add)(view, grad)
 
     def add_late(self) -> None:
-        """Bring the gradients that came while there was no slot into the reduce slot."""
+        """Bring the gradients that came while there was no slot into the reduce slot, which is new."""
         assert self.reduce_slot is not None
         views = self.reduce_views(self.reduce_slot)
-        for (g, i), late in self.late.items():
-            if (g, i) in self.written:
-                views[g][i].add_(late)
-            else:
-                self.written.add((g, i))
-                views[g][i].copy_(late)
+        for g, i in self.late:
+            views[g][i].copy_(self.late[g, i])
+        self.written.update(self.late)
         self.late.clear()
 
     def zero_missing(self) -> None:
