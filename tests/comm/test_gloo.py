@@ -72,6 +72,26 @@ def test_messages_of_a_collective_that_failed_are_not_taken_for_later_ones(ranks
     assert ranks(2).run(after_a_failure) == [[3.0], [3.0]]
 
 
+def ahead_of_a_failure() -> float:
+    """Rank 1 waits for its second collective first; rank 0 raises in its first."""
+    comm = group_of_all(30)
+    start = time.monotonic()
+    if comm.rank == 0:
+        with pytest.raises(MismatchError):
+            comm.all_reduce(torch.ones(20_000), "max").wait()
+    else:
+        buffer = comm.allocate(40 * comm.world_size, BufferKind.GATHER)
+        _, second = (comm.all_gather(buffer, (Region(0, 40),)) for _ in range(2))
+        with pytest.raises(CollectiveTimeout, match="rank 0 raised and left what rank 1 waits for"):
+            second.wait()
+    comm.abandon()  # nobody needs to be told again
+    return time.monotonic() - start
+
+
+def test_a_rank_that_is_ahead_of_one_that_fails_does_not_wait_for_its_timeout(ranks: RankPools) -> None:
+    assert max(ranks(2).run(ahead_of_a_failure)) < 10
+
+
 @pytest.mark.parametrize("what", ["buffers", "ops", "sizes"])
 def test_disagreement_is_an_error_that_names_both_sides_at_once(ranks: RankPools, what: str) -> None:
     start = time.monotonic()

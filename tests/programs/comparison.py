@@ -21,10 +21,10 @@ from tests.programs.parts import EXPERTS
 from tests.programs.program import Node, Program, Raise, Train
 from tests.programs.sides import Plain, Seen, Sharded
 
-TOLERANCES = {"fp64": 1e-9, "fp32": 2e-4, "bf16": 6e-2}
+TOLERANCES = {"fp64": 1e-9, "fp32": 2e-4, "bf16": 1.2e-1}
 """Relative to the largest entry of the tensor, or a tenth of the largest of its kind. A few units in the last place,
 over a few steps; what is wrong is wrong by per cents. bf16 has 8 bits: one of its roundings is 0.4 %, and AdamW's
-first step is the sign of a gradient."""
+first step is the sign of a gradient; what this lets pass there, the programs in fp32 and fp64 find."""
 
 
 SEEN_FLOOR = 0.05

@@ -7,7 +7,9 @@ What `sw.shard` documents as refused is not drawn; this is all of it:
 - units that run on some ranks only: heads that are chosen by rank lie inside a unit;
 - weights written between a forward and its backward;
 - ties between a module that is sharded first and the rest of the model;
-- checkpoints of which a rank recomputes something and another, whose experts are idle, nothing.
+- checkpoints of which a rank recomputes something and another, whose experts are idle or frozen, nothing;
+- losses that leave a unit out of a checkpoint inside it by a way that nobody can look into: their backward may come
+  before that of the unit's outputs, and recompute while nobody has told of the unit.
 Beside that, what ranks skip inside a unit differs only where `uneven` is asked for.
 """
 
@@ -75,7 +77,7 @@ class _Drawing:
         sharding = self._sharding(world_size, dtype)
         model = _legal(self._model(), sharding)
         self._recomputable = _is_recomputable(model)
-        return Program(
+        drawn = Program(
             seed=self._random.randrange(1000),
             world_size=world_size,
             width=self._random.choice((4, 5, 6, 8)),
@@ -86,6 +88,7 @@ class _Drawing:
             optimizer=self._random.choice(OPTIMIZERS),
             actions=self._actions(),
         )
+        return dataclasses.replace(drawn, model=_recomputed_alike(drawn))
 
     def _chance(self, probability: float) -> bool:
         return self._random.random() < probability
@@ -298,6 +301,24 @@ def _legal(model: Node, sharding: Sharding) -> Node:
         return dataclasses.replace(node, children=children, option=option, unit=node.unit and not skipped)
 
     return legal(model, False)
+
+
+def _recomputed_alike(program: Program) -> Node:
+    """The model without what checkpoints cannot recompute on all ranks alike, or not before their unit is told of."""
+    freezes = any(isinstance(action, Freeze) for action in program.actions)
+    around = any(isinstance(action, Train) and action.recompute for action in program.actions)
+
+    def alike(node: Node, inside: bool, in_unit: bool) -> Node:
+        kind, option = node.kind, node.option
+        if inside and freezes and option.startswith("rank"):
+            option = {"experts": "all-list"}.get(kind, "step")
+        if inside and in_unit and kind == "aux":
+            kind = "chain"
+        inside, in_unit = inside or kind == "checkpoint", in_unit or node.unit or program.sharding.units != "marked"
+        children = tuple(alike(child, inside, in_unit) for child in node.children)
+        return dataclasses.replace(node, kind=kind, option=option, children=children)
+
+    return alike(program.model, around, in_unit=False)
 
 
 def _fitting(sharding: Sharding, model: Node) -> Sharding:

@@ -7,6 +7,7 @@ and of what it is."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ STAGING_BYTES = 16 * 2**20
 """Where peers' slices arrive before they are summed; two halves, so that one fills while the other is read."""
 SMALL_BYTES = 32 * 2**10
 """An all_reduce of up to this much is one exchange of everything instead of a reduce-scatter and an all-gather."""
+AHEAD = 32
+"""Collectives that a rank may have begun which another one, that has failed, never will: each of them is told."""
 
 
 class GlooCollectives(PrivateBuffers):
@@ -47,7 +50,6 @@ class GlooCollectives(PrivateBuffers):
         number = _made[group] = _made.get(group, 0) + 1
         self._line = _Line(group, number, timedelta(seconds=timeout_s(group)), self.labels)
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        self._sequence = 0
         self._left: list[_Post] = []
         """Of collectives that were abandoned: gloo may still be at their messages."""
         self._sum = RankOrderSum()
@@ -101,8 +103,7 @@ class GlooCollectives(PrivateBuffers):
         above = [(position - span + src) % self.world_size] if position else []
         steps = [span >> k for k in range(1, span.bit_length())]
         below = [(position + step + src) % self.world_size for step in steps if position + step < self.world_size]
-        self._sequence += 1
-        post = _Post(self._line, sign("broadcast", 0, flat.numel(), flat.dtype, src), self._sequence, below, above)
+        post = _Post(self._line, sign("broadcast", 0, flat.numel(), flat.dtype, src), below, above)
         for peer in above:
             post.wait(post.receive(flat, peer, 0))
         for peer in below:
@@ -129,11 +130,11 @@ class GlooCollectives(PrivateBuffers):
         return functools.reduce(combine, said)
 
     def abandon(self) -> None:
-        self._left.append(self._post(sign("abandon")))
+        if self._line.failure is None:  # else peers are told
+            self._left.append(self._post(sign("abandon")))
 
     def _post(self, signature: int, length: int = 0) -> _Post:
-        self._sequence += 1
-        return _Post(self._line, signature, self._sequence, self._peers, self._peers, length)
+        return _Post(self._line, signature, self._peers, self._peers, length)
 
     def _gather(self, post: _Post, slices: Sequence[Sequence[Tensor]]) -> Work:
         arrivals: list[_Message] = []
@@ -172,6 +173,8 @@ class _Line:
     """Of this one among all that the process group has seen."""
     timeout: timedelta
     labels: dict[int, str]
+    sequence: int = 0
+    """Collectives so far."""
     failure: ShardwiseError | None = None
     """What ended the first wait that failed: the ranks are out of step, so no later one is worth its time."""
 
@@ -180,10 +183,26 @@ class _Line:
     header_bytes: int = 0
     """Of all that were made."""
 
+    last_messages: list[object] = field(default_factory=list)
+    """Under way to peers, after a failure."""
+
     def fail(self, error: ShardwiseError) -> ShardwiseError:
-        """Remember it. Returns the error, to be raised."""
-        self.failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
+        """Remember it, and leave word for peers: they may be at collectives that this rank will not come to, and would
+        wait for their timeouts. Returns the error, to be raised."""
+        if self.failure is None:
+            self.failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
+            header = torch.tensor([sign("abandon"), 0], dtype=torch.int64, device="cpu")
+            self.last_messages.append(header)
+            for sequence in range(self.sequence + 1, self.sequence + 1 + AHEAD):
+                for peer in range(self.group.size()):
+                    if peer != self.group.rank():
+                        with contextlib.suppress(RuntimeError):  # it is gone
+                            self.last_messages.append(self.group.send(*self.header(header, peer, sequence)))
         return error
+
+    def header(self, header: Tensor, peer: int, sequence: int) -> tuple[list[Tensor], int, int]:
+        """What to call `send` and `recv` with for the header of a collective."""
+        return [header], peer, _tag("header", self.number, sequence)
 
     def headers(self) -> Tensor:
         """Room for the headers of a collective, by rank. It goes back to `free_headers`."""
@@ -197,15 +216,14 @@ class _Line:
 class _Post:
     """The messages of one collective: numbers and posts them, and turns their failures into typed errors."""
 
-    def __init__(
-        self, line: _Line, signature: int, sequence: int, to: Sequence[int], hears: Sequence[int], length: int = 0
-    ) -> None:
+    def __init__(self, line: _Line, signature: int, to: Sequence[int], hears: Sequence[int], length: int = 0) -> None:
         """Sends the header to the peers `to` and expects one of each peer in `hears`."""
         self.world_size = line.group.size()
         self._line = line
         self._rank = line.group.rank()
         self._signature = signature
-        self._sequence = sequence
+        line.sequence += 1
+        self._sequence = line.sequence
         self._sent: list[_Message] = []
         self._hears = hears
         self._headers: Tensor | None = line.headers()
@@ -213,7 +231,9 @@ class _Post:
         mine = self._headers[self._rank]
         self._unread = [self._hear(self._headers[peer], peer) for peer in hears]
         for peer in to:
-            self._sent.append(_Message(self._try(peer, line.group.send, *self._header(mine, peer)), peer))
+            self._sent.append(
+                _Message(self._try(peer, line.group.send, *line.header(mine, peer, self._sequence)), peer)
+            )
 
     def send(self, tensor: Tensor, peer: int, part: object) -> None:
         if tensor.numel():
@@ -260,10 +280,8 @@ class _Post:
                 raise line.fail(mismatch(self._rank, self._signature, message.peer, theirs, line.labels))
 
     def _hear(self, header: Tensor, peer: int) -> _Message:
-        return _Message(self._try(peer, self._line.group.recv, *self._header(header, peer)), peer)
-
-    def _header(self, header: Tensor, peer: int) -> tuple[list[Tensor], int, int]:
-        return [header], peer, _tag("header", self._line.number, self._sequence)
+        line = self._line
+        return _Message(self._try(peer, line.group.recv, *line.header(header, peer, self._sequence)), peer)
 
     def _letter(self, tensor: Tensor, peer: int, part: object) -> tuple[list[Tensor], int, int]:
         what = (self._line.number, self._sequence, self._signature, part, tensor.nbytes)
