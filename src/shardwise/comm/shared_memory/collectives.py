@@ -51,8 +51,8 @@ class ShmCollectives:
         self.labels: dict[int, str] = {}
         self._group = group
         self._watch = Watch(group, timeout_s(group))
-        self._slots: list[_Slot] = []
-        self._reduce_slots: dict[int, _Slot] = {}  # by the address of this rank's own memory
+        self._shared: list[_SharedBuffer] = []
+        self._reduce_buffers: dict[int, _SharedBuffer] = {}  # by the address of this rank's own memory
         self._scattering: list[_Deferred] = []
         """Reductions that wait for nobody once everybody has posted, in their order."""
         self._sum = RankOrderSum()
@@ -70,52 +70,52 @@ class ShmCollectives:
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
         self._meet(sign("allocate", 0, nbytes, kind))  # ranks that disagree here would map each other's memory wrong
-        slot = _Slot(self._group, self._watch, len(self._slots), nbytes, kind)
-        self._slots.append(slot)
-        buffer = self._map(slot)
+        shared = _SharedBuffer(self._group, self._watch, len(self._shared), nbytes, kind)
+        self._shared.append(shared)
+        buffer = self._map(shared)
         if self.poison:
             buffer.bytes.fill_(POISON_BYTE)
             self.barrier()
         return buffer
 
     def claim(self, buffer: Buffer) -> None:
-        slot = self._slots[buffer.index]
-        slot.pending.wait()
-        slot.finished.wait(slot.uses, f"claim of buffer {buffer.index}")
+        shared = self._shared[buffer.index]
+        shared.pending.wait()
+        shared.finished.wait(shared.uses, f"claim of buffer {buffer.index}")
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
-        return self._post(self._slots[buffer.index], sign("all_gather", label, buffer.index, regions))
+        return self._post(self._shared[buffer.index], sign("all_gather", label, buffer.index, regions))
 
     def release(self, buffer: Buffer) -> None:
-        slot = self._slots[buffer.index]
-        slot.finished.post(slot.uses)
+        shared = self._shared[buffer.index]
+        shared.finished.post(shared.uses)
         if self.poison:
-            slot.finished.wait(slot.uses, f"release of buffer {buffer.index}")
+            shared.finished.wait(shared.uses, f"release of buffer {buffer.index}")
             share = -(-buffer.bytes.numel() // self.world_size)
             buffer.bytes[self.rank * share : (self.rank + 1) * share].fill_(POISON_BYTE)
-            slot.poisoned.post(slot.uses)
-            slot.poisoned.wait(slot.uses, f"release of buffer {buffer.index}")
+            shared.poisoned.post(shared.uses)
+            shared.poisoned.wait(shared.uses, f"release of buffer {buffer.index}")
 
     def detach(self, buffer: Buffer) -> Buffer:
-        replacement = self._map(self._slots[buffer.index])
-        self._reduce_slots.pop(buffer.bytes.data_ptr(), None)
+        replacement = self._map(self._shared[buffer.index])
+        self._reduce_buffers.pop(buffer.bytes.data_ptr(), None)
         make_private(buffer.bytes)
         return replacement
 
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         check_reductions(reductions, self.world_size)
-        slot = self._slots[buffer.index]
-        slot.pending.wait()
+        shared = self._shared[buffer.index]
+        shared.pending.wait()
         what = tuple((r.flat.storage_offset(), r.flat.dtype, r.out.numel()) for r in reductions)
-        arrival = self._post(slot, sign("reduce_scatter", label, buffer.index, what))
+        arrival = self._post(shared, sign("reduce_scatter", label, buffer.index, what))
 
         def sum_own_slices() -> None:
             for r in reductions:
-                terms = [slice_of(theirs, self.rank, self.world_size) for theirs in slot.everybodys(r.flat)]
+                terms = [slice_of(theirs, self.rank, self.world_size) for theirs in shared.everybodys(r.flat)]
                 self._sum(terms, r.out, r.accumulate)
-            slot.finished.post(arrival.use)
+            shared.finished.post(arrival.use)
 
-        work = _Deferred(slot, arrival, sum_own_slices)
+        work = _Deferred(shared, arrival, sum_own_slices)
         self._scattering = [*(other for other in self._scattering if not other.is_done), work]
         return work
 
@@ -130,16 +130,16 @@ class ShmCollectives:
         if after is not FINISHED:
             return Then(after, lambda: self.all_reduce(tensor, op, label=label))
         flat = tensor.detach().view(-1)
-        slot = self._reduce_slots.get(flat.untyped_storage().data_ptr())
-        if slot is None:
+        shared = self._reduce_buffers.get(flat.untyped_storage().data_ptr())
+        if shared is None:
             for chunk in pieces_of(flat, STAGE_BYTES // flat.itemsize):
                 self._all_reduce_staged(chunk, op, label)
             return FINISHED
-        slot.pending.wait()
-        what = slot.index, flat.storage_offset(), flat.dtype, flat.numel(), op
-        arrival = self._post(slot, sign("all_reduce", label, *what))
-        slot.uses += 1
-        return _Deferred(slot, arrival, partial(self._all_reduce_in_place, slot, arrival.use, flat, op))
+        shared.pending.wait()
+        what = shared.index, flat.storage_offset(), flat.dtype, flat.numel(), op
+        arrival = self._post(shared, sign("all_reduce", label, *what))
+        shared.use()
+        return _Deferred(shared, arrival, partial(self._all_reduce_in_place, shared, arrival.use, flat, op))
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -174,23 +174,22 @@ class ShmCollectives:
 
     def close(self) -> None:
         """Forget every segment. Memory and file descriptors go when the last view of a buffer does."""
-        for slot in self._slots:
-            slot.pending = FINISHED  # it refers back to its slot
-        self._slots.clear()
-        self._reduce_slots.clear()
+        for shared in self._shared:
+            shared.expect(FINISHED)  # it refers back to its buffer
+        self._shared.clear()
+        self._reduce_buffers.clear()
         self._scattering.clear()
 
-    def _map(self, slot: _Slot) -> Buffer:
-        buffer = Buffer(slot.map_own(), slot.kind, slot.index)
-        if slot.kind is BufferKind.REDUCE:
-            self._reduce_slots[buffer.bytes.data_ptr()] = slot
+    def _map(self, shared: _SharedBuffer) -> Buffer:
+        buffer = Buffer(shared.map_own(), shared.kind, shared.index)
+        if shared.kind is BufferKind.REDUCE:
+            self._reduce_buffers[buffer.bytes.data_ptr()] = shared
         return buffer
 
-    def _post(self, slot: _Slot, signature: int) -> _Arrival:
+    def _post(self, shared: _SharedBuffer, signature: int) -> _Arrival:
         self._journal.write(signature)
-        slot.uses += 1
-        slot.posted.post(slot.uses, signature)
-        return _Arrival(slot, signature)
+        shared.posted.post(shared.use(), signature)
+        return _Arrival(shared, signature)
 
     def _meet(self, signature: int, mine: Tensor | None = None) -> Tensor:
         """Wait for every rank's turn, showing them `mine`. Returns what each shows, [world_size, STAGE_BYTES] uint8,
@@ -218,22 +217,22 @@ class ShmCollectives:
             part.copy_(theirs[: part.numel() * part.itemsize].view(part.dtype))
 
     @torch.no_grad()
-    def _all_reduce_in_place(self, slot: _Slot, use: int, flat: Tensor, op: str) -> None:
+    def _all_reduce_in_place(self, shared: _SharedBuffer, use: int, flat: Tensor, op: str) -> None:
         """Each rank sums its share of memory that the peers can read, then fetches the others'."""
-        by_rank = [shares(theirs, self.world_size) for theirs in slot.everybodys(flat)]
+        by_rank = [shares(theirs, self.world_size) for theirs in shared.everybodys(flat)]
         own = by_rank[self.rank]
         self._sum([parts[self.rank] for parts in by_rank], own[self.rank], op=op)
-        slot.finished.post(use)
-        slot.finished.wait(use, op)
+        shared.finished.post(use)
+        shared.finished.wait(use, op)
         for rank, parts in enumerate(by_rank):
             if rank != self.rank:
                 own[rank].copy_(parts[rank])
         # The caller may write to the tensor at once, so nobody may still be reading it.
-        slot.finished.post(use + 1)
-        slot.finished.wait(use + 1, op)
+        shared.finished.post(use + 1)
+        shared.finished.wait(use + 1, op)
 
 
-class _Slot:
+class _SharedBuffer:
     """One buffer's shared memory and how far each rank is with it."""
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch, index: int, nbytes: int, kind: BufferKind) -> None:
@@ -253,6 +252,15 @@ class _Slot:
         """Uses after which this rank no longer reads what others wrote."""
         self.poisoned = Counter(self._segment.head, 2, world_size, watch)
 
+    def use(self) -> int:
+        """This rank posts the buffer once more. Returns how often it has by now."""
+        self.uses += 1
+        return self.uses
+
+    def expect(self, work: Work) -> None:
+        """What is left to do before the buffer can be posted or written again."""
+        self.pending = work
+
     def map_own(self) -> Tensor:
         first = self.rank if self.kind is BufferKind.REDUCE else 0
         return self._segment.map(first, 1, populate=True)[: self._nbytes]
@@ -267,9 +275,9 @@ class _Slot:
 class _Arrival:
     """Everybody's post of one use of a buffer."""
 
-    def __init__(self, slot: _Slot, signature: int) -> None:
-        self.use = slot.uses
-        self._posted = slot.posted
+    def __init__(self, shared: _SharedBuffer, signature: int) -> None:
+        self.use = shared.uses
+        self._posted = shared.posted
         self._signature = signature
 
     def is_there(self) -> bool:
@@ -282,9 +290,9 @@ class _Arrival:
 class _Deferred:
     """What is left of a collective once it was posted: formed in `wait`, later, so that fewer peers are late."""
 
-    def __init__(self, slot: _Slot, arrival: _Arrival, finish: Callable[[], None]) -> None:
-        slot.pending = self
-        self._left: tuple[_Slot, _Arrival, Callable[[], None]] | None = slot, arrival, finish
+    def __init__(self, shared: _SharedBuffer, arrival: _Arrival, finish: Callable[[], None]) -> None:
+        shared.expect(self)
+        self._left: tuple[_SharedBuffer, _Arrival, Callable[[], None]] | None = shared, arrival, finish
 
     @property
     def is_done(self) -> bool:
@@ -297,7 +305,7 @@ class _Deferred:
     def wait(self) -> None:
         if self._left is None:
             return
-        (slot, arrival, finish), self._left = self._left, None
-        slot.pending = FINISHED
+        (shared, arrival, finish), self._left = self._left, None
+        shared.expect(FINISHED)
         arrival.wait()
         finish()

@@ -40,6 +40,18 @@ class Call(Generic[U]):
         self.is_open = False
         """Its backward has begun and is not over."""
 
+    def begin_at(self, moment: int) -> None:
+        """It begins, in grad mode."""
+        self.begin = moment
+
+    def end_at(self, moment: int, has_backward: bool) -> None:
+        """It has returned."""
+        self.end, self.has_backward = moment, has_backward
+
+    def be_first(self, is_first: bool) -> None:
+        """Whether no earlier call of its unit has a backward, as far as is known."""
+        self.is_first = is_first
+
     def open(self) -> None:
         """Its backward begins."""
         self.is_open = True
@@ -135,22 +147,21 @@ class ForwardPass(Generic[U]):
 
     def begin(self, call: Call[U]) -> None:
         """A call begins, in grad mode."""
-        call.begin = len(self._moments)
+        call.begin_at(len(self._moments))
         self._moments.append(call)
 
     def end(self, call: Call[U], has_backward: bool) -> None:
         """It has returned."""
         if call.begin < 0:
             return
-        call.end = len(self._moments)
-        call.has_backward = has_backward
+        call.end_at(len(self._moments), has_backward)
         self._moments.append(call)
         if has_backward:
             first = self._first.get(call.unit)
             if first is None or call.begin < first.begin:
                 if first is not None:
-                    first.is_first = False
-                call.is_first = True
+                    first.be_first(False)
+                call.be_first(True)
                 self._first[call.unit] = call
 
     def follow(self, backward: int) -> bool:
