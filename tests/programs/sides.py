@@ -100,7 +100,7 @@ class _Pass:
     def forward(self, index: int) -> Losses:
         batch, output = self._run(index, self.action)
         aux = sum(self.model.moment.aux, torch.zeros(()))
-        losses = Losses((output - batch.target).square().mean() + 0.1 * aux, 0.1 * output.sin().mean() + 0.3 * aux)
+        losses = Losses((output - batch.target).square().mean() + 0.1 * aux, 0.1 * output.tanh().mean() + 0.3 * aux)
         self.seen += [("loss", losses.main.detach()), ("side loss", losses.side.detach())]
         return losses
 
