@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cli.app import run
 from shardwise.train import trainer
-from shardwise.train.config.models import TextShape, build_model
+from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.config.schema import load
 
 TINY = {

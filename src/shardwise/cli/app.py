@@ -78,7 +78,7 @@ def train(
         return run_under_torchrun(config, overrides or (), debug)
 
     from shardwise.cli.launch import launch
-    from shardwise.train.config.preflight import check, crowding
+    from shardwise.train.run.preflight import check, crowding
 
     fitted = check(load(config, overrides or ()))
     if note := crowding(fitted):
@@ -101,8 +101,8 @@ def inspect(
     if not what.endswith(".toml"):
         return _inspect_checkpoint(what, overrides or (), quick, tensors)
     from shardwise.cli.inspect import table
-    from shardwise.train.config.preflight import check
     from shardwise.train.config.schema import load
+    from shardwise.train.run.preflight import check
 
     print(table(check(load(Path(what), overrides or ()))))
     return Exit.DONE

@@ -133,7 +133,8 @@ def _place() -> tuple[int, int]:
 
 def _train(path: Path, overrides: Sequence[str] = ()) -> None:
     from shardwise.train import trainer
-    from shardwise.train.config import preflight, schema
+    from shardwise.train.config import schema
+    from shardwise.train.run import preflight
 
     preflight.check_devices(int(os.environ["LOCAL_WORLD_SIZE"]))
     trainer.run(schema.load(path, overrides).for_ranks(int(os.environ["WORLD_SIZE"])))

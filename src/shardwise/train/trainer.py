@@ -18,28 +18,28 @@ from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.memory import replicated
 from shardwise.plan.models.source import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
-from shardwise.train.compilation import compile_blocks
-from shardwise.train.config import auto, rank_consistency
-from shardwise.train.config.models import TextShape, build_model
+from shardwise.train.build import auto, rank_consistency
+from shardwise.train.build.compilation import compile_blocks
+from shardwise.train.build.models import TextShape, build_model
+from shardwise.train.build.optimizer import build_optimizer, set_lr
+from shardwise.train.build.schedule import Schedule
+from shardwise.train.build.sharding import needs_loss_scaling, shard_model
 from shardwise.train.config.schema import Config
-from shardwise.train.config.sharding import needs_loss_scaling, shard_model
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
 from shardwise.train.data.tokenizer import files_of
 from shardwise.train.evaluation import evaluate
 from shardwise.train.interruption import Interrupted, Interruption
 from shardwise.train.loss import LossFunction, StepWeights
-from shardwise.train.optimizer import build_optimizer, set_lr
-from shardwise.train.out_of_memory import explained
 from shardwise.train.output.checkpoints import Checkpoints, Resumed
 from shardwise.train.output.console import RunConsole
 from shardwise.train.output.export import export
 from shardwise.train.output.footprint import compare
-from shardwise.train.output.metrics import MetricsWriter, StepMetrics
-from shardwise.train.output.run_claim import claimed
-from shardwise.train.output.run_directory import RunDirectory
+from shardwise.train.output.out_of_memory import explained
 from shardwise.train.output.sample import sample_text
 from shardwise.train.ranks import Ranks, started
-from shardwise.train.schedule import Schedule
+from shardwise.train.run.claim import claimed
+from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.metrics import MetricsWriter, StepMetrics
 
 _FEW_TARGETS = 0.5
 """Of the tokens in rows: with fewer that are learnt, the run says so."""

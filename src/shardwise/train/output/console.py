@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.policy.kinds import KINDS, STATE_KINDS
-from shardwise.train.config.auto import Outlook
+from shardwise.train.build.auto import Outlook
 from shardwise.train.output.footprint import Footprint
-from shardwise.train.output.metrics import StepMetrics
 from shardwise.train.output.sample import Sample
+from shardwise.train.run.metrics import StepMetrics
 
 _PLAIN_INTERVAL_S = 5.0
 

@@ -13,9 +13,9 @@ import shardwise as sw
 from shardwise.checkpoint.format.local_tensor import pieces_to_write
 from shardwise.errors import UsageError
 from shardwise.train.data.tokenizer import Tokenizer, files_of
-from shardwise.train.output.run_claim import seen_by_all
-from shardwise.train.output.run_directory import RunDirectory
 from shardwise.train.ranks import Ranks
+from shardwise.train.run.claim import seen_by_all
+from shardwise.train.run.directory import RunDirectory
 
 
 def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks, step: int) -> None:

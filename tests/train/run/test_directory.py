@@ -5,7 +5,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import load
-from shardwise.train.output.run_directory import RunDirectory
+from shardwise.train.run.directory import RunDirectory
 
 
 @pytest.fixture

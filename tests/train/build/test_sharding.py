@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.train.build.sharding import needs_loss_scaling, shard_model
 from shardwise.train.config.schema import ParallelConfig
-from shardwise.train.config.sharding import needs_loss_scaling, shard_model
 from shardwise.train.ranks import started
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.train.output.metrics import MetricsWriter, StepMetrics
+from shardwise.train.run.metrics import MetricsWriter, StepMetrics
 
 
 def metrics(step: int) -> StepMetrics:

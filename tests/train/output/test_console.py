@@ -5,8 +5,8 @@ from rich.console import Console
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.train.output.console import RunConsole, format_bytes, memory_line
 from shardwise.train.output.footprint import Footprint
-from shardwise.train.output.metrics import StepMetrics
 from shardwise.train.output.sample import Sample
+from shardwise.train.run.metrics import StepMetrics
 
 
 class Clock:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.train.config.models import TextShape, build_model
+from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.config.schema import ModelConfig
 
 TEXT = TextShape(vocab_size=320, end_id=256, seq_len=32)

@@ -14,7 +14,7 @@ from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.calibration import packaged_name
 from shardwise.plan.hardware.devices import Hardware, find_device, with_usable_bytes
 from shardwise.plan.models.source import Source
-from shardwise.train.config.models import TextShape, build_model
+from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.config.schema import Config
 from shardwise.train.ranks import Ranks
 

@@ -15,8 +15,8 @@ from shardwise.plan.report.report import full_name
 from shardwise.plan.search.evaluate import Evaluator
 from shardwise.plan.search.search import Objective, explore_family, gib, needed_bytes, nothing_fits, ranked
 from shardwise.plan.search.space import space
-from shardwise.train.config.job import arguments_of, hardware_here, source_of
-from shardwise.train.config.models import TextShape
+from shardwise.train.build.job import arguments_of, hardware_here, source_of
+from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
 from shardwise.train.ranks import Ranks
 

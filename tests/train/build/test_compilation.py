@@ -1,6 +1,6 @@
 from torch import nn
 
-from shardwise.train.compilation import blocks, compile_blocks
+from shardwise.train.build.compilation import blocks, compile_blocks
 
 
 def test_the_outermost_repeated_blocks_are_compiled() -> None:

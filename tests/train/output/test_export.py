@@ -8,14 +8,14 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import UsageError
-from shardwise.train.config.models import TextShape, build_model
+from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.config.schema import ModelConfig
 from shardwise.train.data.tokenizer import ByteTokenizer
 from shardwise.train.output import export as export_module
 from shardwise.train.output.export import write_model
-from shardwise.train.output.run_claim import claimed
-from shardwise.train.output.run_directory import RunDirectory
 from shardwise.train.ranks import started
+from shardwise.train.run.claim import claimed
+from shardwise.train.run.directory import RunDirectory
 from tests.ranks import RankPools
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -10,13 +10,13 @@ import torch
 
 from shardwise.checkpoint import convert
 from shardwise.errors import ConfigError
-from shardwise.train.config.preflight import check, crowding
 from shardwise.train.config.schema import load
 from shardwise.train.data.sources import find_files, read_documents
 from shardwise.train.data.tokenizer import load_tokenizer
-from shardwise.train.output.run_claim import claimed
-from shardwise.train.output.run_directory import RunDirectory
 from shardwise.train.ranks import Ranks
+from shardwise.train.run.claim import claimed
+from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.preflight import check, crowding
 from tests.unprivileged import open_directory, unprivileged
 
 

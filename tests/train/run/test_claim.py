@@ -19,8 +19,8 @@ import torch
 from shardwise.checkpoint.ranks.file_barrier import machine
 from shardwise.comm.shared_memory.counters import birth
 from shardwise.errors import ConfigError
-from shardwise.train.output.run_claim import NAME, claimed
 from shardwise.train.ranks import Ranks
+from shardwise.train.run.claim import NAME, claimed
 from tests.cli.test_interrupt import LAUNCHER, Start, _folder, start, steps
 
 __all__ = ["_folder", "start"]  # fixtures

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.train.schedule import Schedule
+from shardwise.train.build.schedule import Schedule
 
 
 @st.composite

@@ -1,8 +1,8 @@
 import torch
 from torch import nn
 
+from shardwise.train.build.optimizer import build_optimizer, set_lr
 from shardwise.train.config.schema import TrainConfig
-from shardwise.train.optimizer import build_optimizer, set_lr
 
 
 def test_only_matrices_decay_and_only_what_trains_is_optimized() -> None:

@@ -16,8 +16,8 @@ from shardwise.plan.report.report import parts
 from shardwise.plan.search.evaluate import Evaluator
 from shardwise.plan.search.search import available_bytes, gib, needed_bytes
 from shardwise.policy.kinds import KINDS
-from shardwise.train.config.job import hardware_here, job_of, source_of
-from shardwise.train.config.models import TextShape
+from shardwise.train.build.job import hardware_here, job_of, source_of
+from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
 from shardwise.train.ranks import Ranks
 
