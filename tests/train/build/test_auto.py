@@ -1,8 +1,7 @@
-"""`parallel.strategy = "auto"`, and what a step says that runs out of memory."""
+"""`parallel.strategy = "auto"`."""
 
 import contextlib
 import io
-import json
 import os
 import re
 from dataclasses import replace
@@ -11,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.cli import report
-from shardwise.errors import OutOfMemory, PlanError
+from shardwise.errors import PlanError
 from shardwise.plan.hardware.devices import Figure, find_device, write_device
 from shardwise.train import trainer
 from shardwise.train.build import auto
 from shardwise.train.build.models import TextShape
-from shardwise.train.config.schema import load
+from shardwise.train.config.files import load
 from shardwise.train.ranks import Ranks
 from tests.ranks import RankPools
 
@@ -107,58 +105,3 @@ def test_memory_decides_and_too_little_is_said_on_every_rank(ranks: RankPools) -
         assert failure.startswith('PlanError: parallel.strategy="auto": nothing fits 2 x none.toml: the nearest, ')
         assert "micro-batch" in failure
     assert not Path("runs/none").exists()
-
-
-def test_a_step_out_of_memory_shows_the_plan_what_is_held_and_two_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_device("small.toml", 2**40)
-    forward = trainer.LossFunction.__call__
-
-    def exhausted(self: trainer.LossFunction, model: torch.nn.Module, batch: object) -> object:
-        if Path("runs/tiny/metrics.jsonl").exists() and calls:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated")
-        calls.append(1)
-        return forward(self, model, batch)  # type: ignore[arg-type]
-
-    calls: list[int] = []
-    monkeypatch.setattr(trainer.LossFunction, "__call__", exhausted)
-    overrides = ["parallel.strategy=no_shard", "parallel.hardware=small.toml"]
-    overrides += ["train.micro_batch=16", "train.global_batch=16"]
-    with pytest.raises(OutOfMemory) as caught:
-        trainer.run(load("tiny.toml", overrides))
-    message = str(caught.value)
-    lines = message.splitlines()
-    assert lines[0] == "step 2 ran out of memory on rank 0: CUDA out of memory. Tried to allocate 2.00 GiB."
-    assert lines[1].split() == ["GiB", "planned", "held", "now"]
-    rows = {line.split()[0]: line.split()[1:] for line in lines[2:] if line.startswith("  ")}
-    assert rows["param_shards"][0] == rows["param_shards"][1]
-    assert rows["optimizer"][0] == rows["optimizer"][1]
-    assert rows["activations"][1] == "-", "nobody counts them on a CPU"
-    assert "usable; the plan's peak is in" in message
-    assert "The cheapest ways out, by forecast:" in lines, message
-    ways = lines[lines.index("The cheapest ways out, by forecast:") + 1 :]
-    assert len(ways) == 2
-    for way in ways:
-        assert re.match(r"  (train\.activation_checkpointing|train\.micro_batch)=\S+  \([\d.]+ GiB, .*slower\)", way)
-    again = [way.split()[0] for way in ways]
-    monkeypatch.setattr(trainer.LossFunction, "__call__", forward)
-    trainer.run(load("tiny.toml", [*overrides, again[0], "log.name=again"]))  # a way out is an override that runs
-    ending = report.describe(caught.value, 3)
-    assert (ending.kind, ending.line, ending.traceback) == ("failed", "", message)
-
-
-def test_a_model_that_cannot_be_planned_still_says_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("odd.py").write_text(
-        "import torch\n"
-        "class Odd(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.table = torch.nn.Embedding(320, 320)\n"
-        "    def forward(self, input_ids):\n"
-        "        if input_ids.sum() >= 0:\n"
-        "            raise torch.OutOfMemoryError('out of memory')\n"
-    )
-    with pytest.raises(OutOfMemory) as caught:
-        trainer.run(load("tiny.toml", ["model.config=none", "model.factory=odd:Odd", "parallel.strategy=full_shard"]))
-    assert "param_shards" in str(caught.value)
-    assert "no plan for this run: the model's code decides by its tensors' values" in str(caught.value)
-    assert json.dumps(str(caught.value))

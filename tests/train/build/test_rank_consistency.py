@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise.errors import ConfigError
 from shardwise.train import trainer
-from shardwise.train.config.schema import load
+from shardwise.train.config.files import load
 from tests.ranks import RankPools
 from tests.tiny import GPT2
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, MeshError
 from shardwise.policy.strategy import Strategy
-from shardwise.train.config.schema import Config, StrategyName, dump_toml, load
+from shardwise.train.config.files import dump_toml, load
+from shardwise.train.config.schema import Config, StrategyName
 
 MINIMAL = """
 [model.config]
@@ -105,6 +106,7 @@ def test_the_last_override_wins(path: Path) -> None:
         ("train.betas=[0.9]", "train.betas has too few items"),
         ("train.betas=[0.9, 0.9, 0.9]", "train.betas = [0.9, 0.9, 0.9]: must have 2 items"),
         ("train.clip=nan", "train.clip = nan: must be a finite number"),
+        ("parallel.slots=1", "parallel.slots = 1: must be greater than or equal to 2"),
         ("parallel.ranks=all", "parallel.ranks = 'all': must be 'auto', or must be an integer"),
         ("model.path=x", "[model] give exactly one of path, config and factory; found path and config"),
         ("model.config=none", "[model] give exactly one of path, config and factory; found none of them"),

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,7 +69,7 @@ def test_a_micro_batch_has_labels_where_tokens_are_targets() -> None:
     (micro,) = Batches(packed(1), Share(0, 1, 1), 1, seed=0).batch(0)
     assert micro.input_ids.tolist() == [[0, 1, 2, 3]]
     assert micro.labels.tolist() == [[0, IGNORED, 2, 3]]
-    assert micro.input_ids.dtype == micro.labels.dtype == torch.int64
+    assert micro.input_ids.dtype == micro.labels.dtype == np.int64
     assert micro.target_tokens == 2  # nothing predicts the first token
 
 

@@ -19,7 +19,8 @@ import shardwise as sw
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError, ConfigError, PeerError
 from shardwise.train import trainer
-from shardwise.train.config.schema import CheckpointConfig, load
+from shardwise.train.config.files import load
+from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.ranks import Ranks

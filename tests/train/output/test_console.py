@@ -1,10 +1,13 @@
 import io
 
+import torch
 from rich.console import Console
+from torch import nn
 
+import shardwise as sw
+from shardwise.model_tools.memory import replicated
 from shardwise.policy.kinds import STATE_KINDS
-from shardwise.train.output.console import RunConsole, format_bytes, memory_line
-from shardwise.train.output.footprint import Footprint
+from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp, format_bytes, memory_line
 from shardwise.train.output.sample import Sample
 from shardwise.train.run.metrics import StepMetrics
 
@@ -105,3 +108,20 @@ def test_the_table_at_the_end() -> None:
 def test_sizes() -> None:
     assert [format_bytes(size) for size in (0, 1023, 1536, 3 * 2**40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 TiB"]
     assert memory_line({"a": 0, "b": 1, "c": None}) == "rank 0 holds b 1 B"
+
+
+def test_ddp_is_computed_from_the_tensors_and_ranks_by_their_largest() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).bfloat16())
+    model[1].requires_grad_(False)
+    sw.shard(model)
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    model[0](torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    ranks = [dict.fromkeys(STATE_KINDS, 10), {**dict.fromkeys(STATE_KINDS, 10), "optimizer": 30}]
+    footprint = compared_with_ddp(ranks, replicated(model))
+    assert footprint.replicated["param_shards"] == 64 + 32
+    assert footprint.replicated["grad_shards"] == 64
+    assert footprint.replicated["optimizer"] == 2 * 64 + 4  # two moments and the step count
+    assert footprint.largest["optimizer"] == 30
+    assert footprint.largest_bytes == 70
+    assert footprint.replicated_bytes == 96 + 64 + 132

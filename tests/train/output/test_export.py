@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def exported(folder: str, gathered: bool, shared: bool, dtype: str) -> tuple[lis
         patch.setattr(sw, "full_state_dict", gather)
         if gathered:
             patch.setattr(export_module, "pieces_to_write", refuse)
-        with claimed(run, ranks, print):
+        with claimed(run, print) if ranks.is_first else nullcontext():
+            ranks.hear(None)  # the claim is there before any rank looks
             export_module.export(model, ByteTokenizer(), RunDirectory(run), ranks, 3)
         return sorted(path.name for path in (run / "final").iterdir()) if (run / "final").exists() else [], len(asked)
 

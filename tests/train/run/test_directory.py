@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.config.schema import load
+from shardwise.train.config.files import load
 from shardwise.train.run.directory import RunDirectory
 
 

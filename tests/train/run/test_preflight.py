@@ -10,10 +10,9 @@ import torch
 
 from shardwise.checkpoint import convert
 from shardwise.errors import ConfigError
-from shardwise.train.config.schema import load
+from shardwise.train.config.files import load
 from shardwise.train.data.sources import find_files, read_documents
 from shardwise.train.data.tokenizer import load_tokenizer
-from shardwise.train.ranks import Ranks
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.preflight import check, crowding
@@ -31,11 +30,11 @@ def test_a_checkpoint_at_a_url_to_go_on_from(room: Path) -> None:
     pytest.importorskip("fsspec")
     torch.save({"w": torch.ones(3)}, room / "w.pt")
     convert(room / "w.pt", room / "step-000002")
-    check(load(room / "tiny.toml", [f"checkpoint.resume=file://{room}/step-000002"]))
+    check(load(room / "tiny.toml", [f"checkpoint.resume=file://{room}/step-000002"]), 0)
     with pytest.raises(ConfigError, match=r"checkpoint\.resume='file://.*/step-000003': nothing is there"):
-        check(load(room / "tiny.toml", [f"checkpoint.resume=file://{room}/step-000003"]))
+        check(load(room / "tiny.toml", [f"checkpoint.resume=file://{room}/step-000003"]), 0)
     with pytest.raises(ConfigError, match=r"model\.path='file://.*: nothing is there"):
-        check(load(room / "tiny.toml", ["model.config=none", f"model.path=file://{room}"]))
+        check(load(room / "tiny.toml", ["model.config=none", f"model.path=file://{room}"]), 0)
 
 
 @pytest.mark.parametrize("key", ["model.path", "model.weights", "data.tokenizer", "checkpoint.resume", "data.source"])
@@ -45,7 +44,7 @@ def test_what_may_not_be_looked_at_and_what_cannot_be_a_name(key: str, room: Pat
         config = load(room / "tiny.toml", [f"{key}={name}", *(["model.config=none"] if key == "model.path" else [])])
         (room / "closed").chmod(0o000)
         with unprivileged(), pytest.raises(ConfigError) as caught:
-            check(config)
+            check(config, 0)
         assert str(caught.value) == f"{key}={name!r}: cannot be read: {why}"
 
 
@@ -72,18 +71,16 @@ def test_directories_that_may_not_be_read(room: Path) -> None:
             _ = run.is_finished
         with pytest.raises(ConfigError, match=f"cannot write the run directory {run.path}: Permission denied"):
             run.begin(load(room / "tiny.toml"))
-        alone = Ranks(0, 1, torch.device("cpu"))
         with pytest.raises(ConfigError, match=f"cannot write the run directory {run.path}: Permission denied"):
-            claimed(run.path, alone, print).__enter__()
+            claimed(run.path, print).__enter__()
         with pytest.raises(ConfigError, match=r"data\.tokenizer=.* cannot be read: Permission denied"):
             load_tokenizer(f"{run.path}/tokenizer")
 
 
 def test_more_ranks_than_cores_are_told(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert crowding(check(load(room / "tiny.toml", ["parallel.ranks=3"]))) is None
-    said = crowding(check(load(room / "tiny.toml", ["parallel.ranks=4"])))
-    assert said == "parallel.ranks=4 on 3 cores: the ranks take turns, and start slowly"
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert crowding(check(load(room / "tiny.toml", ["parallel.ranks=4"]))) is None
+    three, four = (load(room / "tiny.toml", [f"parallel.ranks={ranks}"]) for ranks in (3, 4))
+    assert crowding(check(three, 0), 0) is None
+    warning = crowding(check(four, 0), 0)
+    assert warning == "parallel.ranks=4 on 3 cores: the ranks take turns, and start slowly"
+    assert crowding(check(four, 4), 4) is None

@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, one_line
 from shardwise.plan.models.factory import load_factory
 from shardwise.plan.models.sizes import check_sizes
 from shardwise.suggest import did_you_mean, nearest_path
-from shardwise.train.config import paths
+from shardwise.train.config.files import reading
 from shardwise.train.config.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _config_at(name: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     path = Path(name)
-    with paths.reading("model.path", name):
+    with reading("model.path", name):
         file = path / "config.json" if path.is_dir() else path
         is_there = file.exists()
     if not is_there:
@@ -154,6 +154,6 @@ def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _check_directory(key: str, name: str) -> None:
-    with paths.reading(key, name):
+    with reading(key, name):
         if not Path(name).is_dir():
             raise ConfigError(f"{key}={name!r}: no such directory{nearest_path(Path(name))}")

@@ -1,8 +1,8 @@
-"""`[parallel]`: from a configuration to a sharded model."""
+"""`[parallel]` and `train.compile`: from a model to a sharded and compiled one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,6 +34,30 @@ def shard_model(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
 def needs_loss_scaling(config: ParallelConfig) -> bool:
     """Whether gradients are computed in fp16, which loses the small ones unless the loss is scaled up."""
     return config.param_dtype == "fp16"
+
+
+def compile_blocks(model: nn.Module) -> int:
+    """Compile every repeated block in place; torch compiles the first of a kind and reuses it for the others.
+
+    Block by block, because a sharded model gathers and frees parameters between blocks, which a graph over the whole
+    model would have to break for anyway. Not collective. Call it after `sw.shard`.
+
+    Returns:
+        The number of blocks.
+    """
+    found = list(blocks(model))
+    for block in found:
+        block.compile()
+    return len(found)
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost repeated blocks: the members of each ModuleList that is in no other one's member."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from blocks(child)
 
 
 def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh | None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from shardwise.checkpoint.publish.commit import FINAL
 from shardwise.errors import ConfigError
-from shardwise.train.config.schema import Config, dump_toml
+from shardwise.train.config.files import dump_toml
+from shardwise.train.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)
