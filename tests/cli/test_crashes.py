@@ -94,7 +94,7 @@ def checkpoints() -> list[str]:
 
 def run_whole(folder: str) -> None:
     from shardwise.train import trainer
-    from shardwise.train.config.schema import load
+    from shardwise.train.config.files import load
 
     os.chdir(folder)
     trainer.run(load("run.toml", ["log.name=whole", "checkpoint.every=0"]))

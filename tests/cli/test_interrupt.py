@@ -16,7 +16,7 @@ import pytest
 from shardwise.checkpoint import latest, verify
 from shardwise.cli.launch import STOPPING
 from shardwise.train import trainer
-from shardwise.train.config.schema import load
+from shardwise.train.config.files import load
 from tests.ranks import RankPools
 
 pytest.importorskip("transformers")

@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.cli.app import run
 from shardwise.train import trainer
-from shardwise.train.config.models import TextShape, build_model
-from shardwise.train.config.schema import load
+from shardwise.train.build.models import TextShape, build_model
+from shardwise.train.config.files import load
 
 TINY = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

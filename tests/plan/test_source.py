@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.models.source import resolve, shapes
-from shardwise.train.config.schema import _toml_value
+from shardwise.train.config.files import _toml_value
 
 TINY = {
     "model_type": "llama",

@@ -1,14 +1,19 @@
 """The loss is the mean over the target tokens of all ranks, however they are spread."""
 
+import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
 from shardwise.train.data.batches import IGNORED, MicroBatch
-from shardwise.train.loss import LossFunction, StepWeights, next_token_nll
+from shardwise.train.interruption import Interruption
+from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate, next_token_nll
+from shardwise.train.ranks import Ranks, started
+from tests.ranks import RankPools
 
 VOCAB = 11
 
@@ -29,20 +34,20 @@ class OwnLossModel(LogitsModel):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def micro_batch(*targets: int, seed: int = 0) -> MicroBatch:
+def micro_batch(*targets: int, seed: int = 0) -> DeviceBatch:
     """Rows of 6 tokens, of which row i has `targets[i]` targets at its end."""
     ids = torch.randint(VOCAB, (len(targets), 6), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     for row, count in enumerate(targets):
         labels[row, : 6 - count] = IGNORED
-    return MicroBatch(ids, labels)
+    return DeviceBatch(ids, labels, int((labels[:, 1:] != IGNORED).sum()))
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def reference(model: LogitsModel, *batches: MicroBatch) -> Tensor:
+def reference(model: LogitsModel, *batches: DeviceBatch) -> Tensor:
     """The mean over all tokens, as one process with everything in one batch takes it."""
     ids = torch.cat([batch.input_ids for batch in batches])
     labels = torch.cat([batch.labels for batch in batches])
@@ -144,3 +149,57 @@ def test_a_model_that_returns_neither_is_refused() -> None:
         LossFunction(Wrong())(Wrong(), micro_batch(3))
     with pytest.raises(UserError, match=r"WrongLoss\.forward takes labels, so it must return the loss"):
         LossFunction(WrongLoss())(WrongLoss(), micro_batch(3))
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+ONES = np.ones((1, 6), np.int64)
+
+
+class Uniform(nn.Module):
+    """Every one of 7 tokens is as likely; in training mode it would be certain of token 0."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = torch.zeros(*input_ids.shape, 7)
+        logits[..., 0] = 50.0 * self.training
+        return logits
+
+
+def test_the_mean_is_over_tokens_and_padding_counts_for_nothing() -> None:
+    model = Uniform()
+    long = MicroBatch(ONES, ONES)
+    short = MicroBatch(ONES, np.array([[IGNORED] * 5 + [1]]))
+    empty = MicroBatch(ONES, np.full((1, 6), IGNORED))
+    loss = evaluate(model, LossFunction(model), [long, short, empty], ALONE, Interruption())
+    assert loss is not None
+    assert abs(loss - math.log(7)) < 1e-6
+    assert model.training
+
+
+class Counted(Uniform):
+    """Its rank is asked to end in one of its forwards."""
+
+    def __init__(self, interruption: Interruption, asked_in: int) -> None:
+        super().__init__()
+        self.interruption = interruption
+        self.asked_in = asked_in
+        self.forwards = 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.forwards += 1
+        self.interruption.asked |= self.forwards == self.asked_in
+        return super().forward(input_ids)
+
+
+def interrupted(asked_in: list[int]) -> int:
+    with started() as ranks:
+        interruption = Interruption()
+        model = Counted(interruption, asked_in[ranks.rank])
+        batch = MicroBatch(ONES, ONES)
+        assert evaluate(model, LossFunction(model), [batch] * 5, ranks, interruption) is None
+        assert interruption.agreed
+        assert model.training
+        return model.forwards
+
+
+def test_all_ranks_leave_an_evaluation_after_the_same_forward(ranks: RankPools) -> None:
+    assert ranks(2).run(interrupted, [0, 3]) == [3, 3]

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import CheckpointError, ConfigError, UserError
 from shardwise.train import trainer
-from shardwise.train.config.schema import load
+from shardwise.train.config.files import load
 from tests.ranks import RankPools
 
 TINY = """

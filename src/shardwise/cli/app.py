@@ -70,18 +70,21 @@ def train(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of configuration errors too.")] = False,
 ) -> int:
     """Train a model, on all GPUs or else on 2 CPU ranks; resume from the newest good checkpoint."""
-    from shardwise.train.config.schema import load
+    from shardwise.train.config.files import load
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from shardwise.cli.worker import run_under_torchrun
 
         return run_under_torchrun(config, overrides or (), debug)
 
-    from shardwise.cli.launch import launch
-    from shardwise.train.config.preflight import check, crowding
+    import torch
 
-    fitted = check(load(config, overrides or ()))
-    if note := crowding(fitted):
+    from shardwise.cli.launch import launch
+    from shardwise.train.run.preflight import check, crowding
+
+    gpus = torch.cuda.device_count()
+    fitted = check(load(config, overrides or ()), gpus)
+    if note := crowding(fitted, gpus):
         print(note, flush=True)
     return launch(fitted, debug)
 
@@ -100,11 +103,13 @@ def inspect(
     """Show the units of a model and what each rank would hold; or what a checkpoint holds and whether it is whole."""
     if not what.endswith(".toml"):
         return _inspect_checkpoint(what, overrides or (), quick, tensors)
-    from shardwise.cli.inspect import table
-    from shardwise.train.config.preflight import check
-    from shardwise.train.config.schema import load
+    import torch
 
-    print(table(check(load(Path(what), overrides or ()))))
+    from shardwise.cli.inspect import table
+    from shardwise.train.config.files import load
+    from shardwise.train.run.preflight import check
+
+    print(table(check(load(Path(what), overrides or ()), torch.cuda.device_count())))
     return Exit.DONE
 
 

@@ -4,11 +4,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.train.config import auto
-from shardwise.train.config.job import hardware_here
-from shardwise.train.config.models import TextShape, build_model
+from shardwise.train.build import auto
+from shardwise.train.build.job import hardware_here
+from shardwise.train.build.models import TextShape, build_model
+from shardwise.train.build.sharding import shard_model
 from shardwise.train.config.schema import Config
-from shardwise.train.config.sharding import shard_model
 from shardwise.train.data.tokenizer import load_tokenizer
 from shardwise.train.ranks import Ranks, device_here
 

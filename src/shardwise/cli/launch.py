@@ -23,7 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shardwise.cli import report
 from shardwise.cli.exit import Exit
 from shardwise.errors import UserError
-from shardwise.train.config.schema import Config, dump_toml
+from shardwise.train.config.files import dump_toml
+from shardwise.train.config.schema import Config
 
 LOOPBACK = "127.0.0.1"
 STRAGGLER_GRACE_S = 20.0

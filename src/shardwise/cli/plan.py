@@ -208,12 +208,13 @@ def _calibrate(ranks: int, output: Path, quick: bool, debug: bool) -> int:
     import torch
 
     from shardwise.cli.launch import launch_task
-    from shardwise.train.config.preflight import DEFAULT_CPU_RANKS, check_devices
+    from shardwise.train.run.preflight import DEFAULT_CPU_RANKS, check_devices
 
-    check_devices(ranks)
+    gpus = torch.cuda.device_count()
+    check_devices(ranks, gpus)
     _check_writable(output)
     task = "calibrate-quick" if quick else "calibrate"
-    status = launch_task(task, output, ranks or torch.cuda.device_count() or DEFAULT_CPU_RANKS, debug)
+    status = launch_task(task, output, ranks or gpus or DEFAULT_CPU_RANKS, debug)
     if status == Exit.DONE:
         print(f"{output}: use it with shardwise plan MODEL --gpu {output}")
     return status
@@ -221,8 +222,8 @@ def _calibrate(ranks: int, output: Path, quick: bool, debug: bool) -> int:
 
 def _training_config(answer: Plan, path: Path | None) -> tuple[str, PlanError | None]:
     """The best one as a configuration; or nothing, and why the trainer cannot run it."""
-    from shardwise.train.config.from_plan import training_config
-    from shardwise.train.config.schema import dump_toml
+    from shardwise.train.build.from_plan import training_config
+    from shardwise.train.config.files import dump_toml
 
     if answer.best is None:
         return "", None
@@ -242,7 +243,7 @@ def _check_outputs(model: str, html: Path | None, trace: Path | None, config: Pa
     """Before minutes of work: raise PlanError where something cannot be written that is asked for."""
     from shardwise.plan.models.source import resolve
     from shardwise.plan.simulate.trace import check_format
-    from shardwise.train.config.from_plan import check_model
+    from shardwise.train.build.from_plan import check_model
 
     _check_writable(html, trace, config)
     if trace is not None:

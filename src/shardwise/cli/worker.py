@@ -132,11 +132,14 @@ def _place() -> tuple[int, int]:
 
 
 def _train(path: Path, overrides: Sequence[str] = ()) -> None:
-    from shardwise.train import trainer
-    from shardwise.train.config import preflight, schema
+    import torch
 
-    preflight.check_devices(int(os.environ["LOCAL_WORLD_SIZE"]))
-    trainer.run(schema.load(path, overrides).for_ranks(int(os.environ["WORLD_SIZE"])))
+    from shardwise.train import trainer
+    from shardwise.train.config.files import load
+    from shardwise.train.run.preflight import check_devices
+
+    check_devices(int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count())
+    trainer.run(load(path, overrides).for_ranks(int(os.environ["WORLD_SIZE"])))
 
 
 def calibrate(path: Path, quick: bool = False) -> None:

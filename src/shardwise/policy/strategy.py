@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 
+LEAST_SLOTS = 2
+"""Arena slots per size class, at least: one unit computes while the next one is gathered."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Traits:

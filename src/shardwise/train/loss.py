@@ -1,7 +1,7 @@
-"""The training loss: the mean over the target tokens of all ranks and micro-batches, whoever has how many.
+"""The training loss: the mean over the target tokens of all ranks and micro-batches, however they are spread.
 
 Each rank's micro-batch contributes (sum of its negative log-likelihoods) * world_size / (targets of the whole step).
-The engine averages gradients over ranks, so what arrives is the gradient of the mean over all tokens: a rank with
+The engine averages gradients over ranks, so the result is the gradient of the mean over all tokens: a rank with
 little text weighs little. Averaging the ranks' means instead is the error of pytorch/torchtitan#1842.
 
 A model is called in one of two ways, decided by its signature:
@@ -19,18 +19,39 @@ An auxiliary loss that a mixture of experts returns beside its logits (`.aux_los
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
 from shardwise.train.data.batches import IGNORED, MicroBatch
+from shardwise.train.interruption import Interruption
+from shardwise.train.ranks import Ranks
+
+
+class DeviceBatch(NamedTuple):
+    """A micro-batch on the device of its rank."""
+
+    input_ids: Tensor
+    """[micro_batch, seq_len] int64."""
+    labels: Tensor
+    """[micro_batch, seq_len] int64; -100 is no target. Not shifted."""
+    target_tokens: int
+    """Targets of the loss, counted on the host."""
+
+    @classmethod
+    def of(cls, batch: MicroBatch, device: torch.device) -> DeviceBatch:
+        """Copy a micro-batch to a device. No communication."""
+        input_ids, labels = (torch.from_numpy(array).to(device, non_blocking=True) for array in batch)
+        return cls(input_ids, labels, batch.target_tokens)
 
 
 class MicroBatchLoss(NamedTuple):
-    """What one forward gives, local to a rank."""
+    """The loss of one forward, local to a rank."""
 
     nll_sum: Tensor
     """0-d fp32, with grad: negative log-likelihood in nats, summed over the micro-batch's targets."""
@@ -40,7 +61,7 @@ class MicroBatchLoss(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """What turns a micro-batch's sums into its part of the step's mean. The same on every rank."""
+    """Turns a micro-batch's sums into its part of the step's mean. The same on every rank."""
 
     target_tokens: int
     """Targets of all ranks and micro-batches of this step; at least 1."""
@@ -50,7 +71,7 @@ class StepWeights:
     """Ranks over which the engine averages gradients."""
 
     def scale(self, loss: MicroBatchLoss) -> Tensor:
-        """What to call `backward` on."""
+        """The scalar to call `backward` on: 0-d, with grad. No communication."""
         scaled = loss.nll_sum * (self.world_size / self.target_tokens)
         if loss.auxiliary is not None:
             scaled = scaled + loss.auxiliary / self.micro_batches
@@ -68,7 +89,7 @@ class LossFunction:
         self._no_cache = {"use_cache": False} if hasattr(config, "use_cache") else {}
         self._router_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0))
 
-    def __call__(self, model: nn.Module, batch: MicroBatch) -> MicroBatchLoss:
+    def __call__(self, model: nn.Module, batch: DeviceBatch) -> MicroBatchLoss:
         """One forward. Every rank must call this equally often, as a sharded model's forward is collective.
 
         Args:
@@ -107,7 +128,7 @@ def next_token_nll(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def _own_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+def _own_loss(model: nn.Module, batch: DeviceBatch) -> Tensor:
     """The sum behind a model's own mean. Where there is no target that mean is 0/0, so it is asked about the inputs
     instead and counted 0 times: the forward and backward must still happen, on every rank."""
     count = batch.target_tokens
@@ -119,3 +140,35 @@ def _own_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
             f"not {type(output).__name__}"
         )
     return mean.reshape(()).float() * count
+
+
+def evaluate(
+    model: nn.Module,
+    loss_function: LossFunction,
+    batches: Sequence[MicroBatch],
+    ranks: Ranks,
+    interruption: Interruption,
+) -> float | None:
+    """The mean negative log-likelihood in nats per target token, over all tokens of all ranks.
+
+    Every rank must call this with equally many batches. Leaves the model in training mode.
+
+    Args:
+        batches: this rank's share.
+        interruption: once a rank has been asked to end, all of them stop, after the same batch.
+
+    Returns:
+        None where it was interrupted.
+    """
+    model.eval()
+    nll, tokens = 0.0, 0.0
+    with torch.no_grad():
+        for batch in batches:
+            if interruption.agreed:
+                break
+            own = float(loss_function(model, DeviceBatch.of(batch, ranks.device)).nll_sum)
+            batch_nll, batch_tokens, asked = ranks.sum([own, batch.target_tokens, interruption.asked])
+            nll, tokens = nll + batch_nll, tokens + batch_tokens
+            interruption.agreed = asked > 0
+    model.train()
+    return None if interruption.agreed else nll / tokens

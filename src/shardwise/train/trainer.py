@@ -18,28 +18,24 @@ from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.memory import replicated
 from shardwise.plan.models.source import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
-from shardwise.train.compilation import compile_blocks
-from shardwise.train.config import auto, rank_consistency
-from shardwise.train.config.models import TextShape, build_model
+from shardwise.train.build import auto, rank_consistency
+from shardwise.train.build.models import TextShape, build_model
+from shardwise.train.build.optimizer import Schedule, build_optimizer, set_lr
+from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, shard_model
 from shardwise.train.config.schema import Config
-from shardwise.train.config.sharding import needs_loss_scaling, shard_model
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
 from shardwise.train.data.tokenizer import files_of
-from shardwise.train.evaluation import evaluate
 from shardwise.train.interruption import Interrupted, Interruption
-from shardwise.train.loss import LossFunction, StepWeights
-from shardwise.train.optimizer import build_optimizer, set_lr
-from shardwise.train.out_of_memory import explained
+from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
 from shardwise.train.output.checkpoints import Checkpoints, Resumed
-from shardwise.train.output.console import RunConsole
+from shardwise.train.output.console import RunConsole, compared_with_ddp
 from shardwise.train.output.export import export
-from shardwise.train.output.footprint import compare
-from shardwise.train.output.metrics import MetricsWriter, StepMetrics
-from shardwise.train.output.run_claim import claimed
-from shardwise.train.output.run_directory import RunDirectory
+from shardwise.train.output.out_of_memory import explained
 from shardwise.train.output.sample import sample_text
 from shardwise.train.ranks import Ranks, started
-from shardwise.train.schedule import Schedule
+from shardwise.train.run.claim import claimed
+from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.metrics import MetricsWriter, StepMetrics
 
 _FEW_TARGETS = 0.5
 """Of the tokens in rows: with fewer that are learnt, the run says so."""
@@ -64,7 +60,10 @@ def run(config: Config) -> None:
                     f"{directory.path} is finished: the model is in {directory.final}; set log.name to train anew"
                 )
                 return
-            with claimed(directory.path, ranks, console.say):
+            with ExitStack() as claim:
+                with ranks.together():
+                    if ranks.is_first:
+                        claim.enter_context(claimed(directory.path, console.say))
                 Trainer(config, ranks, console).run(directory)
 
 
@@ -255,7 +254,7 @@ class Trainer:
         elapsed_s = time.perf_counter() - start_s
         peak = sw.memory(self.model).peak
         self.step_times_s.append(elapsed_s)
-        tokens = self.ranks.world_size * sum(batch.input_ids.numel() for batch in batches)
+        tokens = self.ranks.world_size * sum(batch.input_ids.size for batch in batches)
         return StepMetrics(
             step=step + 1,
             loss=loss,
@@ -274,7 +273,7 @@ class Trainer:
         weights = StepWeights(target_tokens, len(batches), self.ranks.world_size)
         nll = torch.zeros((), device=self.ranks.device)
         for batch in batches:
-            loss = self.loss_function(self.model, batch.to(self.ranks.device))
+            loss = self.loss_function(self.model, DeviceBatch.of(batch, self.ranks.device))
             self.scaler.scale(weights.scale(loss)).backward()
             nll += loss.nll_sum.detach()
         nll_sum, asked = self.ranks.sum([float(nll), float(self.interruption.asked)])
@@ -335,7 +334,7 @@ class Trainer:
         own = sw.memory(self.model).peak
         counted = self.ranks.gather([own[kind] for kind in STATE_KINDS])
         by_rank = [dict(zip(STATE_KINDS, map(int, row), strict=True)) for row in counted]
-        footprint = compare(by_rank, replicated(self.model))
+        footprint = compared_with_ddp(by_rank, replicated(self.model))
         step_time_s = statistics.median(self.step_times_s) if self.step_times_s else None  # resumed at its end
         self.console.summary(self.config.parallel.strategy, self.ranks.world_size, footprint, step_time_s)
         if self.outlook is not None and step_time_s is not None:

@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.hardware.devices import find_device
 from shardwise.policy.precision import Precision
 from shardwise.policy.recomputation import Recomputation
-from shardwise.policy.strategy import Strategy
+from shardwise.policy.strategy import LEAST_SLOTS, Strategy
 from shardwise.suggest import did_you_mean
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adam", "sgd", "momentum")
@@ -94,7 +94,7 @@ class Job:
             raise ConfigError(f"precision={precision!r}: pass sw.Precision(param=..., reduce=...)")
         for name in ("gpus_per_node", "nodes", "seq_len", "micro_batch", "accumulation"):
             _check_count(name, getattr(self, name), 1)
-        _check_count("slots", self.slots, 2)
+        _check_count("slots", self.slots, LEAST_SLOTS)
         for name in ("context_bytes", "nccl_bytes"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), 0)

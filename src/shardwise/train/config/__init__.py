@@ -1,1 +1,1 @@
-"""From a TOML file to a checked configuration, and from that to a model that is sharded."""
+"""A configuration: one TOML file, checked before anything is started. Imports no torch."""

@@ -1,14 +1,8 @@
-"""The configuration of a run: one TOML file, validated before anything is started.
+"""The configuration of a run: its sections and keys, their defaults and their checks.
 
-`load` reads a file and applies `key=value` overrides; `Config.for_ranks` fits the result to a number of ranks;
-`dump_toml` writes it back. Paths in a configuration are relative to the working directory.
+`config.files.load` reads one from a TOML file; `Config.for_ranks` fits it to a number of ranks.
 """
 
-import datetime
-import difflib
-import json
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -21,12 +15,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from shardwise.errors import ConfigError, MeshError
+from shardwise.policy.strategy import LEAST_SLOTS
 
 StrategyName = Literal[
     "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2"
@@ -147,7 +140,7 @@ class ParallelConfig(Section):
     """Ranks that share one copy of the model, for the hybrid strategies; none = the ranks of one host."""
     reshard_after_forward: Annotated[bool | PositiveInt | None, NoneWord] = None
     """Free gathered parameters after forward; a number = re-shard to so many ranks; none = the strategy's."""
-    slots: PositiveInt = 3
+    slots: Annotated[int, Field(ge=LEAST_SLOTS)] = 3
     """Buffers for gathered units per size class: the limit of how far gathering runs ahead."""
     units: Annotated[PositiveInt | list[str] | None, NoneWord] = None
     """Names of module classes that are units, or the smallest number of parameters of one; none = automatic."""
@@ -232,34 +225,6 @@ class Config(Section):
         )
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a configuration.
-
-    Args:
-        path: a TOML file.
-        overrides: `section.key=value` strings, applied in order. A value is read as TOML; what is not TOML is a string.
-
-    Raises:
-        ConfigError: the file is missing or not TOML, or a key or value is wrong; the message names it.
-    """
-    path = Path(path)
-    tree = _read(path)
-    for override in overrides:
-        _apply(tree, override)
-    log = tree.setdefault("log", {})
-    if isinstance(log, dict):
-        log.setdefault("name", path.stem)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(_explain(error, path)) from None
-
-
-def dump_toml(config: Config) -> str:
-    """The configuration as TOML text; `load` of it gives an equal one. Keys that are unset are left out."""
-    return "\n".join(_table_lines(config.model_dump(exclude_none=True), ())).lstrip() + "\n"
-
-
 def _check_groups(parallel: ParallelConfig, world_size: int) -> None:
     group = parallel.shard_group
     if group is not None:
@@ -285,155 +250,3 @@ def _check_groups(parallel: ParallelConfig, world_size: int) -> None:
 
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"no configuration file at {path}") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in the tree."""
-    dotted, equals, text = override.partition("=")
-    keys = dotted.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError(f"override {override!r} does not read section.key=value, such as train.lr=1e-4")
-    if len(keys) == 1:
-        wrong = f"{dotted} is a section; set one of its keys" if dotted in Config.model_fields else _unknown(keys)
-        raise ConfigError(f"override {override!r}: {wrong}")
-    for depth, key in enumerate(keys[:-1]):
-        child = tree.setdefault(key, {})
-        if not isinstance(child, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a table")
-        tree = child
-    tree[keys[-1]] = _parse_value(text.strip())
-
-
-def _parse_value(text: str) -> Any:
-    """The TOML value that the text spells, else the text itself. A bare date is text: it is a name, not a time."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    if len(parsed) > 1 or isinstance(parsed["value"], datetime.date | datetime.time):
-        return text
-    return parsed["value"]
-
-
-def _explain(error: ValidationError, path: Path) -> str:
-    """One line for the first thing that is wrong, and how many more there are."""
-    details = error.errors(include_url=False)
-    unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
-    first = (unknown or details)[0]  # a mistyped required key is both missing and unknown: name the typing mistake
-    names = {tuple(_field_path(detail["loc"])) for detail in details}
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{path}: {_explain_one(first, details)}{more}"
-
-
-def _explain_one(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> str:
-    name = _field_path(detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        return _unknown(name)
-    label = ".".join(name)
-    if detail["type"] == "missing":
-        return f"{label} is required" if len(detail["loc"]) == len(name) else f"{label} has too few items"
-    if detail["type"] == "value_error":
-        return f"[{label}] {detail['ctx']['error']}"
-    # A union fails once per member: say them all.
-    reasons = dict.fromkeys(_reason(other) for other in details if _field_path(other["loc"]) == name)
-    return f"{label} = {detail['input']!r}: {', or '.join(reasons)}"
-
-
-def _reason(detail: ErrorDetails) -> str:
-    if detail["type"] == "literal_error":
-        return f"must be {detail['ctx']['expected']}"
-    if detail["type"] == "string_pattern_mismatch":
-        return f"must match {detail['ctx']['pattern']}"
-    if detail["type"] in ("too_long", "too_short"):
-        return f"must have {detail['ctx'].get('max_length', detail['ctx'].get('min_length'))} items"
-    reason = detail["msg"].replace("Input should be ", "must be ").replace("String should have ", "must have ")
-    reason = reason.replace("must be a valid ", "must be a ")
-    return reason.replace("a integer", "an integer")
-
-
-def _field_path(location: Sequence[str | int]) -> list[str]:
-    """The keys of an error's place: pydantic adds the members of unions, which are no keys."""
-    keys = [str(part) for part in location]
-    return keys[:2]
-
-
-def _unknown(keys: Sequence[str]) -> str:
-    """The message for a key that does not exist, with the nearest one that does."""
-    known = list(_known_names())
-    name = ".".join(keys)
-    if len(keys) == 1:
-        sections = list(Config.model_fields)
-        near = difflib.get_close_matches(name, sections, n=1)
-        suggestions = [f"[{near[0]}]"] if near else [dotted for dotted in known if dotted.endswith(f".{name}")]
-        message = f"unknown section [{name}]"
-        fallback = f"the sections are {', '.join(sections)}"
-    else:
-        within = [dotted for dotted in known if dotted.startswith(f"{keys[0]}.")]
-        elsewhere = [dotted for dotted in known if dotted.endswith(f".{keys[-1]}")]
-        suggestions = elsewhere or _nearest(name, within) or _nearest(name, known)
-        message = f"unknown key {name}"
-        fallback = f"[{keys[0]}] has {', '.join(dotted.partition('.')[2] for dotted in within)}"
-    return f"{message}; did you mean {suggestions[0]}?" if suggestions else f"{message}; {fallback}"
-
-
-def _nearest(name: str, candidates: Sequence[str]) -> list[str]:
-    """The candidate whose last part is most like the last part of the name, if any is."""
-    by_key = {dotted.rpartition(".")[2]: dotted for dotted in candidates}
-    near = difflib.get_close_matches(name.rpartition(".")[2], list(by_key), n=1)
-    return [by_key[key] for key in near]
-
-
-def _known_names() -> Iterator[str]:
-    """Every `section.key`."""
-    for section, field in Config.model_fields.items():
-        kind = field.annotation
-        assert isinstance(kind, type)
-        assert issubclass(kind, Section)
-        for key in kind.model_fields:
-            yield f"{section}.{key}"
-
-
-def _table_lines(table: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
-    """A table's own values first, then its tables: TOML reads what follows a header as part of it."""
-    if keys:
-        yield ""
-        yield f"[{'.'.join(map(_toml_key, keys))}]"
-    for key, value in table.items():
-        if not isinstance(value, Mapping):
-            yield f"{_toml_key(key)} = {_toml_value(value)}"
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _table_lines(value, (*keys, key))
-
-
-def _toml_key(key: str) -> str:
-    bare = key.isascii() and key.replace("-", "_").isidentifier()
-    return key if bare else _toml_value(key)
-
-
-def _toml_value(value: object) -> str:
-    if isinstance(value, str):  # TOML's escapes are JSON's, except that it wants DEL escaped
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)  # repr of a float reads back as the same float
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
-        return f"{{{inner}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    raise TypeError(f"TOML cannot hold a {type(value).__name__}: {value!r}")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+import numpy as np
 import xxhash
-from torch import Tensor
+from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import DataConfig
@@ -28,20 +28,17 @@ IGNORED = -100
 
 
 class MicroBatch(NamedTuple):
-    """What one forward takes: local to a rank, on the CPU."""
+    """The rows of one forward, local to a rank."""
 
-    input_ids: Tensor
-    """[micro_batch, seq_len] int64."""
-    labels: Tensor
-    """[micro_batch, seq_len] int64: `input_ids` where a token is a target, else -100. Not shifted: the loss does."""
+    input_ids: NDArray[np.int64]
+    """[micro_batch, seq_len]."""
+    labels: NDArray[np.int64]
+    """[micro_batch, seq_len]: `input_ids` where a token is a target, else -100. Not shifted: the loss does."""
 
     @property
     def target_tokens(self) -> int:
         """Targets of the loss, whose first column is never predicted."""
         return int((self.labels[:, 1:] != IGNORED).sum())
-
-    def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(self.input_ids.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
 
 class Datasets(NamedTuple):
@@ -60,7 +57,7 @@ class Datasets(NamedTuple):
 
 def load_datasets(config: DataConfig) -> Datasets:
     """Read the source that a configuration names. Not collective: every rank should get the same rows, and
-    `alike.check` sees to that.
+    `rank_consistency.check` compares them.
 
     Raises:
         ConfigError: the source or tokenizer is missing or not what it should be, or too short to train on.
@@ -149,8 +146,7 @@ def evaluation_batches(rows: PackedRows, share: Share) -> tuple[MicroBatch, ...]
 
 def _micro_batch(rows: PackedRows, indices: Sequence[int]) -> MicroBatch:
     """Rows by index; an index past the end is row 0 without targets."""
-    exists = [index < len(rows) for index in indices]
+    exists = np.array([index < len(rows) for index in indices])
     index = [index if there else 0 for index, there in zip(indices, exists, strict=True)]
-    input_ids = torch.from_numpy(rows.ids[index]).long()
-    is_target = torch.from_numpy(rows.is_target[index]) & torch.tensor(exists, device="cpu")[:, None]
-    return MicroBatch(input_ids, torch.where(is_target, input_ids, IGNORED))
+    input_ids = rows.ids[index].astype(np.int64)
+    return MicroBatch(input_ids, np.where(rows.is_target[index] & exists[:, None], input_ids, IGNORED))

@@ -1,11 +1,19 @@
-"""What a source is made of: documents, each a few turns of text of which some are learnt and some only read."""
+"""Documents, each a few turns of text of which some are learnt and some only read; and rows of tables as documents."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import ConfigError
 
 TEXT_ERRORS = "surrogateescape"
 """How bytes that are not UTF-8 live inside a `str`: losslessly, so that the byte tokenizer gives them back."""
+
+
+_ROW_SHAPES = "text, messages, or prompt and completion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +53,43 @@ class Document:
     def of_messages(cls, key: str, messages: tuple[dict[str, str], ...]) -> Document:
         """A conversation: the assistant's replies are targets, everything else is masked."""
         return cls(key, (), whole=True, messages=messages)
+
+
+def document_of_row(key: str, row: Mapping[str, Any]) -> Document | None:
+    """One row as a document; None for a row whose text is empty.
+
+    A row has `text`, or `messages` (a list of {role, content}), or `prompt` and `completion`. Where several are
+    filled, `messages` and `prompt` win over `text`.
+
+    Raises:
+        ConfigError: it has none of them, or they are not text; the message names the row.
+    """
+    if row.get("messages") is not None:
+        return Document.of_messages(key, _check_messages(key, row["messages"]))
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        return Document.of_prompt(key, _text(key, row, "prompt"), _text(key, row, "completion"))
+    if row.get("text") is not None:
+        text = _text(key, row, "text")
+        return Document.of_text(key, text) if text else None
+    raise ConfigError(f"{key}: a row needs {_ROW_SHAPES}; this one has {', '.join(row) or 'nothing'}")
+
+
+def _text(key: str, row: Mapping[str, Any], field: str) -> str:
+    value = row[field]
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}: {field} must be text, not {json.dumps(value, default=str)[:80]}")
+    return value
+
+
+def _check_messages(key: str, messages: Any) -> tuple[dict[str, str], ...]:
+    if not isinstance(messages, list):
+        raise ConfigError(f"{key}: messages must be a list, not {json.dumps(messages, default=str)[:80]}")
+    checked = []
+    for message in messages:
+        said = message if isinstance(message, dict) else {}
+        if not isinstance(said.get("role"), str) or not isinstance(said.get("content"), str):
+            raise ConfigError(f"{key}: every message needs a role and a content, both text")
+        checked.append({"role": message["role"], "content": message["content"]})
+    if not any(message["role"] == "assistant" for message in checked):
+        raise ConfigError(f"{key}: a conversation without a message of role assistant teaches nothing; remove it")
+    return tuple(checked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.suggest import nearest_path
-from shardwise.train.config import paths
+from shardwise.train.config.files import reading
 from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_documents
-from shardwise.train.data.documents import TEXT_ERRORS, Document
+from shardwise.train.data.documents import TEXT_ERRORS, Document, document_of_row
 
 _SUFFIX_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
-_ROW_SHAPES = "text, messages, or prompt and completion"
 
 
 def read_documents(source: str, file_format: str | None = None) -> list[Document]:
@@ -33,7 +31,7 @@ def read_documents(source: str, file_format: str | None = None) -> list[Document
         return builtin_documents(source.removeprefix(BUILTIN_PREFIX))
     files = find_files(source)
     documents: list[Document] = []
-    with paths.reading("data.source", source):
+    with reading("data.source", source):
         for file in files:
             documents.extend(_read_file(file, file_format or _SUFFIX_FORMATS.get(file.suffix.lower(), "text")))
     if not documents:
@@ -48,7 +46,7 @@ def find_files(source: str) -> list[Path]:
         ConfigError: there are none, and the message names the nearest existing name; or some cannot be looked at.
     """
     path = Path(source)
-    with paths.reading("data.source", source):
+    with reading("data.source", source):
         if path.is_file():
             return [path]
         if path.is_dir():
@@ -98,43 +96,3 @@ def _read_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
         cause = " ".join(str(error.__cause__ or error).split())
         raise ConfigError(f"data.source: {file} cannot be read as {file_format}: {cause[:200]}") from None
     yield from table
-
-
-def document_of_row(key: str, row: Mapping[str, Any]) -> Document | None:
-    """One row as a document; None for a row whose text is empty.
-
-    A row has `text`, or `messages` (a list of {role, content}), or `prompt` and `completion`. Where several are
-    filled, `messages` and `prompt` win over `text`.
-
-    Raises:
-        ConfigError: it has none of them, or they are not text; the message names the row.
-    """
-    if row.get("messages") is not None:
-        return Document.of_messages(key, _check_messages(key, row["messages"]))
-    if row.get("prompt") is not None and row.get("completion") is not None:
-        return Document.of_prompt(key, _text(key, row, "prompt"), _text(key, row, "completion"))
-    if row.get("text") is not None:
-        text = _text(key, row, "text")
-        return Document.of_text(key, text) if text else None
-    raise ConfigError(f"{key}: a row needs {_ROW_SHAPES}; this one has {', '.join(row) or 'nothing'}")
-
-
-def _text(key: str, row: Mapping[str, Any], field: str) -> str:
-    value = row[field]
-    if not isinstance(value, str):
-        raise ConfigError(f"{key}: {field} must be text, not {json.dumps(value, default=str)[:80]}")
-    return value
-
-
-def _check_messages(key: str, messages: Any) -> tuple[dict[str, str], ...]:
-    if not isinstance(messages, list):
-        raise ConfigError(f"{key}: messages must be a list, not {json.dumps(messages, default=str)[:80]}")
-    checked = []
-    for message in messages:
-        said = message if isinstance(message, dict) else {}
-        if not isinstance(said.get("role"), str) or not isinstance(said.get("content"), str):
-            raise ConfigError(f"{key}: every message needs a role and a content, both text")
-        checked.append({"role": message["role"], "content": message["content"]})
-    if not any(message["role"] == "assistant" for message in checked):
-        raise ConfigError(f"{key}: a conversation without a message of role assistant teaches nothing; remove it")
-    return tuple(checked)

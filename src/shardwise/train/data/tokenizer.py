@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.suggest import nearest_path
-from shardwise.train.config import paths
+from shardwise.train.config.files import reading
 from shardwise.train.data.documents import TEXT_ERRORS
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
     path = Path(name)
-    with paths.reading("data.tokenizer", name):
+    with reading("data.tokenizer", name):
         if not path.is_dir():
             hint = nearest_path(path) or '; give a local directory with a tokenizer, or "bytes"'
             raise ConfigError(f"data.tokenizer={name!r}: no such directory{hint}")

@@ -1,1 +1,1 @@
-"""What a run leaves behind: its directory, metrics, checkpoints, the final model, lines on the terminal."""
+"""What a training run leaves behind: lines on the terminal, checkpoints, a sample, the final model."""

@@ -19,9 +19,9 @@ from shardwise.checkpoint.ranks import save_thread
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError, ConfigError, UnreadableError
+from shardwise.train.build.optimizer import options_of, set_options
 from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
-from shardwise.train.optimizer import options_of, set_options
 from shardwise.train.ranks import Ranks
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from rich.console import Console, Group
@@ -15,12 +16,39 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.policy.kinds import KINDS, STATE_KINDS
-from shardwise.train.config.auto import Outlook
-from shardwise.train.output.footprint import Footprint
-from shardwise.train.output.metrics import StepMetrics
+from shardwise.train.build.auto import Outlook
 from shardwise.train.output.sample import Sample
+from shardwise.train.run.metrics import StepMetrics
 
 _PLAIN_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of the model and its optimizer by kind (`STATE_KINDS`), sharded and not."""
+
+    largest: Mapping[str, int]
+    """On the rank that holds most of it, counted."""
+    replicated: Mapping[str, int]
+    """On every rank under DDP, computed."""
+
+    @property
+    def largest_bytes(self) -> int:
+        return sum(self.largest.values())
+
+    @property
+    def replicated_bytes(self) -> int:
+        return sum(self.replicated.values())
+
+
+def compared_with_ddp(by_rank: Sequence[Mapping[str, int]], replicated: Mapping[str, int]) -> Footprint:
+    """This run's ranks against DDP.
+
+    Args:
+        by_rank: for every rank, bytes by kind as `sw.memory(model).peak` counted them.
+        replicated: under DDP, from `shardwise.model_tools.memory.replicated`.
+    """
+    return Footprint({kind: max(rank[kind] for rank in by_rank) for kind in STATE_KINDS}, replicated)
 
 
 class RunConsole:

@@ -13,9 +13,9 @@ import shardwise as sw
 from shardwise.checkpoint.format.local_tensor import pieces_to_write
 from shardwise.errors import UsageError
 from shardwise.train.data.tokenizer import Tokenizer, files_of
-from shardwise.train.output.run_claim import seen_by_all
-from shardwise.train.output.run_directory import RunDirectory
 from shardwise.train.ranks import Ranks
+from shardwise.train.run.claim import NAME
+from shardwise.train.run.directory import RunDirectory
 
 
 def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks, step: int) -> None:
@@ -30,7 +30,7 @@ def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, rank
     Args:
         step: how many were taken.
     """
-    if not (_has_ranges(model) and seen_by_all(directory.path, ranks)):
+    if not (_has_ranges(model) and _is_shared(directory.path, ranks)):
         _export_gathered(model, tokenizer, directory, ranks)
         return
     files: dict[str, bytes] = {}
@@ -38,6 +38,16 @@ def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, rank
         if ranks.is_first:
             files = files_of(tokenizer)
     sw.checkpoint.save(directory.final, model, step=step, files=files)
+
+
+def _is_shared(run: Path, ranks: Ranks) -> bool:
+    """Whether every rank reads the claim that rank 0 wrote in the run's directory. Every rank must call this."""
+    try:
+        claim = (run / NAME).read_bytes()
+    except OSError:
+        claim = b""
+    claims = ranks.hear(claim)
+    return claims[0] != b"" and len(set(claims)) == 1
 
 
 def _has_ranges(model: nn.Module) -> bool:

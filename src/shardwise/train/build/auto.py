@@ -1,0 +1,114 @@
+"""`parallel.strategy = "auto"`: the fastest strategy that fits, planned before the run and compared with it after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shardwise.errors import PlanError, UserError
+from shardwise.plan.hardware.calibration import QUICK, calibrate
+from shardwise.plan.hardware.devices import Hardware
+from shardwise.plan.report.report import full_name
+from shardwise.plan.search.evaluate import Evaluator
+from shardwise.plan.search.search import Objective, explore_family, gib, needed_bytes, nothing_fits, ranked
+from shardwise.plan.search.space import space
+from shardwise.train.build.job import arguments_of, hardware_here, source_of
+from shardwise.train.build.models import TextShape
+from shardwise.train.config.schema import Config
+from shardwise.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from shardwise.plan.simulate.forecast import Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the plan expects of the run; known to rank 0."""
+
+    words: str
+    """What was chosen and what it is expected to need, in a sentence."""
+    memory: Mapping[str, int]
+    """Bytes by kind at the peak."""
+    peak_bytes: int
+    step_time_s: float
+
+
+def settle(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, Outlook | None]:
+    """Replace "auto" by the strategy that a plan recommends. Every rank must call this.
+
+    Rank 0 plans and tells the others. On CPU ranks all measure the machine first, for about three seconds.
+
+    Returns:
+        The configuration with a strategy, the same on every rank; and on rank 0 the outlook. As it came, and None,
+        where the strategy is not "auto".
+
+    Raises:
+        PlanError: nothing fits, or the model cannot be planned. On every rank.
+    """
+    if config.parallel.strategy != "auto":
+        return config, None
+    hardware: Hardware | None = None
+    if ranks.device.type == "cpu" and config.parallel.hardware is None:
+        hardware = calibrate(ranks.device, QUICK)
+    outlook: Outlook | None = None
+    choice: dict[str, Any] = {}
+    if ranks.is_first:
+        try:
+            planned, outlook = choose(config, text, ranks, hardware or hardware_here(config, ranks.device))
+            choice = {"strategy": planned.parallel.strategy, "shard_group": planned.parallel.shard_group}
+        except UserError as error:
+            choice = {"error": str(error)}
+    choice = _from_first(choice, ranks)
+    if "error" in choice:
+        raise PlanError(choice["error"])
+    return _with(config, choice), outlook
+
+
+def choose(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> tuple[Config, Outlook]:
+    """Replace "auto" by the strategy that a plan for a device recommends. Not collective.
+
+    Raises:
+        PlanError: nothing fits, or the model cannot be planned.
+    """
+    try:
+        best = _best(config, text, ranks, hardware)
+    except UserError as error:
+        raise PlanError(f'parallel.strategy="auto": {error}') from error
+    choice = {"strategy": best.job.strategy.value, "shard_group": best.job.shard_group}
+    return _with(config, choice), _outlook(best)
+
+
+def _with(config: Config, choice: dict[str, Any]) -> Config:
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=choice)})
+
+
+def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> Forecast:
+    """The fastest strategy's forecast. Raises PlanError where none fits."""
+    evaluate = Evaluator(source_of(config, text))
+    objective = Objective.TOKENS_PER_S
+    families = space(arguments_of(config, ranks, hardware)).families
+    candidates = [c for family in families for c in explore_family(family, evaluate, None, objective)]
+    exploration = ranked(candidates, objective, None)
+    if exploration.best is None:
+        raise nothing_fits(exploration)
+    return exploration.best
+
+
+def _outlook(best: Forecast) -> Outlook:
+    words = (
+        f"planned: {full_name(best.job)}; {gib(needed_bytes(best))} GiB of a device's {gib(best.usable_bytes)}, "
+        f"{best.step_time_s:.3g} s a step"
+    )
+    return Outlook(words, dict(best.memory), best.peak_memory_bytes, best.step_time_s)
+
+
+def _from_first(choice: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Rank 0's choice on every rank."""
+    if ranks.world_size == 1:
+        return choice
+    told = [choice]
+    dist.broadcast_object_list(told, src=0, device=ranks.device)
+    return told[0]

@@ -1,0 +1,81 @@
+"""A run as the planner sees it: its job, its model, the device that it has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.hardware.calibration import packaged_name
+from shardwise.plan.hardware.devices import Hardware, find_device, with_usable_bytes
+from shardwise.plan.models.source import Source
+from shardwise.train.build.models import TextShape, build_model
+from shardwise.train.config.schema import Config
+from shardwise.train.ranks import Ranks
+
+
+def arguments_of(config: Config, ranks: Ranks, hardware: Hardware) -> dict[str, Any]:
+    """Keyword arguments of `Job` for a run. The strategy is left out where the configuration leaves it open.
+
+    Args:
+        config: fitted to its ranks.
+        ranks: this process among them.
+        hardware: the device of each.
+    """
+    train, parallel = config.train, config.parallel
+    assert train.global_batch is not None, "Config.for_ranks fills it in"
+    per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)), ranks.world_size)
+    arguments = {
+        "gpu": hardware,
+        "gpus_per_node": per_node,
+        "nodes": ranks.world_size // per_node,
+        "shard_group": parallel.shard_group,
+        "units": _units(parallel.units),
+        "precision": sw.Precision(param=parallel.param_dtype, reduce=parallel.reduce_dtype),
+        "reshard_after_forward": parallel.reshard_after_forward,
+        "slots": parallel.slots,
+        "seq_len": config.data.seq_len,
+        "micro_batch": train.micro_batch,
+        "accumulation": train.global_batch // (train.micro_batch * ranks.world_size),
+        "activation_checkpointing": train.activation_checkpointing,
+        "compile": train.compile,
+        "optimizer": train.optimizer,
+    }
+    return arguments if parallel.strategy == "auto" else {**arguments, "strategy": parallel.strategy}
+
+
+def job_of(config: Config, ranks: Ranks, hardware: Hardware) -> Job:
+    """The job of a run whose strategy is decided."""
+    return Job(**arguments_of(config, ranks, hardware))
+
+
+def source_of(config: Config, text: TextShape) -> Source:
+    """The run's model, built on the meta device and without its weights."""
+    blank = config.model.model_copy(update={"weights": None, "init": "meta"})
+    return Source(title=config.log.name, build=lambda: build_model(blank, text))
+
+
+def hardware_here(config: Config, device: torch.device) -> Hardware:
+    """The device that `parallel.hardware` names, else the packaged one that this rank has. Not collective.
+
+    Raises:
+        PlanError: there is none of that name.
+    """
+    if config.parallel.hardware is not None:
+        return find_device(config.parallel.hardware)
+    if device.type == "cpu":
+        return find_device("cpu")
+    known = find_device(packaged_name(torch.cuda.get_device_name(device)))
+    return with_usable_bytes(known, torch.cuda.get_device_properties(device).total_memory)
+
+
+def _units(units: int | list[str] | None) -> int | Callable[[str, nn.Module], bool] | None:
+    if units is None or isinstance(units, int):
+        return units
+    names = frozenset(units)
+    return lambda fqn, module: type(module).__name__ in names

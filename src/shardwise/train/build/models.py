@@ -1,0 +1,159 @@
+"""`[model]`: from a configuration to a module, on the meta device or on the CPU, not yet sharded."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError, one_line
+from shardwise.plan.models.factory import load_factory
+from shardwise.plan.models.sizes import check_sizes
+from shardwise.suggest import did_you_mean, nearest_path
+from shardwise.train.config.files import reading
+from shardwise.train.config.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """What the data asks of a model."""
+
+    vocab_size: int
+    """Token ids are below this."""
+    end_id: int
+    """The end-of-document token."""
+    seq_len: int
+
+
+def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
+    """The model that a configuration names, in training mode. Not collective.
+
+    With `init="meta"`, parameters are on the meta device and `sw.shard` gives them storage and initial values, so no
+    rank ever holds the whole model; a factory's model is where the factory builds it. `weights` are not read here: they
+    go straight into shards, with `sw.checkpoint.load_pretrained`.
+
+    Args:
+        config: the section `[model]`.
+        text: the vocabulary and length that the data has. An inline configuration takes from it what it leaves out:
+            `vocab_size`, the ids of the special tokens and, where smaller than `seq_len`, `max_position_embeddings`.
+
+    Raises:
+        ConfigError: a path, model type, key or factory that does not exist (with the nearest that does), a model too
+            small for the vocabulary or the sequences, or one that cannot be.
+    """
+    if config.weights is not None:
+        _check_directory("model.weights", config.weights)
+    if config.factory is not None:
+        build = load_factory(config.factory, f"model.factory={config.factory!r}", ConfigError)
+        return _stored_in(build(), DTYPES[config.dtype]).train()
+    hf_config = _read_config(config, text)
+    _check_fits(hf_config, text)
+    return _build_transformer(hf_config, config).train()
+
+
+def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.Module:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    dtype = DTYPES[config.dtype]
+    auto: Any = AutoModelForCausalLM  # untyped
+    model: Any
+    try:
+        with torch.device(config.init):
+            model = auto.from_config(hf_config, dtype=dtype)
+        if config.weights is not None and (Path(config.weights) / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(config.weights, local_files_only=True)
+    except Exception as error:  # whatever its code makes of a value that it does not check
+        raise ConfigError(f"[model]: transformers cannot build it: {one_line(error, with_type=True)}") from error
+    built: nn.Module = model
+    return built
+
+
+def _read_config(config: ModelConfig, text: TextShape) -> PreTrainedConfig:
+    if config.config is not None:
+        return _inline_config(config.config, text)
+    assert config.path is not None, "ModelConfig has exactly one of path, config and factory"
+    return _config_at(config.path)
+
+
+def _config_at(name: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    path = Path(name)
+    with reading("model.path", name):
+        file = path / "config.json" if path.is_dir() else path
+        is_there = file.exists()
+    if not is_there:
+        raise ConfigError(f"model.path={name!r}: there is no {file}{nearest_path(path)}")
+    try:
+        loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
+    except Exception as error:
+        raise ConfigError(
+            f"model.path={name!r} is no configuration of transformers: {one_line(error, with_type=True)}"
+        ) from error
+    return loaded
+
+
+def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    values = copy.deepcopy(inline)  # transformers takes nested tables for its own
+    model_type = values.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.config.model_type={model_type!r} is unknown{did_you_mean(model_type, CONFIG_MAPPING)}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    blank = config_class()
+    known = {*vars(blank), *blank.attribute_map}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"model.config.{key} is no key of model_type {model_type!r}{did_you_mean(key, known)}")
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        values.setdefault(key, text.end_id)
+    values.setdefault("vocab_size", text.vocab_size)
+    positions = blank.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if positions not in values and getattr(blank, positions, text.seq_len) < text.seq_len:
+        values.setdefault("max_position_embeddings", text.seq_len)
+    check_sizes(model_type, SimpleNamespace(**values), ConfigError)  # before transformers divides by them
+    try:
+        filled: PreTrainedConfig = config_class(**values)
+    except Exception as error:
+        raise ConfigError(f"model.config is not right for {model_type!r}: {one_line(error, with_type=True)}") from error
+    return filled
+
+
+def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
+    check_sizes(hf_config.model_type, hf_config, ConfigError)
+    vocab_size = getattr(hf_config, "vocab_size", None)
+    if vocab_size is not None and vocab_size < text.vocab_size:
+        raise ConfigError(
+            f"the model has vocab_size={vocab_size} and the tokenizer needs {text.vocab_size}: "
+            "set vocab_size, or use the model's own tokenizer in data.tokenizer"
+        )
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    if positions is not None and positions < text.seq_len:
+        raise ConfigError(
+            f"data.seq_len={text.seq_len} is more than the model's max_position_embeddings={positions}; lower seq_len"
+        )
+
+
+def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model in a dtype; left alone where it is in it, because fake tensors cannot be converted in place."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    return model if all(tensor.dtype == dtype for tensor in tensors) else model.to(dtype)
+
+
+def _check_directory(key: str, name: str) -> None:
+    with reading(key, name):
+        if not Path(name).is_dir():
+            raise ConfigError(f"{key}={name!r}: no such directory{nearest_path(Path(name))}")

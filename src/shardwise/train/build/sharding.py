@@ -1,0 +1,80 @@
+"""`[parallel]` and `train.compile`: from a model to a sharded and compiled one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.suggest import did_you_mean
+from shardwise.train.config.schema import HYBRID_STRATEGIES, ParallelConfig
+from shardwise.train.ranks import Ranks
+
+
+def shard_model(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:
+    """Shard a model in place as `[parallel]` says. Every rank must call this.
+
+    Raises:
+        ConfigError: `parallel.units` names a class that the model has not.
+    """
+    return sw.shard(
+        model,
+        config.strategy,
+        mesh=_mesh(config, ranks),
+        units=_units(model, config.units),
+        precision=sw.Precision(param=config.param_dtype, reduce=config.reduce_dtype),
+        reshard_after_forward=config.reshard_after_forward,
+        slots=config.slots,
+    )
+
+
+def needs_loss_scaling(config: ParallelConfig) -> bool:
+    """Whether gradients are computed in fp16, which loses the small ones unless the loss is scaled up."""
+    return config.param_dtype == "fp16"
+
+
+def compile_blocks(model: nn.Module) -> int:
+    """Compile every repeated block in place; torch compiles the first of a kind and reuses it for the others.
+
+    Block by block, because a sharded model gathers and frees parameters between blocks, which a graph over the whole
+    model would have to break for anyway. Not collective. Call it after `sw.shard`.
+
+    Returns:
+        The number of blocks.
+    """
+    found = list(blocks(model))
+    for block in found:
+        block.compile()
+    return len(found)
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost repeated blocks: the members of each ModuleList that is in no other one's member."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from blocks(child)
+
+
+def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh | None:
+    """(replicate, shard) where a shard group is asked for; None leaves it to the strategy."""
+    if config.strategy not in HYBRID_STRATEGIES or config.shard_group is None or ranks.world_size == 1:
+        return None
+    shape = (ranks.world_size // config.shard_group, config.shard_group)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _units(model: nn.Module, units: int | Sequence[str] | None) -> int | set[type[nn.Module]] | None:
+    """Class names, which is all that TOML can say, to the classes of the model."""
+    if units is None or isinstance(units, int):
+        return units
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    for name in units:
+        if name not in classes:
+            hint = did_you_mean(name, classes) or f"; it has {', '.join(sorted(classes))}"
+            raise ConfigError(f"parallel.units: the model has no module of class {name!r}{hint}")
+    return {classes[name] for name in units}

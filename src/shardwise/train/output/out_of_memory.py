@@ -1,0 +1,80 @@
+"""When a step runs out of memory: what was planned, what is held, and ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import OutOfMemory, UserError
+from shardwise.plan.report.report import parts
+from shardwise.plan.search.evaluate import Evaluator
+from shardwise.plan.search.search import gib
+from shardwise.policy.kinds import KINDS
+from shardwise.train.build.job import hardware_here, job_of, source_of
+from shardwise.train.build.models import TextShape
+from shardwise.train.config.schema import Config
+from shardwise.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from shardwise.plan.simulate.forecast import Forecast
+
+
+def explained(
+    error: torch.OutOfMemoryError, step: int, config: Config, text: TextShape, model: nn.Module, ranks: Ranks
+) -> OutOfMemory:
+    """The error to raise instead. No communication: other ranks may be anywhere.
+
+    Args:
+        error: as torch raised it.
+        step: counted from 1.
+        config: fitted to its ranks, its strategy decided.
+        text: the data's shape.
+        model: sharded.
+        ranks: this process among them.
+    """
+    cause = " ".join(str(error).split()).split(" If reserved")[0][:300]
+    lines = [f"step {step} ran out of memory on rank {ranks.rank}: {cause}"]
+    held = sw.memory(model).now
+    try:
+        job = job_of(config, ranks, hardware_here(config, ranks.device))
+        lines += _table(Evaluator(source_of(config, text))(job), held)
+    except UserError as failure:  # without a plan, the rest is still worth reading
+        lines += [*_table(None, held), f"no plan for this run: {failure}"]
+    return OutOfMemory("\n".join([*lines, f"Ways out: {', '.join(_ways_out(config))}"]))
+
+
+def _ways_out(config: Config) -> Iterator[str]:
+    """Changes that need less memory without changing what is computed."""
+    if config.train.activation_checkpointing != "full":
+        yield "train.activation_checkpointing=full"
+    size = config.train.micro_batch
+    if size > 1:
+        smaller = size // 2 if size % 2 == 0 else 1
+        yield f"train.micro_batch={smaller} with train.global_batch={config.train.global_batch}"
+    if config.parallel.strategy != "full_shard":
+        yield "parallel.strategy=full_shard"
+    yield "more ranks (`shardwise plan` forecasts what fits)"
+
+
+def _table(planned: Forecast | None, held: Mapping[str, int]) -> list[str]:
+    """Bytes by kind: the plan's at its peak, and what is held now."""
+    expected = parts(planned) if planned is not None else {}
+    kinds = [kind for kind in dict.fromkeys([*KINDS, *expected]) if expected.get(kind) or held.get(kind)]
+    rows = [("GiB", "planned", "held now")]
+    rows += [(kind, _cell(expected.get(kind)), _cell(held.get(kind))) for kind in kinds]
+    rows.append(("all", _cell(sum(expected.values())), _cell(sum(held.values()))))
+    if planned is None:
+        return [f"  {name:<16}{here:>12}" for name, _, here in rows]
+    where = " of ".join(filter(None, planned.peak_at))
+    return [
+        *(f"  {name:<16}{plan:>12}{here:>12}" for name, plan, here in rows),
+        f"  of {gib(planned.usable_bytes)} GiB usable; the plan's peak is in {where}",
+    ]
+
+
+def _cell(nbytes: int | None) -> str:
+    return "-" if nbytes is None else gib(nbytes)

@@ -1,0 +1,115 @@
+"""`runs/<name>/`: where a run writes what it did."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint.publish.commit import FINAL
+from shardwise.errors import ConfigError
+from shardwise.train.config.files import dump_toml
+from shardwise.train.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The files of one run. Only rank 0 writes."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """One JSON object an evaluation: step, loss in nats per token, tokens."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """`step-NNNNNN/` each."""
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        """The trained model; it appears at the very end, complete."""
+        return self.path / FINAL
+
+    @property
+    def is_finished(self) -> bool:
+        """Raises ConfigError where that cannot be told."""
+        try:
+            return self.final.is_dir()
+        except OSError as error:
+            raise ConfigError(f"cannot read the run directory {self.path}: {error.strerror}") from None
+
+    def begin(self, config: Config, steps: int = 0) -> bool:
+        """Create the directory and write the configuration.
+
+        Args:
+            steps: that a run which goes on has taken; what was measured later is dropped, for it comes again.
+
+        Returns:
+            Whether metrics of a run that did not finish were there and have been dropped.
+
+        Raises:
+            ConfigError: the directory cannot be written, or a log in it is damaged; the message names the line.
+        """
+        try:
+            dropped = self.metrics.exists() and not steps
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.config.write_text(dump_toml(config), encoding="utf-8")
+            for log in (self.metrics, self.evaluations):
+                _keep(log, steps)
+            if not steps:
+                shutil.rmtree(self.tensorboard, ignore_errors=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}") from None
+        return dropped
+
+    @contextmanager
+    def writing_final(self) -> Iterator[Path]:
+        """A directory to fill, which becomes `final` in one rename when the block ends without an error."""
+        partial = self.path / "final.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(self.final)
+
+
+def _keep(log: Path, steps: int) -> None:
+    """Keep the lines of the first `steps` steps; a run killed in the middle of a line has lost it."""
+    if not steps:
+        log.unlink(missing_ok=True)
+    elif log.exists():
+        *whole, _ = log.read_bytes().split(b"\n")
+        kept = [line + b"\n" for number, line in enumerate(whole, 1) if _step(line, f"{log}, line {number}") <= steps]
+        partial = log.with_name(f"{log.name}.partial")
+        partial.write_bytes(b"".join(kept))
+        partial.replace(log)
+
+
+def _step(line: bytes, where: str) -> int:
+    """That a line of a log is about."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: no JSON object with a step ({type(error).__name__}: {error}); remove the line, or move the file "
+            "away, and start again"
+        ) from None

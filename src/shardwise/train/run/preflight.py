@@ -1,0 +1,84 @@
+"""Mistakes found before any rank is started: missing files, too few devices, a number of ranks that does not fit."""
+
+import os
+from pathlib import Path
+
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.io.storage import directory_of, is_url
+from shardwise.errors import ConfigError, MeshError
+from shardwise.suggest import nearest_path
+from shardwise.train.config.files import reading
+from shardwise.train.config.schema import Config
+from shardwise.train.data.corpus import BUILTIN_PREFIX
+from shardwise.train.data.sources import find_files
+
+DEFAULT_CPU_RANKS = 2
+
+
+def check(config: Config, gpus: int) -> Config:
+    """The configuration fitted to the ranks of this machine, its files found.
+
+    Args:
+        config: as `config.files.load` returned it.
+        gpus: of this machine; 0 = run on the CPU.
+
+    Raises:
+        ConfigError: a file or directory that it names is missing, or cannot be read. For the checkpoint at a URL also
+            an UnreadableError, and UsageError if fsspec is not installed.
+        MeshError: more ranks than GPUs, or a number of ranks that does not fit the strategy.
+    """
+    fitted = config.for_ranks(_ranks(config, gpus))
+    _check_files(fitted)
+    return fitted
+
+
+def crowding(config: Config, gpus: int) -> str | None:
+    """A warning, of one line, where there are more CPU ranks than this machine has cores; None elsewhere.
+
+    Args:
+        config: fitted to its ranks.
+        gpus: of this machine.
+    """
+    ranks, cores = config.parallel.ranks, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    cores = cores or os.cpu_count() or 1
+    if gpus or not isinstance(ranks, int) or ranks <= cores:
+        return None
+    return f"parallel.ranks={ranks} on {cores} core{'s' if cores > 1 else ''}: the ranks take turns, and start slowly"
+
+
+def check_devices(local_ranks: int, gpus: int) -> None:
+    """Raise MeshError where this machine has GPUs, but fewer than its ranks."""
+    if 0 < gpus < local_ranks:
+        raise MeshError(
+            f"parallel.ranks={local_ranks}, but this machine has {gpus} GPU{'s' if gpus > 1 else ''}; "
+            f"ask for at most {gpus}, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+
+
+def _ranks(config: Config, gpus: int) -> int:
+    if config.parallel.ranks == "auto":
+        return gpus or DEFAULT_CPU_RANKS
+    check_devices(config.parallel.ranks, gpus)
+    return config.parallel.ranks
+
+
+def _check_files(config: Config) -> None:
+    named = {"model.path": config.model.path, "model.weights": config.model.weights}
+    if config.data.tokenizer != "bytes":
+        named["data.tokenizer"] = config.data.tokenizer
+    if config.checkpoint.resume not in ("auto", "never"):
+        named["checkpoint.resume"] = config.checkpoint.resume
+    for key, name in named.items():
+        if name is not None:
+            with reading(key, name):
+                if not _is_there(key, name):
+                    raise ConfigError(f"{key}={name!r}: nothing is there{nearest_path(Path(name))}")
+    if not config.data.source.startswith(BUILTIN_PREFIX):
+        find_files(config.data.source)
+
+
+def _is_there(key: str, name: str) -> bool:
+    """Checkpoints may lie wherever fsspec reaches, and only they."""
+    if key == "checkpoint.resume" and is_url(name):
+        return manifest.is_there(directory_of(name))
+    return Path(name).exists()

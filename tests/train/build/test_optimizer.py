@@ -1,0 +1,61 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from shardwise.train.build.optimizer import Schedule, build_optimizer, set_lr
+from shardwise.train.config.schema import TrainConfig
+
+
+def test_only_matrices_decay_and_only_what_trains_is_optimized() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 5))
+    model[0].requires_grad_(False)
+    optimizer = build_optimizer(model, TrainConfig(steps=1, weight_decay=0.3, lr=0.5, betas=(0.8, 0.7), eps=1e-6))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    names = {name: decay.get(id(parameter)) for name, parameter in model.named_parameters()}
+    assert names == {"0.weight": None, "1.weight": 0.0, "1.bias": 0.0, "2.weight": 0.3, "2.bias": 0.0}
+    assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.7), 1e-6)
+    set_lr(optimizer, 0.125)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+
+
+def test_a_model_without_matrices() -> None:
+    assert len(build_optimizer(nn.LayerNorm(4), TrainConfig(steps=1)).param_groups) == 1
+
+
+def test_it_is_fused() -> None:
+    assert build_optimizer(nn.Linear(2, 2), TrainConfig(steps=1)).defaults["fused"] is True
+    assert isinstance(build_optimizer(nn.Linear(2, 2), TrainConfig(steps=1)), torch.optim.AdamW)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    steps = draw(st.integers(2, 300))
+    return Schedule(
+        lr=draw(st.floats(1e-6, 1)),
+        steps=steps,
+        warmup_steps=draw(st.integers(0, steps - 1)),
+        shape=draw(st.sampled_from(["cosine", "linear", "constant"])),
+        min_lr_ratio=draw(st.floats(0, 1)),
+    )
+
+
+@given(schedules())
+def test_it_rises_to_lr_and_falls_to_the_ratio(schedule: Schedule) -> None:
+    rates = [schedule(step) for step in range(schedule.steps)]
+    peak = max(schedule.warmup_steps - 1, 0)
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak] == pytest.approx(schedule.lr)
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    if peak < schedule.steps - 1:
+        floor = 1.0 if schedule.shape == "constant" else schedule.min_lr_ratio
+        assert rates[-1] == pytest.approx(schedule.lr * floor, abs=1e-12)
+    assert schedule(schedule.steps + 10) == pytest.approx(rates[-1], abs=1e-12)
+
+
+def test_by_hand() -> None:
+    linear = Schedule(lr=1.0, steps=7, warmup_steps=2, shape="linear", min_lr_ratio=0.5)
+    assert [linear(step) for step in range(7)] == pytest.approx([0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
+    cosine = Schedule(lr=1.0, steps=5, min_lr_ratio=0.0)
+    assert cosine(2) == pytest.approx(0.5)

@@ -1,0 +1,86 @@
+"""What a configuration names is looked for before any rank is started, wherever it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.checkpoint import convert
+from shardwise.errors import ConfigError
+from shardwise.train.config.files import load
+from shardwise.train.data.sources import find_files, read_documents
+from shardwise.train.data.tokenizer import load_tokenizer
+from shardwise.train.run.claim import claimed
+from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.preflight import check, crowding
+from tests.unprivileged import open_directory, unprivileged
+
+
+@pytest.fixture
+def room() -> Iterator[Path]:
+    with open_directory() as path:
+        (path / "tiny.toml").write_text('[model]\nconfig = {model_type = "llama"}\n[train]\nsteps = 3\n')
+        yield path
+
+
+def test_a_checkpoint_at_a_url_to_go_on_from(room: Path) -> None:
+    pytest.importorskip("fsspec")
+    torch.save({"w": torch.ones(3)}, room / "w.pt")
+    convert(room / "w.pt", room / "step-000002")
+    check(load(room / "tiny.toml", [f"checkpoint.resume=file://{room}/step-000002"]), 0)
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume='file://.*/step-000003': nothing is there"):
+        check(load(room / "tiny.toml", [f"checkpoint.resume=file://{room}/step-000003"]), 0)
+    with pytest.raises(ConfigError, match=r"model\.path='file://.*: nothing is there"):
+        check(load(room / "tiny.toml", ["model.config=none", f"model.path=file://{room}"]), 0)
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.weights", "data.tokenizer", "checkpoint.resume", "data.source"])
+def test_what_may_not_be_looked_at_and_what_cannot_be_a_name(key: str, room: Path) -> None:
+    (room / "closed").mkdir()
+    for name, why in ((f"{room}/closed/x", "Permission denied"), ("x" * 256, "File name too long")):
+        config = load(room / "tiny.toml", [f"{key}={name}", *(["model.config=none"] if key == "model.path" else [])])
+        (room / "closed").chmod(0o000)
+        with unprivileged(), pytest.raises(ConfigError) as caught:
+            check(config, 0)
+        assert str(caught.value) == f"{key}={name!r}: cannot be read: {why}"
+
+
+def test_data_that_may_not_be_read_is_not_left_out(room: Path) -> None:
+    texts = room / "texts"
+    (texts / "more").mkdir(parents=True)
+    for name in ("a.txt", "more/b.txt"):
+        (texts / name).write_text(name)
+    assert len(read_documents(str(texts))) == 2
+    for hidden in ("a.txt", "more"):
+        (texts / hidden).chmod(0o000)
+        with unprivileged(), pytest.raises(ConfigError) as caught:
+            read_documents(str(texts))
+        assert str(caught.value) == f"data.source='{texts}': {texts / hidden} cannot be read: Permission denied"
+        (texts / hidden).chmod(0o755)
+    assert len(find_files(str(texts))) == 2
+
+
+def test_directories_that_may_not_be_read(room: Path) -> None:
+    run = RunDirectory(room / "run")
+    run.path.mkdir(mode=0o000)
+    with unprivileged():
+        with pytest.raises(ConfigError, match=f"cannot read the run directory {run.path}: Permission denied"):
+            _ = run.is_finished
+        with pytest.raises(ConfigError, match=f"cannot write the run directory {run.path}: Permission denied"):
+            run.begin(load(room / "tiny.toml"))
+        with pytest.raises(ConfigError, match=f"cannot write the run directory {run.path}: Permission denied"):
+            claimed(run.path, print).__enter__()
+        with pytest.raises(ConfigError, match=r"data\.tokenizer=.* cannot be read: Permission denied"):
+            load_tokenizer(f"{run.path}/tokenizer")
+
+
+def test_more_ranks_than_cores_are_told(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    three, four = (load(room / "tiny.toml", [f"parallel.ranks={ranks}"]) for ranks in (3, 4))
+    assert crowding(check(three, 0), 0) is None
+    warning = crowding(check(four, 0), 0)
+    assert warning == "parallel.ranks=4 on 3 cores: the ranks take turns, and start slowly"
+    assert crowding(check(four, 4), 4) is None
