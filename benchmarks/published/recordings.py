@@ -15,8 +15,8 @@ from benchmarks.published import encoder, llama, mpt
 from benchmarks.published.rows import Row
 from shardwise.plan.dry_run.events import Allocate, Event, Free, Gradient, Phase, Wait
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.rank import record
 from shardwise.plan.dry_run.recording import Facts, Recording
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.simulate.forecast import forecast_of
 
 _PACKAGES = ("comm", "engine", "layout", "modules", "optim", "policy", "sharded")

@@ -7,8 +7,8 @@ from benchmarks.published.recordings import Steps
 from benchmarks.published.rows import Row
 from shardwise.plan.dry_run.events import Event
 from shardwise.plan.hardware.devices import find_device, find_interconnect
-from shardwise.plan.simulate.collectives import Cluster
-from shardwise.plan.simulate.engine_order import ordered_as
+from shardwise.plan.simulate.network import Cluster
+from shardwise.plan.simulate.other_engines.order import ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Efficiency, Roofline
 from shardwise.plan.simulate.timeline import simulate
 

@@ -22,10 +22,10 @@ from benchmarks.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_
 from benchmarks.published.score import Scored, headline, merge, percentile, quantiles
 from benchmarks.published.timing import Timed, time_row
 from shardwise.plan.dry_run.events import Collective, Kernel, Phase, UnitMark, Wait, Work
-from shardwise.plan.dry_run.rank import record
 from shardwise.plan.dry_run.recording import Facts
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.hardware.devices import device_names, find_device, find_interconnect
-from shardwise.plan.simulate.collectives import Cluster
+from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.roofline import Efficiency, Roofline
 from shardwise.plan.simulate.timeline import OPERATION_S, simulate
 

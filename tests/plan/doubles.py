@@ -5,7 +5,7 @@ from typing import Any
 
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.report import Report
-from shardwise.plan.search.search import Objective, explore_family, ranked
+from shardwise.plan.search.exploration import Objective, explore_family, ranked
 from shardwise.plan.search.space import space
 from shardwise.plan.simulate.cost import Cost, cost_of
 

@@ -10,10 +10,9 @@ import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import planner
 from shardwise.plan.planner import Question, explore
+from shardwise.plan.report.rendering import WIDTH, text
 from shardwise.plan.report.report import amount
-from shardwise.plan.report.table import WIDTH, text
-
-from .test_scaling import LLAMA
+from tests.plan.simulate.test_scaling import LLAMA
 
 ARGUMENTS = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": [2, 4, 8]}
 

@@ -16,8 +16,8 @@ from shardwise.errors import OutOfMemory, PlanError
 from shardwise.plan.hardware.devices import Figure, find_device, write_device
 from shardwise.train import trainer
 from shardwise.train.config import auto
-from shardwise.train.config.schema import load
 from shardwise.train.config.models import TextShape
+from shardwise.train.config.schema import load
 from shardwise.train.ranks import Ranks
 from tests.ranks import RankPools
 

@@ -130,7 +130,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
         raise UserError("MODEL is missing: shardwise plan llama-3-8b --gpus 8 (see shardwise plan --help)")
     if offload != "none":
         raise PlanError(f"--offload {offload}: the engine has no offload yet; leave it out")
-    from shardwise.plan.search.search import Objective
+    from shardwise.plan.search.exploration import Objective
 
     arguments = {
         "gpu": gpu,
@@ -178,7 +178,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
     if json:
         print(json_format.dumps(answer.to_dict(), indent=2))
     else:
-        from shardwise.plan.report.table import text as table
+        from shardwise.plan.report.rendering import text as table
 
         print(table(answer.report))
     if html is not None:

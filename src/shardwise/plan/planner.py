@@ -12,8 +12,8 @@ from shardwise.plan.dry_run.sequence import with_sequences
 from shardwise.plan.hardware.devices import find_device, find_interconnect
 from shardwise.plan.models.source import ModelLike, Source, resolve
 from shardwise.plan.report.report import Report, amount, full_name, strategy_name
-from shardwise.plan.search.evaluate import STEADY, Evaluator
-from shardwise.plan.search.search import (
+from shardwise.plan.search.evaluator import STEADY, Evaluator
+from shardwise.plan.search.exploration import (
     Candidate,
     Exploration,
     Objective,
@@ -25,8 +25,8 @@ from shardwise.plan.search.search import (
     ranked,
     smallest_cluster,
 )
+from shardwise.plan.search.processes import explore_in_processes
 from shardwise.plan.search.space import Space, space
-from shardwise.plan.search.workers import explore_in_processes
 from shardwise.plan.simulate.cost import Cost
 from shardwise.plan.simulate.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Forecast
 from shardwise.plan.simulate.trace import draw

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.errors import PlanError
-from shardwise.plan.hardware.section import Section, Unusable, is_amount
+from shardwise.plan.hardware.toml_table import Section, Unusable, is_amount
 from shardwise.suggest import did_you_mean, nearest_path
 
 _DATA = files("shardwise.plan.hardware") / "data"

@@ -6,9 +6,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from shardwise.errors import PlanError
+from shardwise.plan.report.rendering import seconds
 from shardwise.plan.report.report import Report, amount
-from shardwise.plan.report.table import seconds
-from shardwise.plan.search.search import gib
+from shardwise.plan.search.exploration import gib
 
 COLOURS = {
     "param_shards": "#1f5a9e",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.search.search import Candidate, Exploration, Verdict, available_bytes, needed_bytes
+from shardwise.plan.search.exploration import Candidate, Exploration, Verdict, available_bytes, needed_bytes
 
 if TYPE_CHECKING:
     from shardwise.plan.simulate.forecast import Forecast

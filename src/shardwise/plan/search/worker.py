@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from shardwise.plan.models.source import quiet_transformers, resolve
-from shardwise.plan.search.evaluate import Evaluator
-from shardwise.plan.search.search import explore_family
-from shardwise.plan.search.workers import Setting
+from shardwise.plan.search.evaluator import Evaluator
+from shardwise.plan.search.exploration import explore_family
+from shardwise.plan.search.processes import Setting
 
 
 def main() -> None:

@@ -12,17 +12,17 @@ from shardwise.errors import PlanError
 from shardwise.plan.dry_run.events import Allocate, Event, Kernel, Phase
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.operations import GROUPED
-from shardwise.plan.dry_run.rank import record
 from shardwise.plan.dry_run.recording import Recording
 from shardwise.plan.dry_run.sequence import with_sequences
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.hardware.devices import Hardware, find_device, find_interconnect
 from shardwise.plan.models.source import ModelLike, resolve
 from shardwise.plan.simulate.allocator import ROUND_BYTES, Segments, peak_of, reserved_bytes
-from shardwise.plan.simulate.collectives import Cluster
 from shardwise.plan.simulate.cost import Cost, cost_of
-from shardwise.plan.simulate.engine_memory import replay
-from shardwise.plan.simulate.engine_order import ordered_as
 from shardwise.plan.simulate.mfu import Dimensions, mfu
+from shardwise.plan.simulate.network import Cluster
+from shardwise.plan.simulate.other_engines.memory import replay
+from shardwise.plan.simulate.other_engines.order import ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Roofline
 from shardwise.plan.simulate.timeline import Timeline, simulate
 from shardwise.plan.simulate.trace import write_trace

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardwise.plan.dry_run.events import Collective, Event, Kernel, Phase, UnitMark, Wait
-from shardwise.plan.simulate.collectives import Cluster, bytes_sent
+from shardwise.plan.simulate.network import Cluster, bytes_sent
 from shardwise.plan.simulate.roofline import Roofline
 
 COMPUTE = "compute"

@@ -12,8 +12,8 @@ from shardwise.errors import PlanError, UserError
 from shardwise.plan.hardware.calibration import QUICK, calibrate
 from shardwise.plan.hardware.devices import Hardware
 from shardwise.plan.report.report import full_name
-from shardwise.plan.search.evaluate import Evaluator
-from shardwise.plan.search.search import Objective, explore_family, gib, needed_bytes, nothing_fits, ranked
+from shardwise.plan.search.evaluator import Evaluator
+from shardwise.plan.search.exploration import Objective, explore_family, gib, needed_bytes, nothing_fits, ranked
 from shardwise.plan.search.space import space
 from shardwise.train.config.job import arguments_of, hardware_here, source_of
 from shardwise.train.config.models import TextShape

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.rank import record
 from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import Source
 from shardwise.plan.simulate.forecast import Forecast, forecast_of
 from shardwise.plan.simulate.scaling import SMALLEST, scaled

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 
 from shardwise.plan.report.report import Report, Row, parts
-from shardwise.plan.search.search import available_bytes, gib, needed_bytes
+from shardwise.plan.search.exploration import available_bytes, gib, needed_bytes
 
 WIDTH = 80
 _BAR = 32

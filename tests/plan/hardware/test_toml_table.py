@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.hardware.section import Section, Unusable
+from shardwise.plan.hardware.toml_table import Section, Unusable
 
 DATA: dict[str, Any] = {"rate": 3, "name": "x", "curve": [[2, 4], [1, 8.5]], "inner": {"rate": float("nan"), "n": True}}
 

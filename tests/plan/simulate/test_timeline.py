@@ -10,8 +10,8 @@ import pytest
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.events import Collective, Event, Kernel, Phase, UnitMark, Wait, Work
 from shardwise.plan.hardware.devices import Figure, Hardware, find_device, find_interconnect
-from shardwise.plan.simulate.collectives import Cluster
-from shardwise.plan.simulate.engine_order import ordered_as
+from shardwise.plan.simulate.network import Cluster
+from shardwise.plan.simulate.other_engines.order import ordered_as
 from shardwise.plan.simulate.roofline import KERNEL_S, Efficiency, Roofline
 from shardwise.plan.simulate.timeline import OPERATION_S, Timeline, simulate
 from shardwise.plan.simulate.trace import chrome_trace, draw, write_trace

@@ -16,8 +16,8 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.layout.flat import round_up
 from shardwise.plan.dry_run.events import Allocate, Collective, Free, Kernel, Phase, UnitMark, Wait, Work
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.rank import record
 from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.step import record
 from tests.engine.cases import CASES, FP32, MIXED, Case
 from tests.engine.rig import Net, recording, seeded
 

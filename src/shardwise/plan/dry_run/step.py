@@ -27,13 +27,13 @@ from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.plan.dry_run.compilation import kept_bytes
 from shardwise.plan.dry_run.events import Phase
-from shardwise.plan.dry_run.feed import Feed
+from shardwise.plan.dry_run.forward import Feed
 from shardwise.plan.dry_run.gpu_kernels import kernels_of
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.listening import ListeningCollectives, listening_mesh
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording
 from shardwise.plan.dry_run.substitutes import full_sequences
+from shardwise.plan.dry_run.traced_collectives import ListeningCollectives, listening_mesh
 from shardwise.sharded.parameter import ShardedParameter
 
 _MAX_NORM = 1.0

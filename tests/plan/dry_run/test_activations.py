@@ -15,9 +15,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.plan.dry_run.events import Allocate, Free, Phase
-from shardwise.plan.dry_run.feed import Feed
+from shardwise.plan.dry_run.forward import Feed
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.rank import record
+from shardwise.plan.dry_run.step import record
 from tests.engine.allocations import Allocation, traced
 
 if TYPE_CHECKING:

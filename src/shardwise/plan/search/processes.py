@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardwise.errors import PlanError
 from shardwise.plan.models.source import ModelLike
-from shardwise.plan.search.search import Candidate, Objective
+from shardwise.plan.search.exploration import Candidate, Objective
 from shardwise.plan.search.space import Family
 
 if TYPE_CHECKING:

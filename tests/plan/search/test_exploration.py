@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.search.search import (
+from shardwise.plan.search.exploration import (
     Candidate,
     Exploration,
     Objective,
@@ -21,8 +21,7 @@ from shardwise.plan.search.search import (
     smallest_cluster,
 )
 from shardwise.plan.search.space import space
-
-from .doubles import GIB, formula
+from tests.plan.doubles import GIB, formula
 
 
 class Asked:

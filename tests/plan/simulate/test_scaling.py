@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.rank import record
 from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
-from shardwise.plan.search.evaluate import Evaluator
+from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.simulate.scaling import scaled
 from shardwise.policy.precision import Precision
 

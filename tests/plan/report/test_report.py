@@ -11,11 +11,10 @@ import pytest
 
 from shardwise.errors import PlanError
 from shardwise.plan.report.page import COLOURS, html, write_page
+from shardwise.plan.report.rendering import WIDTH, text
 from shardwise.plan.report.report import amount
-from shardwise.plan.report.table import WIDTH, text
 from shardwise.policy.kinds import KINDS
-
-from .doubles import report
+from tests.plan.doubles import report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(

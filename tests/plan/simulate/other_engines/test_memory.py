@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.plan.dry_run.events import Allocate, Free, Gradient, Kernel, Phase
 from shardwise.plan.dry_run.job import ENGINES, Job
-from shardwise.plan.dry_run.rank import record
 from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
-from shardwise.plan.simulate.engine_memory import Replay, replay
 from shardwise.plan.simulate.forecast import forecast_of
+from shardwise.plan.simulate.other_engines.memory import Replay, replay
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "vocab_size": 128,

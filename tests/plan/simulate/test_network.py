@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.plan.hardware.devices import Measured, find_device, find_interconnect
-from shardwise.plan.simulate.collectives import Cluster, Placement, bytes_sent, measured_seconds
+from shardwise.plan.simulate.network import Cluster, Placement, bytes_sent, measured_seconds
 
 H100 = find_device("h100-sxm-80gb")
 GIB = 2**30
