@@ -41,7 +41,7 @@ def test_processes_find_what_one_finds(tmp_path: Path) -> None:
         question = Question(str(path), arguments, workers=workers)
         found = explore(question, lambda done, total: told.append((done, total))).candidates
         assert sorted(told) == [(done, len(found)) for done in range(1, len(found) + 1)]
-        return [(c.job, c.verdict, c.binds, c.forecast and c.forecast.to_dict()) for c in found]
+        return [(c.job, c.verdict, c.limited_by, c.forecast and c.forecast.to_dict()) for c in found]
 
     assert verdicts(2) == verdicts(1)
 

@@ -10,8 +10,8 @@ from typing import Any
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.sequence import with_sequences
 from shardwise.plan.hardware.devices import find_device, find_interconnect
-from shardwise.plan.models.source import ModelLike, Source, resolve
-from shardwise.plan.report.report import Report, amount, full_name, strategy_name
+from shardwise.plan.models.source import ModelLike, ModelSource, resolve
+from shardwise.plan.report.report import PlanReport, amount, full_name, strategy_name
 from shardwise.plan.search.evaluator import STEADY, Evaluator
 from shardwise.plan.search.exploration import (
     Candidate,
@@ -25,8 +25,8 @@ from shardwise.plan.search.exploration import (
     ranked,
     smallest_cluster,
 )
-from shardwise.plan.search.processes import explore_in_processes
-from shardwise.plan.search.space import Space, space
+from shardwise.plan.search.processes import SearchSetting, explore_in_processes
+from shardwise.plan.search.space import SearchSpace, search_space
 from shardwise.plan.simulate.cost import Cost
 from shardwise.plan.simulate.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Forecast
 from shardwise.plan.simulate.trace import draw
@@ -61,8 +61,8 @@ class Question:
 class Plan:
     """The answer."""
 
-    source: Source
-    report: Report
+    source: ModelSource
+    report: PlanReport
     best: Forecast | None
     """With its timeline; None where nothing fits."""
     extra: Mapping[str, Any]
@@ -100,7 +100,7 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
     best = evaluate.whole(exploration.best.job) if exploration.best is not None else None
     answers, extra = _answers(question, evaluate, nearest, best)
     shown = best or evaluate(nearest)
-    report = Report(
+    report = PlanReport(
         title=f"{source.title}: {_count(shown.parameters)} parameters",
         setting=setting(nearest),
         exploration=exploration,
@@ -224,7 +224,7 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
         "accumulation": job.accumulation,
         "activation_checkpointing": job.activation_checkpointing,
         "verdict": candidate.verdict.name.lower(),
-        "why": candidate.binds,
+        "why": candidate.limited_by,
     }
     if candidate.forecast is not None:
         forecast = candidate.forecast
@@ -290,7 +290,7 @@ def search(
 def explore(question: Question, progress: Progress | None = None) -> Exploration:
     """Look at every configuration that a question spans. Raises PlanError and ConfigError as `search`."""
     source = resolve(question.model)
-    whole = space(with_sequences(source, question.arguments), question.global_batch)
+    whole = search_space(with_sequences(source, question.arguments), question.global_batch)
     for family in whole.families:  # unknown names are told before anything is run
         hardware = find_device(family.base.gpu)  # type: ignore[arg-type]
         find_interconnect(family.base.interconnect or hardware.interconnect)  # type: ignore[arg-type]
@@ -304,7 +304,7 @@ def explore(question: Question, progress: Progress | None = None) -> Exploration
 class _Tally:
     """Counts configurations and passes the number on."""
 
-    def __init__(self, whole: Space, progress: Progress | None) -> None:
+    def __init__(self, whole: SearchSpace, progress: Progress | None) -> None:
         self._total = sum(family.size for family in whole.families)
         self._done = itertools.count(1)
         self._progress = progress
@@ -315,12 +315,13 @@ class _Tally:
             self._progress(next(self._done), self._total)
 
 
-def _explored(question: Question, source: Source, whole: Space, tally: _Tally, scale: bool) -> Exploration:
+def _explored(question: Question, source: ModelSource, whole: SearchSpace, tally: _Tally, scale: bool) -> Exploration:
     families = whole.families
     count = sum(family.size for family in families)
     candidates: list[Candidate] = []
     if question.workers > 1 and count >= PARALLEL_FROM and len(families) > 1 and not callable(question.model):
-        candidates += explore_in_processes(question, families, scale, tally)
+        setting = SearchSetting(question.model, question.budget_bytes, question.objective, scale)
+        candidates += explore_in_processes(setting, families, question.workers, tally)
     else:
         evaluator = Evaluator(source, scale)
         for family in families:
@@ -330,7 +331,7 @@ def _explored(question: Question, source: Source, whole: Space, tally: _Tally, s
     return replace(ranked(candidates, question.objective, question.budget_bytes), left_out=whole.left_out)
 
 
-def _is_confirmed(exploration: Exploration, source: Source) -> bool:
+def _is_confirmed(exploration: Exploration, source: ModelSource) -> bool:
     """Whether the best one, recorded for itself, is what the search says it is."""
     best = exploration.best
     if best is None:

@@ -14,8 +14,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
-from shardwise.plan.dry_run.events import Allocate, Free, Phase
-from shardwise.plan.dry_run.forward import Feed
+from shardwise.plan.dry_run.events import Allocate, Free, StepPhase
+from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.step import record
 from tests.engine.allocations import Allocation, traced
@@ -88,7 +88,7 @@ def measured(name: str, job: Job) -> Live:
     """Forward and backward of the third step. Not collective."""
     torch.manual_seed(0)
     model = build(name)
-    feed = Feed(model, job)
+    feed = TrainingForward(model, job)
     sw.shard(model, job.strategy, precision=job.precision)
     checkpoint_units(model, job.activation_checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -118,10 +118,10 @@ def planned(name: str, job: Job) -> Live:
     sizes: dict[int, int] = {}
     after_forward = peak = now = 0
     for event in record(lambda: build(name), job).events:
-        if isinstance(event, Allocate) and event.phase is not Phase.SETUP:
-            if event.phase is Phase.OPTIMIZER:
+        if isinstance(event, Allocate) and event.phase is not StepPhase.SETUP:
+            if event.phase is StepPhase.OPTIMIZER:
                 break
-            if event.phase is not Phase.FORWARD and not after_forward:
+            if event.phase is not StepPhase.FORWARD and not after_forward:
                 after_forward = now
             sizes[event.block] = event.nbytes
             now += event.nbytes

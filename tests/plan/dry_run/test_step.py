@@ -14,7 +14,7 @@ from shardwise.comm.recording import RecordingCollectives
 from shardwise.engine.shard import require_engine
 from shardwise.errors import ConfigError, PlanError
 from shardwise.layout.flat import round_up
-from shardwise.plan.dry_run.events import Allocate, Collective, Free, Kernel, Phase, UnitMark, Wait, Work
+from shardwise.plan.dry_run.events import Allocate, Collective, Free, Kernel, KernelKind, StepPhase, UnitMark, Wait
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Recording
 from shardwise.plan.dry_run.step import record
@@ -62,7 +62,7 @@ def job_of(case: Case, precision: sw.Precision, **options: Any) -> Job:
 def state_of(recorded: Recording) -> dict[str, int]:
     held: Counter[str] = Counter()
     for event in recorded.events:
-        if isinstance(event, Allocate) and event.phase is Phase.SETUP:
+        if isinstance(event, Allocate) and event.phase is StepPhase.SETUP:
             held[event.kind] += event.nbytes
     return {kind: held[kind] for kind in STATE}
 
@@ -121,7 +121,7 @@ def test_a_step_ends_as_it_began(gpu: str, mode: str) -> None:
     events = record(gpt2, job).events
     born = [event.block for event in events if isinstance(event, Allocate)]
     freed = [event.block for event in events if isinstance(event, Free)]
-    setup = [event.block for event in events if isinstance(event, Allocate) and event.phase is Phase.SETUP]
+    setup = [event.block for event in events if isinstance(event, Allocate) and event.phase is StepPhase.SETUP]
     assert len(set(born)) == len(born)
     assert len(set(freed)) == len(freed)
     assert set(born) - set(freed) == set(setup)
@@ -135,7 +135,7 @@ def test_a_step_ends_as_it_began(gpu: str, mode: str) -> None:
     assert [event.number for event in events if isinstance(event, Wait)] != []
     assert sorted(event.number for event in events if isinstance(event, Wait)) == issued
     assert {event.phase for event in events if isinstance(event, Kernel)} == {
-        Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, *([Phase.RECOMPUTE] if mode != "none" else []),
+        StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER, *([StepPhase.RECOMPUTE] if mode != "none" else []),
     }  # fmt: skip
 
 
@@ -145,12 +145,12 @@ def test_marks_tell_a_units_life() -> None:
         (event.what, event.phase) for event in events if isinstance(event, UnitMark) and event.unit == "transformer.h.1"
     ]
     assert block == [
-        ("gather", Phase.FORWARD),
-        ("release", Phase.FORWARD),
-        ("gather", Phase.BACKWARD),
-        ("grads", Phase.BACKWARD),
-        ("release", Phase.BACKWARD),
-        ("reduced", Phase.BACKWARD),
+        ("gather", StepPhase.FORWARD),
+        ("release", StepPhase.FORWARD),
+        ("gather", StepPhase.BACKWARD),
+        ("grads", StepPhase.BACKWARD),
+        ("release", StepPhase.BACKWARD),
+        ("reduced", StepPhase.BACKWARD),
     ]
 
 
@@ -170,7 +170,7 @@ def test_replicas_are_waited_for_units_later(strategy: str, units_behind: int) -
         if isinstance(event, Collective) and event.op == "all_reduce" and event.unit in over and event.nbytes > 1000
     }
     assert set(summed) == set(over)
-    products = [(at, e) for at, e in enumerate(events) if isinstance(e, Kernel) and e.work is Work.MATMUL]
+    products = [(at, e) for at, e in enumerate(events) if isinstance(e, Kernel) and e.kind is KernelKind.MATMUL]
     computed = {".".join(kernel.module.split(".")[1:3]): at for at, kernel in products}
     for at in summed.values():
         assert not any(isinstance(event, Kernel) for event in events[at - 1 : at])
@@ -178,7 +178,7 @@ def test_replicas_are_waited_for_units_later(strategy: str, units_behind: int) -
         at = waited[events[summed[f"transformer.h.{layer}"]].number]  # type: ignore[union-attr]
         assert at > computed[f"h.{layer - units_behind}"]
     last = max(at for at, event in enumerate(events) if isinstance(event, UnitMark) and event.what == "reduced")
-    assert all(event.phase is not Phase.OPTIMIZER for event in events[:last] if isinstance(event, Kernel))
+    assert all(event.phase is not StepPhase.OPTIMIZER for event in events[:last] if isinstance(event, Kernel))
 
 
 def test_kernels_are_counted_and_named() -> None:
@@ -187,14 +187,16 @@ def test_kernels_are_counted_and_named() -> None:
     kernels = [event for event in recorded.events if isinstance(event, Kernel)]
     tokens = 128
     matrices = 12 * 32 * 32 * 3 + 32 * 100
-    assert sum(kernel.flops for kernel in kernels if kernel.work is Work.MATMUL) == 3 * 2 * matrices * tokens
+    assert sum(kernel.flops for kernel in kernels if kernel.kind is KernelKind.MATMUL) == 3 * 2 * matrices * tokens
     for kernel in kernels:
-        if kernel.work is Work.MATMUL and kernel.matmul is not None:
+        if kernel.kind is KernelKind.MATMUL and kernel.matmul is not None:
             batch, m, n, k = kernel.matmul
             assert kernel.flops == 2 * batch * m * n * k
-    attention = [kernel for kernel in kernels if kernel.work is Work.ATTENTION]
+    attention = [kernel for kernel in kernels if kernel.kind is KernelKind.ATTENTION]
     assert Counter((kernel.module, kernel.phase) for kernel in attention) == {
-        (f"transformer.h.{layer}.attn", phase): 1 for layer in range(3) for phase in (Phase.FORWARD, Phase.BACKWARD)
+        (f"transformer.h.{layer}.attn", phase): 1
+        for layer in range(3)
+        for phase in (StepPhase.FORWARD, StepPhase.BACKWARD)
     }
     square = 2 * 2 * 2 * 2 * 64 * 64 * 16  # two products, 2 flops, batch and heads, scores, width
     assert [kernel.flops for kernel in attention[:3]] == [square // 2] * 3

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.hardware.toml_table import Section, Unusable
+from shardwise.plan.hardware.toml_table import HardwareFileError, TomlTable
 
 DATA: dict[str, Any] = {"rate": 3, "name": "x", "curve": [[2, 4], [1, 8.5]], "inner": {"rate": float("nan"), "n": True}}
 
 
 def test_what_is_right_is_read() -> None:
-    section = Section(DATA, "outer", tuple(DATA))
+    section = TomlTable(DATA, "outer", tuple(DATA))
     assert (section.number("rate"), section.text("name", ""), section.count("rate", 1)) == (3.0, "x", 3)
     assert section.points("curve") == ((1.0, 8.5), (2.0, 4.0))
     assert (section.text("absent", "usual"), section.count("absent", 7), section.value("absent")) == ("usual", 7, None)
@@ -33,7 +33,7 @@ def test_what_is_right_is_read() -> None:
         (lambda s: s.points("absent"), "outer.absent is not a list of [size, value] pairs of positive numbers"),
     ],
 )
-def test_what_is_wrong_is_named(read: Callable[[Section], object], line: str) -> None:
-    with pytest.raises(Unusable) as caught:
-        read(Section(DATA, "outer"))
+def test_what_is_wrong_is_named(read: Callable[[TomlTable], object], line: str) -> None:
+    with pytest.raises(HardwareFileError) as caught:
+        read(TomlTable(DATA, "outer"))
     assert str(caught.value) == line

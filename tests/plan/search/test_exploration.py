@@ -20,7 +20,7 @@ from shardwise.plan.search.exploration import (
     ranked,
     smallest_cluster,
 )
-from shardwise.plan.search.space import space
+from shardwise.plan.search.space import search_space
 from tests.plan.doubles import GIB, formula
 
 
@@ -43,7 +43,7 @@ def explored(
     global_batch: int | None = None,
     **arguments: Any,
 ) -> Exploration:
-    found = space(arguments, global_batch).families
+    found = search_space(arguments, global_batch).families
     candidates = [c for family in found for c in explore_family(family, asked, budget_bytes, objective)]
     return ranked(candidates, objective, budget_bytes)
 
@@ -56,7 +56,7 @@ def test_pruning_changes_no_answer(objective: Objective, global_batch: int | Non
     exploration = explored(asked, objective=objective, global_batch=global_batch)
     everything = [
         formula(family.job(mode, *batch), slack=slack)
-        for family in space({}, global_batch).families
+        for family in search_space({}, global_batch).families
         for mode in family.modes
         for batch in family.batches
     ]
@@ -95,13 +95,13 @@ def test_what_holds_each_back_and_why_others_fall_out() -> None:
         jobs = (Job(strategy=strategy, micro_batch=micro_batch, activation_checkpointing=mode),)  # type: ignore[arg-type]
         return next(c for c in exploration.candidates if c.job in jobs)
 
-    assert of("full_shard", 1, "none").binds == "network"
-    assert of("full_shard", 4, "none").binds == "memory"
-    assert of("full_shard", 16, "full").binds == "compute"
+    assert of("full_shard", 1, "none").limited_by == "network"
+    assert of("full_shard", 4, "none").limited_by == "memory"
+    assert of("full_shard", 16, "full").limited_by == "compute"
     assert of("full_shard", 1, "full").verdict is Verdict.SLOWER
-    assert of("full_shard", 16, "none").binds == "needs 144.0 of 80.0 GiB; activations take 128.0"
-    assert of("no_shard", 1, "full").binds == "needs 115.0 of 80.0 GiB; optimizer take 64.0"
-    assert of("no_shard", 16, "none").binds == "as micro-batch 1, or more"
+    assert of("full_shard", 16, "none").limited_by == "needs 144.0 of 80.0 GiB; activations take 128.0"
+    assert of("no_shard", 1, "full").limited_by == "needs 115.0 of 80.0 GiB; optimizer take 64.0"
+    assert of("no_shard", 16, "none").limited_by == "as micro-batch 1, or more"
     assert exploration.candidates[0].forecast is exploration.best
 
 

@@ -5,21 +5,23 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.search.space import precision_of, space
+from shardwise.plan.search.space import precision_of, search_space
 from shardwise.policy.precision import Precision
 
 
 def shardings(**arguments: Any) -> list[tuple[str, int | None]]:
-    return [(family.base.strategy.value, family.base.shard_group) for family in space(arguments).families]
+    return [(family.base.strategy.value, family.base.shard_group) for family in search_space(arguments).families]
 
 
 def batches(global_batch: int | None = None, **arguments: Any) -> tuple[tuple[int, int], ...]:
-    (found,) = {family.batches for family in space({"strategy": "full_shard", **arguments}, global_batch).families}
+    (found,) = {
+        family.batches for family in search_space({"strategy": "full_shard", **arguments}, global_batch).families
+    }
     return found
 
 
 def test_all_fixed_is_one_configuration() -> None:
-    found = space(
+    found = search_space(
         {"strategy": "full_shard", "micro_batch": 2, "accumulation": 3, "activation_checkpointing": "full", "nodes": 2}
     ).families
     assert [family.size for family in found] == [1]
@@ -35,7 +37,7 @@ def test_nothing_fixed_is_everything_that_makes_a_difference() -> None:
     assert [pair for pair in one_node if pair[0] == "hybrid_shard"] == [("hybrid_shard", 2), ("hybrid_shard", 4)]
     assert {group for _, group in shardings(gpus_per_node=8, nodes=8)} == {None, 8, 16, 32}
     assert shardings(gpus_per_node=1) == [("no_shard", None)]
-    assert space({}).families[0].modes == ("none", "selective-ops", "every-2", "full")
+    assert search_space({}).families[0].modes == ("none", "selective-ops", "every-2", "full")
     assert batches() == tuple((2**k, 1) for k in range(7))
 
 
@@ -50,7 +52,7 @@ def test_a_shard_group_is_for_strategies_that_take_one() -> None:
 
 
 def test_strategies_that_cannot_reshard_so_are_left_out_and_why() -> None:
-    found = space({"reshard_after_forward": 4, "micro_batch": 1})
+    found = search_space({"reshard_after_forward": 4, "micro_batch": 1})
     assert {(f.base.strategy.value, f.base.shard_group) for f in found.families} == {
         ("shard_optimizer", None), ("shard_grad_op", None), ("full_shard", None),
         ("hybrid_shard", 4), ("hybrid_shard_zero2", 4),
@@ -63,11 +65,11 @@ def test_strategies_that_cannot_reshard_so_are_left_out_and_why() -> None:
         ("hybrid_shard_zero2", 2, f"{why} 2 ranks; use one of 1, 2"),
     ]
     with pytest.raises(ConfigError, match="reshard_after_forward=4 does not divide the shard group of 1 rank; leave"):
-        space({"reshard_after_forward": 4, "strategy": "no_shard"})
+        search_space({"reshard_after_forward": 4, "strategy": "no_shard"})
 
 
 def test_lists_are_choices_for_any_argument() -> None:
-    found = space({"strategy": "full_shard", "seq_len": [1024, 2048], "nodes": (1, 2)}).families
+    found = search_space({"strategy": "full_shard", "seq_len": [1024, 2048], "nodes": (1, 2)}).families
     assert [(family.base.seq_len, family.base.nodes) for family in found] == [
         (1024, 1),
         (1024, 2),
@@ -97,16 +99,16 @@ def test_accumulation_follows_from_the_global_batch() -> None:
 )
 def test_a_batch_that_cannot_be_divided(global_batch: int, arguments: dict[str, Any], line: str) -> None:
     with pytest.raises(PlanError, match=line):
-        space({"gpus_per_node": 8, **arguments}, global_batch)
+        search_space({"gpus_per_node": 8, **arguments}, global_batch)
 
 
 def test_a_value_that_no_job_can_have() -> None:
     with pytest.raises(ConfigError, match="unknown strategy 'fullshard'; did you mean 'full_shard'"):
-        space({"strategy": "fullshard"})
+        search_space({"strategy": "fullshard"})
     with pytest.raises(ConfigError, match="activation_checkpointing='half': choose one of"):
-        space({"activation_checkpointing": ["half"]})
+        search_space({"activation_checkpointing": ["half"]})
     with pytest.raises(ConfigError, match=r"optimizer=\[\] leaves nothing to choose from: give a value"):
-        space({"optimizer": []})
+        search_space({"optimizer": []})
 
 
 @pytest.mark.parametrize(

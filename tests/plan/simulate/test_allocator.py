@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.dry_run.events import Allocate, Event, Free, Phase
+from shardwise.plan.dry_run.events import Allocate, Free, StepEvent, StepPhase
 from shardwise.plan.simulate.allocator import MIB, Segments, peak_of, reserved_bytes
 
 KIB = 1024
 
 
 def take(block: int, nbytes: int, kind: str = "temporaries", module: str = "") -> Allocate:
-    return Allocate(block, nbytes, kind, module, Phase.FORWARD)
+    return Allocate(block, nbytes, kind, module, StepPhase.FORWARD)
 
 
-def reserved(events: list[Event], *how: Any, **options: Any) -> int:
+def reserved(events: list[StepEvent], *how: Any, **options: Any) -> int:
     """Of a step that leaves nothing behind."""
     freed = {event.block for event in events if isinstance(event, Free)}
     left = [event.block for event in events if isinstance(event, Allocate) and event.block not in freed]
@@ -66,7 +66,7 @@ def test_segments(sizes: list[int], expected: int) -> None:
 
 
 def test_a_free_block_is_used_again_and_split() -> None:
-    events: list[Event] = [take(1, 100 * MIB), Free(1), take(2, 60 * MIB), take(3, 40 * MIB)]
+    events: list[StepEvent] = [take(1, 100 * MIB), Free(1), take(2, 60 * MIB), take(3, 40 * MIB)]
     assert reserved(events[:3]) == 100 * MIB
     assert reserved(events) == 100 * MIB
 
@@ -91,7 +91,7 @@ def test_neighbours_join() -> None:
 
 def test_fragments_do_not_add_up() -> None:
     """Half of the memory is free, and none of it is of use: but for segments that grow."""
-    events: list[Event] = [take(number, 10 * MIB) for number in range(10)]
+    events: list[StepEvent] = [take(number, 10 * MIB) for number in range(10)]
     events += [Free(number) for number in range(0, 10, 2)]
     events += [take(10, 50 * MIB)]
     assert reserved(events) == 150 * MIB
@@ -130,9 +130,9 @@ def test_what_a_first_step_leaves_is_there_for_the_second() -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[Event]:
+def steps(draw: st.DrawFn) -> list[StepEvent]:
     """Blocks of all sizes, some of which are freed again."""
-    events: list[Event] = []
+    events: list[StepEvent] = []
     alive: list[int] = []
     for number in range(draw(st.integers(1, 40))):
         if alive and draw(st.booleans()):
@@ -145,7 +145,7 @@ def steps(draw: st.DrawFn) -> list[Event]:
 
 @settings(max_examples=200, deadline=None)
 @given(steps(), st.sampled_from(Segments))
-def test_more_is_reserved_than_lives(events: list[Event], segments: Segments) -> None:
+def test_more_is_reserved_than_lives(events: list[StepEvent], segments: Segments) -> None:
     live = peak_of(events).nbytes
     most = reserved_bytes(events, segments)
     assert live <= most

@@ -11,7 +11,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.dry_run.events import Kernel, Work
+from shardwise.plan.dry_run.events import Kernel, KernelKind
 from shardwise.plan.hardware.devices import Figure, find_device, write_device
 from shardwise.plan.simulate.forecast import Forecast, forecast
 from shardwise.policy.kinds import KINDS
@@ -202,7 +202,7 @@ def test_values_may_be_narrower_than_keys() -> None:
         "first_k_dense_replace": 0,
     }  # fmt: skip
     events = forecast(latent, precision=BF16, seq_len=64, activation_checkpointing="none").recording.events
-    flops = {e.name: e.flops for e in events if isinstance(e, Kernel) and e.work is Work.ATTENTION}
+    flops = {e.name: e.flops for e in events if isinstance(e, Kernel) and e.kind is KernelKind.ATTENTION}
     name, keys, values = "_scaled_dot_product_efficient_attention", 16 + 8, 16
     square = 2 * 4 * 64 * 64 // 2  # multiply and add, heads, half of the scores
     assert flops == {name: square * (keys + values), f"{name}_backward": square * (3 * keys + 2 * values)}

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.plan.hardware.devices import Measured, find_device, find_interconnect
-from shardwise.plan.simulate.network import Cluster, Placement, bytes_sent, measured_seconds
+from shardwise.plan.simulate.network import Cluster, GroupTopology, bytes_sent, measured_seconds
 
 H100 = find_device("h100-sxm-80gb")
 GIB = 2**30
@@ -16,18 +16,18 @@ def cluster(nodes: int, interconnect: str = "800gbps", gpus_per_node: int = 8, e
 @pytest.mark.parametrize(
     ("nodes", "group", "ranks", "placed"),
     [
-        (4, "shard", 32, Placement(32, 4, 1)),
-        (4, "shard", 8, Placement(8, 1, 1)),
-        (4, "shard", 4, Placement(4, 1, 2)),
-        (4, "shard", 16, Placement(16, 2, 1)),
-        (4, "replicate", 4, Placement(4, 4, 8)),  # shard groups of a node: one rank of each node
-        (4, "replicate", 8, Placement(8, 4, 4)),  # shard groups of half a node: two of each
-        (4, "replicate", 2, Placement(2, 2, 8)),  # shard groups of two nodes
-        (1, "replicate", 8, Placement(8, 1, 1)),  # nothing sharded
-        (4, "replicate", 32, Placement(32, 4, 1)),
+        (4, "shard", 32, GroupTopology(32, 4, 1)),
+        (4, "shard", 8, GroupTopology(8, 1, 1)),
+        (4, "shard", 4, GroupTopology(4, 1, 2)),
+        (4, "shard", 16, GroupTopology(16, 2, 1)),
+        (4, "replicate", 4, GroupTopology(4, 4, 8)),  # shard groups of a node: one rank of each node
+        (4, "replicate", 8, GroupTopology(8, 4, 4)),  # shard groups of half a node: two of each
+        (4, "replicate", 2, GroupTopology(2, 2, 8)),  # shard groups of two nodes
+        (1, "replicate", 8, GroupTopology(8, 1, 1)),  # nothing sharded
+        (4, "replicate", 32, GroupTopology(32, 4, 1)),
     ],
 )
-def test_where_groups_lie(nodes: int, group: str, ranks: int, placed: Placement) -> None:
+def test_where_groups_lie(nodes: int, group: str, ranks: int, placed: GroupTopology) -> None:
     assert cluster(nodes).place(group, ranks) == placed
 
 

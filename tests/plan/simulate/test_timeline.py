@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.dry_run.events import Collective, Event, Kernel, Phase, UnitMark, Wait, Work
+from shardwise.plan.dry_run.events import Collective, Kernel, KernelKind, StepEvent, StepPhase, UnitMark, Wait
 from shardwise.plan.hardware.devices import Figure, Hardware, find_device, find_interconnect
 from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.other_engines.order import ordered_as
@@ -28,24 +28,24 @@ def device(kind: str = "gpu") -> Hardware:
     )
 
 
-def compute(milliseconds: float, module: str = "", phase: Phase = Phase.FORWARD) -> Kernel:
-    return Kernel("k", Work.MEMORY, 7, round(milliseconds * RATE / 1000), "bf16", None, module, phase)
+def compute(milliseconds: float, module: str = "", phase: StepPhase = StepPhase.FORWARD) -> Kernel:
+    return Kernel("k", KernelKind.MEMORY, 7, round(milliseconds * RATE / 1000), "bf16", None, module, phase)
 
 
 def gather(number: int, milliseconds: float, unit: str = "") -> Collective:
-    return Collective(number, "all_gather", "shard", round(milliseconds * RATE / 1000 * 2), 2, unit, Phase.FORWARD)
+    return Collective(number, "all_gather", "shard", round(milliseconds * RATE / 1000 * 2), 2, unit, StepPhase.FORWARD)
 
 
 def reduce(number: int, milliseconds: float, unit: str = "") -> Collective:
     nbytes = round(milliseconds * RATE / 1000 * 2)
-    return Collective(number, "reduce_scatter", "shard", nbytes, 2, unit, Phase.BACKWARD)
+    return Collective(number, "reduce_scatter", "shard", nbytes, 2, unit, StepPhase.BACKWARD)
 
 
 def release(unit: str) -> UnitMark:
-    return UnitMark("release", unit, Phase.FORWARD)
+    return UnitMark("release", unit, StepPhase.FORWARD)
 
 
-def run(*events: Event, slots: int = 3, kind: str = "gpu", compiled: bool = False) -> Timeline:
+def run(*events: StepEvent, slots: int = 3, kind: str = "gpu", compiled: bool = False) -> Timeline:
     hardware = device(kind)
     cluster = Cluster(hardware, find_interconnect("8x400gbps"), 2, 1)
     return simulate(events, Roofline(hardware, WHOLE, compiled), cluster, slots)
@@ -121,7 +121,7 @@ def test_a_wait_for_an_earlier_steps_collective_is_over() -> None:
 
 
 def test_a_unit_is_reduced_over_replicas_when_it_is_scattered_and_not_before_kernels_handed_out_earlier() -> None:
-    over = Collective(1, "all_reduce", "replicate", 0, 2, "u", Phase.BACKWARD)
+    over = Collective(1, "all_reduce", "replicate", 0, 2, "u", StepPhase.BACKWARD)
     before, after = [compute(10), reduce(0, 5, "u")], compute(40)
     for order, start in ((*before, over, after), 15), ((*before, after, over), 50):
         spans = [span for span in run(*order).spans if span.name == "all_reduce"]
@@ -129,14 +129,14 @@ def test_a_unit_is_reduced_over_replicas_when_it_is_scattered_and_not_before_ker
 
 
 def test_peers_wait_for_reductions_once_at_the_end_of_backward() -> None:
-    backward = [compute(10, phase=Phase.BACKWARD), reduce(0, 30), compute(10, phase=Phase.BACKWARD)]
-    events = [*backward, Wait(0), compute(50, phase=Phase.BACKWARD), compute(5, phase=Phase.OPTIMIZER)]
+    backward = [compute(10, phase=StepPhase.BACKWARD), reduce(0, 30), compute(10, phase=StepPhase.BACKWARD)]
+    events = [*backward, Wait(0), compute(50, phase=StepPhase.BACKWARD), compute(5, phase=StepPhase.OPTIMIZER)]
     ours, theirs = (run(*ordered_as(engine, events)) for engine in ("shardwise", "fsdp2"))
     assert milliseconds(ours.step_time_s) == pytest.approx(10 + 30 + 50 + 5, abs=HAIR)
     assert milliseconds(ours.exposed_comm_s) == pytest.approx(20, abs=HAIR)
     assert milliseconds(theirs.step_time_s) == pytest.approx(10 + 10 + 50 + 5, abs=HAIR)
     assert theirs.exposed_comm_s == 0.0
-    late = [*backward, Wait(0), compute(5, phase=Phase.OPTIMIZER)]  # the optimizer needs it
+    late = [*backward, Wait(0), compute(5, phase=StepPhase.OPTIMIZER)]  # the optimizer needs it
     assert milliseconds(run(*ordered_as("fsdp1", late)).exposed_comm_s) == pytest.approx(20, abs=HAIR)
 
 
@@ -151,7 +151,7 @@ def test_what_peers_gather_is_copied_to_where_it_is_read(engine: str, copied: in
 
 def example() -> Timeline:
     return run(
-        gather(0, 5, "block.0"), Wait(0), compute(10, "block.0.<x>"), compute(20, "", Phase.BACKWARD), reduce(1, 5)
+        gather(0, 5, "block.0"), Wait(0), compute(10, "block.0.<x>"), compute(20, "", StepPhase.BACKWARD), reduce(1, 5)
     )
 
 

@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Phase(enum.Enum):
+class StepPhase(enum.Enum):
     """Where in a step something happens."""
 
     SETUP = "setup"
@@ -21,7 +21,7 @@ class Phase(enum.Enum):
     OPTIMIZER = "optimizer"
 
 
-class Work(enum.Enum):
+class KernelKind(enum.Enum):
     """What limits a kernel, roughly: each kind has an efficiency of its own."""
 
     MATMUL = "matmul"
@@ -36,7 +36,7 @@ class Kernel:
 
     name: str
     """Of the ATen operator, such as `mm`."""
-    work: Work
+    kind: KernelKind
     flops: int
     """Multiply-adds count twice; 0 where they do not matter."""
     bytes_moved: int
@@ -47,7 +47,7 @@ class Kernel:
     """(batch, m, n, k) of a matrix product; of attention (batch x heads, queries, keys, head_dim)."""
     module: str
     """fqn of the innermost module."""
-    phase: Phase
+    phase: StepPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Allocate:
     kind: str
     """One of the kinds of memory that `sw.memory` knows."""
     module: str
-    phase: Phase
+    phase: StepPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Collective:
     ranks: int
     """In the group."""
     unit: str
-    phase: Phase
+    phase: StepPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class UnitMark:
     what: str
     """gather (its parameters are wanted now), release, grads (its last gradient is there), reduced."""
     unit: str
-    phase: Phase
+    phase: StepPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +114,4 @@ class Gradient:
     unit: str
 
 
-Event = Kernel | Allocate | Free | Collective | Wait | UnitMark | Gradient
+StepEvent = Kernel | Allocate | Free | Collective | Wait | UnitMark | Gradient

@@ -16,7 +16,7 @@ from shardwise.plan.dry_run.losses import chunk_head, fused_loss
 _IMAGE_CHANNELS = 3
 
 
-class Feed:
+class TrainingForward:
     """Calls a model as training would. Make it before the model is sharded: it looks at the model's own signature.
 
     A model may say for itself what it takes: `example_inputs(micro_batch, seq_len)`, a dict of keyword arguments for

@@ -31,7 +31,7 @@ _FLASH_WIDTH = 256
 
 
 @contextmanager
-def kernels_of(job: Job) -> Iterator[None]:
+def device_kernels(job: Job) -> Iterator[None]:
     """Inside, fake tensors are computed with by the kernels of the job's device, in backward too. Real tensors are not
     affected. Works below Python's functions, so it does not matter how model code calls them."""
     table: dict[str, Callable[..., Tensor]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.plan.dry_run.events import Event
+from shardwise.plan.dry_run.events import StepEvent
 from shardwise.plan.dry_run.job import Job
 
 
@@ -47,7 +47,7 @@ class Recording:
 
     job: Job
     facts: Facts
-    events: tuple[Event, ...]
+    events: tuple[StepEvent, ...]
     """First an Allocate of phase SETUP for every block that lives when the step begins; then the step: micro-batches
     (forward, backward), clipping, optimizer, zero_grad. What lives afterwards is what lived before."""
     rank: int = 0

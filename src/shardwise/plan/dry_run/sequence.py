@@ -7,10 +7,10 @@ from typing import Any
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import SEQ_LEN
-from shardwise.plan.models.source import Source
+from shardwise.plan.models.source import ModelSource
 
 
-def with_sequences(source: Source, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def with_sequences(source: ModelSource, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with a length of sequences that the model has positions for, as training asks it too.
 
     Args:

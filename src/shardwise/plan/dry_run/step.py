@@ -26,14 +26,14 @@ from shardwise.engine.unit import Unit, UnitState
 from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.plan.dry_run.compilation import kept_bytes
-from shardwise.plan.dry_run.events import Phase
-from shardwise.plan.dry_run.forward import Feed
-from shardwise.plan.dry_run.gpu_kernels import kernels_of
+from shardwise.plan.dry_run.events import StepPhase
+from shardwise.plan.dry_run.forward import TrainingForward
+from shardwise.plan.dry_run.gpu_kernels import device_kernels
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording
 from shardwise.plan.dry_run.substitutes import full_sequences
-from shardwise.plan.dry_run.traced_collectives import ListeningCollectives, listening_mesh
+from shardwise.plan.dry_run.traced_collectives import TracedCollectives, traced_mesh
 from shardwise.sharded.parameter import ShardedParameter
 
 _MAX_NORM = 1.0
@@ -59,10 +59,10 @@ def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recordi
     if not 0 <= rank < job.world_size:
         raise PlanError(f"rank={rank}: there are ranks 0 to {job.world_size - 1}")
     recorder = Recorder()
-    with _without_collection(), FakeTensorMode(allow_non_fake_inputs=True), kernels_of(job), _explained():
+    with _without_collection(), FakeTensorMode(allow_non_fake_inputs=True), device_kernels(job), _explained():
         with recorder:
             model = _built(builder)
-            run = _Run(model, job, rank, recorder)
+            run = _DryRun(model, job, rank, recorder)
             with recorder.following(model, run.blocks), full_sequences(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 run.step()
@@ -90,17 +90,17 @@ def _built(builder: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-class _Run:
+class _DryRun:
     """The model, sharded, with its optimizer."""
 
     def __init__(self, model: nn.Module, job: Job, rank: int, recorder: Recorder) -> None:
         self.job = job
         self.recorder = recorder
-        self.feed = Feed(model, job)
+        self.feed = TrainingForward(model, job)
         self.model = shard(
             model,
             job.strategy,
-            mesh=listening_mesh(recorder, rank, job),
+            mesh=traced_mesh(recorder, rank, job),
             units=job.units,
             precision=job.precision,
             reshard_after_forward=job.reshard_after_forward,
@@ -110,7 +110,7 @@ class _Run:
         checkpoint_units(model, job.activation_checkpointing)
         self.optimizer = _optimizer(model, job.optimizer)
         self.blocks = _blocks(self.engine)
-        _tell(self.engine, recorder)
+        _trace_engine(self.engine, recorder)
 
     def step(self) -> None:
         for _ in range(self.job.accumulation):
@@ -122,23 +122,23 @@ class _Run:
         self.step()
 
     def micro_batch(self) -> None:
-        self.recorder.stage = Phase.FORWARD
+        self.recorder.stage = StepPhase.FORWARD
         inputs = self.feed.inputs()
         loss = self.feed.loss(self.model, inputs)
         if self.job.accumulation > 1:
             loss = loss / self.job.accumulation
-        self.recorder.stage = Phase.BACKWARD
+        self.recorder.stage = StepPhase.BACKWARD
         loss.backward()
 
     def update(self) -> None:
-        self.recorder.stage = Phase.OPTIMIZER
+        self.recorder.stage = StepPhase.OPTIMIZER
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_NORM, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def facts(self) -> Facts:
         """About the model; after a step."""
-        args, kwargs = self.recorder.specimen or ((), {})
+        args, kwargs = self.recorder.first_block_inputs or ((), {})
         shape: tuple[int, ...] = next((tuple(arg.shape) for arg in args if isinstance(arg, Tensor)), ())
         units = self.engine.units
         parameters = list(self.model.parameters())
@@ -197,11 +197,11 @@ def _embeddings(model: nn.Module) -> int:
     return sum({id(t.weight): t.weight.numel() for t in tables if id(t.weight) not in elsewhere}.values())
 
 
-def _tell(engine: Engine, recorder: Recorder) -> None:
+def _trace_engine(engine: Engine, recorder: Recorder) -> None:
     """Have units and collectives tell the recorder what they do."""
     for unit in engine.units:
-        unit.__dict__["move"] = _telling(unit, recorder)
-        unit.__dict__["add_gradient"] = _telling_gradients(unit, recorder)
+        unit.__dict__["move"] = _traced_move(unit, recorder)
+        unit.__dict__["add_gradient"] = _traced_gradients(unit, recorder)
     slots: dict[int, Slot[Unit]] = {}
 
     def unit_of(memory: Tensor) -> str | None:
@@ -214,11 +214,11 @@ def _tell(engine: Engine, recorder: Recorder) -> None:
         return known.holder.fqn if known is not None and known.holder is not None else None
 
     for group in engine.mesh.groups:
-        if isinstance(group, ListeningCollectives):
+        if isinstance(group, TracedCollectives):
             group.unit_of = unit_of
 
 
-def _telling(unit: Unit, recorder: Recorder) -> Callable[[UnitState], None]:
+def _traced_move(unit: Unit, recorder: Recorder) -> Callable[[UnitState], None]:
     move = unit.move
 
     def told(state: UnitState) -> None:
@@ -231,7 +231,7 @@ def _telling(unit: Unit, recorder: Recorder) -> Callable[[UnitState], None]:
     return told
 
 
-def _telling_gradients(unit: Unit, recorder: Recorder) -> Callable[[tuple[int, int], Tensor, Any], None]:
+def _traced_gradients(unit: Unit, recorder: Recorder) -> Callable[[tuple[int, int], Tensor, Any], None]:
     add = unit.add_gradient
 
     def told(key: tuple[int, int], grad: Tensor, scaled: Any) -> None:

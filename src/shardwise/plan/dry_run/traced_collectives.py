@@ -14,7 +14,7 @@ from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Pending, Recorder
 
 
-class ListeningCollectives(DryCollectives):
+class TracedCollectives(DryCollectives):
     """One group of a dry run. A group of one moves nothing and says nothing."""
 
     def __init__(self, group: str, rank: int, world_size: int, recorder: Recorder) -> None:
@@ -63,16 +63,16 @@ class ListeningCollectives(DryCollectives):
         return self._recorder.issue(op, self.group, nbytes, self.world_size, unit or "")
 
 
-def listening_mesh(recorder: Recorder, rank: int, job: Job) -> Mesh:
+def traced_mesh(recorder: Recorder, rank: int, job: Job) -> Mesh:
     """The groups of one rank; ranks of a shard group are neighbours."""
     shards, replicas = job.shard_ranks, job.replicas
     asked = job.reshard_after_forward
     secondary = None if isinstance(asked, bool) or asked in {None, 1} else asked
-    shard = ListeningCollectives("shard", rank % shards, shards, recorder)
-    replicate = ListeningCollectives("replicate", rank // shards, replicas, recorder)
+    shard = TracedCollectives("shard", rank % shards, shards, recorder)
+    replicate = TracedCollectives("replicate", rank // shards, replicas, recorder)
     first, last = (shard if shards > 1 or replicas == 1 else replicate), (replicate if replicas > 1 else shard)
     first.begins_reduction = last.ends_reduction = True
     smaller = None
     if secondary is not None and shards not in {1, secondary}:
-        smaller = ListeningCollectives("secondary", shard.rank % secondary, secondary, recorder)
+        smaller = TracedCollectives("secondary", shard.rank % secondary, secondary, recorder)
     return Mesh(shard, replicate, torch.device("cpu"), secondary=smaller, secondary_size=secondary)

@@ -9,11 +9,11 @@ from typing import Any
 from shardwise.suggest import did_you_mean
 
 
-class Unusable(Exception):
+class HardwareFileError(Exception):
     """What is wrong with a file, as the end of a message."""
 
 
-class Section:
+class TomlTable:
     """One table."""
 
     def __init__(self, data: Any, name: str, known: Collection[str] | None = None) -> None:
@@ -24,16 +24,16 @@ class Section:
             known: keys that it may have. None: any.
 
         Raises:
-            Unusable: it is no table, or has an unknown key; the message names the nearest.
+            HardwareFileError: it is no table, or has an unknown key; the message names the nearest.
         """
         if not isinstance(data, dict):
-            raise Unusable(f"{name} = {data!r} is not a table")
+            raise HardwareFileError(f"{name} = {data!r} is not a table")
         self._data = data
         self._prefix = f"{name}." if name else ""
         unknown = [key for key in data if known is not None and key not in known]
         if known is not None and unknown:
             hint = did_you_mean(unknown[0], known) or f"; there are {', '.join(known)}"
-            raise Unusable(f"unknown key {self.name_of(unknown[0])}{hint}")
+            raise HardwareFileError(f"unknown key {self.name_of(unknown[0])}{hint}")
 
     def __contains__(self, key: str) -> bool:
         return key in self._data
@@ -51,36 +51,36 @@ class Section:
         """What the file says, unchecked; None where it says nothing."""
         return self._data.get(key)
 
-    def section(self, key: str, known: Collection[str] | None = None) -> Section:
-        """A table in it; an empty one where it is missing. Raises Unusable as the constructor."""
-        return Section(self._data.get(key, {}), self.name_of(key), known)
+    def section(self, key: str, known: Collection[str] | None = None) -> TomlTable:
+        """A table in it; an empty one where it is missing. Raises HardwareFileError as the constructor."""
+        return TomlTable(self._data.get(key, {}), self.name_of(key), known)
 
     def text(self, key: str, default: str) -> str:
-        """A string. Raises Unusable for anything else."""
+        """A string. Raises HardwareFileError for anything else."""
         value = self._data.get(key, default)
         if not isinstance(value, str):
-            raise Unusable(f"{self.name_of(key)} = {value!r} is not a text")
+            raise HardwareFileError(f"{self.name_of(key)} = {value!r} is not a text")
         return value
 
     def count(self, key: str, default: int) -> int:
-        """A whole number from 1 on. Raises Unusable for anything else."""
+        """A whole number from 1 on. Raises HardwareFileError for anything else."""
         value = self._data.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise Unusable(f"{self.name_of(key)} = {value!r} is not a whole number from 1 on")
+            raise HardwareFileError(f"{self.name_of(key)} = {value!r} is not a whole number from 1 on")
         return value
 
     def number(self, key: str) -> float:
-        """A finite number above 0. Raises Unusable for anything else."""
+        """A finite number above 0. Raises HardwareFileError for anything else."""
         value: Any = self._data.get(key)
         if not is_amount(value):
-            raise Unusable(f"{self.name_of(key)} = {value!r} is not a positive number")
+            raise HardwareFileError(f"{self.name_of(key)} = {value!r} is not a positive number")
         return float(value)
 
     def points(self, key: str) -> tuple[tuple[float, float], ...]:
-        """At least one (size, value) pair of finite numbers above 0, size ascending. Raises Unusable."""
+        """At least one (size, value) pair of finite numbers above 0, size ascending. Raises HardwareFileError."""
         pairs = self._data.get(key)
         if not isinstance(pairs, list) or not pairs or not all(map(_is_pair, pairs)):
-            raise Unusable(f"{self.name_of(key)} is not a list of [size, value] pairs of positive numbers")
+            raise HardwareFileError(f"{self.name_of(key)} is not a list of [size, value] pairs of positive numbers")
         return tuple(sorted((float(size), float(value)) for size, value in pairs))
 
 

@@ -50,7 +50,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """A model that can be built, any number of times. One of `config` and `build` is set."""
 
     title: str
@@ -128,7 +128,7 @@ def _shapes() -> dict[str, Shape]:
     return found
 
 
-def resolve(model: ModelLike) -> Source:
+def resolve(model: ModelLike) -> ModelSource:
     """Find out what a model is; nothing is built yet.
 
     Args:
@@ -148,16 +148,16 @@ def resolve(model: ModelLike) -> Source:
     if isinstance(model, Mapping):
         return _from_config(dict(model))
     if callable(model):
-        return Source(title=getattr(model, "__qualname__", type(model).__name__), build=model)
+        return ModelSource(title=getattr(model, "__qualname__", type(model).__name__), build=model)
     name = str(model)
     shape = _shapes().get(name.lower())
     if shape is not None:
-        return Source(title=shape.title, config=shape.config)
+        return ModelSource(title=shape.title, config=shape.config)
     path = Path(name)
     if os.path.exists(path):  # noqa: PTH110 - a name that is too long for a path is none
         return _from_path(path)
     if ":" in name and "/" not in name:
-        return Source(title=name, build=load_factory(name, f"MODEL {name!r}", PlanError), factory=name)
+        return ModelSource(title=name, build=load_factory(name, f"MODEL {name!r}", PlanError), factory=name)
     hint = did_you_mean(name.lower(), _shapes()) or nearest_path(path)
     raise PlanError(
         f"MODEL {name!r} was not found{hint or '; the packaged shapes are ' + ', '.join(_shapes())}"
@@ -174,15 +174,15 @@ def quiet_transformers() -> None:
     hub.set_verbosity_error()
 
 
-def _from_config(config: dict[str, Any]) -> Source:
+def _from_config(config: dict[str, Any]) -> ModelSource:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise PlanError('the model\'s configuration needs a "model_type", such as "llama"')
     _check_model_type(model_type, "the model's configuration")
-    return Source(title=f"a {model_type} configuration", config=config)
+    return ModelSource(title=f"a {model_type} configuration", config=config)
 
 
-def _from_path(path: Path) -> Source:
+def _from_path(path: Path) -> ModelSource:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -195,7 +195,7 @@ def _from_path(path: Path) -> Source:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise PlanError(f'MODEL {str(path)!r}: {file} has no "model_type", so transformers cannot tell what it is')
     _check_model_type(config["model_type"], str(file))
-    return Source(title=str(path), config=config, path=str(path))
+    return ModelSource(title=str(path), config=config, path=str(path))
 
 
 def _check_model_type(model_type: str, where: str) -> None:

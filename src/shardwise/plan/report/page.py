@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.errors import PlanError
 from shardwise.plan.report.rendering import seconds
-from shardwise.plan.report.report import Report, amount
+from shardwise.plan.report.report import PlanReport, amount
 from shardwise.plan.search.exploration import gib
 
 COLOURS = {
@@ -27,7 +27,7 @@ COLOURS = {
 """By kind of memory: the same in every bar."""
 
 
-def html(report: Report) -> str:
+def html(report: PlanReport) -> str:
     """The page's text.
 
     Raises:
@@ -51,7 +51,7 @@ def html(report: Report) -> str:
     )
 
 
-def write_page(report: Report, path: Path) -> None:
+def write_page(report: PlanReport, path: Path) -> None:
     """Write the page. Raises PlanError where that is not possible."""
     try:
         path.write_text(html(report), encoding="utf-8")

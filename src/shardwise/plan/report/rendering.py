@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from shardwise.plan.report.report import Report, Row, parts
+from shardwise.plan.report.report import PlanReport, Row, parts
 from shardwise.plan.search.exploration import available_bytes, gib, needed_bytes
 
 WIDTH = 80
@@ -15,7 +15,7 @@ _HEADER = ("strategy", "batch", "recompute", "GiB", "s/step", "tokens/s", "MFU",
 _NOTE = "(GiB and tokens/s of one GPU; context and NCCL are in; limit: what slows it)"
 
 
-def text(report: Report) -> str:
+def text(report: PlanReport) -> str:
     """The whole report but the timeline and the configuration."""
     blocks = [f"{report.title}\n{_wrapped(report.setting)}"]
     if report.rows:
@@ -44,7 +44,7 @@ def _table(rows: Iterable[Row]) -> str:
             seconds(row.step_time_s),
             f"{row.tokens_per_s:,.0f}",
             f"{row.mfu:.0%}",
-            row.binds,
+            row.limited_by,
         )
         for row in rows
     ]
@@ -57,7 +57,7 @@ def _table(rows: Iterable[Row]) -> str:
     )
 
 
-def _breakdown(report: Report) -> str:
+def _breakdown(report: PlanReport) -> str:
     """Where the best one's bytes are, as bars."""
     best = report.best
     assert best is not None

@@ -17,7 +17,7 @@ SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PlanReport:
     """Everything that is said about one plan."""
 
     title: str
@@ -55,7 +55,7 @@ class Report:
     def fallen(self) -> list[tuple[str, str]]:
         """(configuration, why) of the nearest of every strategy that does not fit at all, or that is ruled out."""
         too_large = [
-            (full_name(candidate.job), candidate.binds)
+            (full_name(candidate.job), candidate.limited_by)
             for candidate in by_strategy(self.exploration)
             if candidate.verdict is not Verdict.FITS
         ]
@@ -92,7 +92,7 @@ class Row:
     mfu: float
     waiting: float
     """Part of the step that waits for communication."""
-    binds: str
+    limited_by: str
 
     @classmethod
     def of(cls, candidate: Candidate) -> Row:
@@ -107,7 +107,7 @@ class Row:
             tokens_per_s=forecast.tokens_per_s_per_gpu,
             mfu=forecast.mfu,
             waiting=forecast.exposed_comm_s / forecast.step_time_s,
-            binds=candidate.binds,
+            limited_by=candidate.limited_by,
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Recording
 from shardwise.plan.dry_run.step import record
-from shardwise.plan.models.source import Source
+from shardwise.plan.models.source import ModelSource
 from shardwise.plan.simulate.forecast import Forecast, forecast_of
 from shardwise.plan.simulate.scaling import SMALLEST, scaled
 
@@ -21,7 +21,7 @@ class Evaluator:
     """Forecasts jobs of one model. A job that differs from two recorded ones in its micro-batch alone is not recorded:
     its recording is made from theirs (`scaling`)."""
 
-    def __init__(self, source: Source, scale: bool = True) -> None:
+    def __init__(self, source: ModelSource, scale: bool = True) -> None:
         """
         Args:
             source: the model.

@@ -72,7 +72,7 @@ class Candidate:
     verdict: Verdict
     forecast: Forecast | None
     """None where the verdict follows without one."""
-    binds: str
+    limited_by: str
     """What holds it back, or why it falls out: memory, network, compute; or a sentence."""
 
 
@@ -85,7 +85,7 @@ class Exploration:
     budget_bytes: int | None
     """Of one GPU, for everything; None: what the device has."""
     left_out: tuple[tuple[Job, str], ...] = ()
-    """As `Space.left_out`."""
+    """As `SearchSpace.left_out`."""
 
     @property
     def fitting(self) -> list[Candidate]:
@@ -168,9 +168,9 @@ def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: 
 
     ordered = sorted(everything, key=order)
     settled = [
-        replace(candidate, binds="memory")
+        replace(candidate, limited_by="memory")
         if candidate.verdict is Verdict.FITS
-        and candidate.binds == "compute"
+        and candidate.limited_by == "compute"
         and _family_key(candidate.job) in larger_fails
         and _is_largest(candidate.job, everything)
         else candidate

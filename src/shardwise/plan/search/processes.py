@@ -1,6 +1,7 @@
-"""More processes for a search: each explores whole families, one after the other.
+"""A search in several processes: each explores whole families of configurations, one after the other.
 
-They are started as programs of their own, not forked: the caller may have threads and process groups.
+The processes are programs of their own, not forks: the caller may have threads and process groups. Families come on
+their standard input, candidates leave on their standard output, pickled, and None after a family's last.
 """
 
 from __future__ import annotations
@@ -13,79 +14,82 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from shardwise.errors import PlanError
-from shardwise.plan.models.source import ModelLike
-from shardwise.plan.search.exploration import Candidate, Objective
+from shardwise.plan.models.source import ModelLike, quiet_transformers, resolve
+from shardwise.plan.search.evaluator import Evaluator
+from shardwise.plan.search.exploration import Candidate, Objective, explore_family
 from shardwise.plan.search.space import Family
-
-if TYPE_CHECKING:
-    from shardwise.plan.planner import Question
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What a worker is told first."""
+class SearchSetting:
+    """What every family of a search has in common: the first message to a process."""
 
     model: ModelLike
+    """Picklable: a name, a path or a dict."""
     budget_bytes: int | None
+    """Of one GPU, for everything. None: the device's usable bytes."""
     objective: Objective
     scale: bool
+    """Whether recordings may be computed from others."""
 
 
 def explore_in_processes(
-    question: Question, found: Sequence[Family], scale: bool, tell: Callable[[], None]
+    setting: SearchSetting, families: Sequence[Family], processes: int, on_candidate: Callable[[], None]
 ) -> list[Candidate]:
-    """Explore families in `question.workers` processes.
+    """Explore families in several processes.
 
     Args:
-        tell: called when a configuration is done, from any thread.
+        setting: what the families have in common.
+        families: what to explore; the largest are started first.
+        processes: at most so many at a time.
+        on_candidate: called after each configuration, from any thread.
 
     Returns:
         Every family's candidates, in the families' order.
 
     Raises:
-        Whatever exploring a family raises; PlanError where a process ends without a word.
+        Whatever exploring a family raises; PlanError where a process dies without an answer.
     """
-    setting = Setting(question.model, question.budget_bytes, question.objective, scale)
     waiting: SimpleQueue[int] = SimpleQueue()
-    for index in sorted(range(len(found)), key=lambda index: -found[index].size):
+    for index in sorted(range(len(families)), key=lambda index: -families[index].size):
         waiting.put(index)
     results: dict[int, list[Candidate]] = {}
     errors: list[BaseException] = []
 
-    def serve() -> None:
+    def feed_one_process() -> None:
         try:
-            with _Worker(setting) as worker:
+            with _SearchProcess(setting) as process:
                 while not errors:
                     try:
                         index = waiting.get_nowait()
                     except Empty:
                         return
                     results[index] = []
-                    for candidate in worker.explore(found[index]):
+                    for candidate in process.explore(families[index]):
                         results[index].append(candidate)
-                        tell()
+                        on_candidate()
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=serve) for _ in range(min(question.workers, len(found)))]
+    threads = [threading.Thread(target=feed_one_process) for _ in range(min(processes, len(families)))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    return [candidate for index in range(len(found)) for candidate in results[index]]
+    return [candidate for index in range(len(families)) for candidate in results[index]]
 
 
-class _Worker:
-    """One process: families go in, candidates come out, pickled, None after a family's last."""
+class _SearchProcess:
+    """The caller's end of one process."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SearchSetting) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "shardwise.plan.search.worker"],
+            [sys.executable, "-c", f"from {__name__} import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -101,10 +105,10 @@ class _Worker:
 
     def explore(self, family: Family) -> Iterator[Candidate]:
         self._send(family)
-        while (answer := self._received()) is not None:
+        while (answer := self._receive()) is not None:
             yield answer
 
-    def _received(self) -> Candidate | None:
+    def _receive(self) -> Candidate | None:
         assert self._process.stdout is not None
         try:
             answer: Candidate | Exception | None = pickle.load(self._process.stdout)
@@ -122,4 +126,32 @@ class _Worker:
             pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended: reading its answer says so
+            pass  # it has ended; reading its answer raises
+
+
+def main() -> None:
+    """The process's end: answer messages on standard input until it closes. The first is a `SearchSetting`, all others
+    are families; an exception is answered as itself."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # the model's code may print: that must not be taken for an answer
+    quiet_transformers()
+    setting: SearchSetting = pickle.load(sys.stdin.buffer)
+    evaluator: Evaluator | None = None
+    while True:
+        try:
+            family: Family = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            if evaluator is None:
+                evaluator = Evaluator(resolve(setting.model), setting.scale)
+            for candidate in explore_family(family, evaluator, setting.budget_bytes, setting.objective):
+                _answer(candidate, answers)
+            _answer(None, answers)
+        except Exception as error:
+            _answer(error, answers)
+
+
+def _answer(answer: Candidate | Exception | None, answers: Any) -> None:
+    pickle.dump(answer, answers)
+    answers.flush()

@@ -39,7 +39,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class SearchSpace:
     """Everything that a search looks at, and what it cannot."""
 
     families: tuple[Family, ...]
@@ -48,7 +48,7 @@ class Space:
     """(a job without what does not fit it, why) of strategies that the other arguments rule out."""
 
 
-def space(arguments: Mapping[str, Any], global_batch: int | None = None) -> Space:
+def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) -> SearchSpace:
     """Every configuration that a search looks at.
 
     Args:
@@ -81,7 +81,7 @@ def space(arguments: Mapping[str, Any], global_batch: int | None = None) -> Spac
                 found.append(Family(whole, modes, batches))
     if not found:
         raise ConfigError(left_out[0][1])
-    return Space(tuple(found), tuple(left_out))
+    return SearchSpace(tuple(found), tuple(left_out))
 
 
 def _values(name: str, value: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.plan.dry_run.events import Allocate, Event, Free
+from shardwise.plan.dry_run.events import Allocate, Free, StepEvent
 
 MIB = 2**20
 ROUND_BYTES = 512
@@ -41,7 +41,7 @@ class Peak:
     """fqn of the module that asked for the block with which the peak was reached; "" outside of modules."""
 
 
-def peak_of(events: Iterable[Event], round_bytes: int = ROUND_BYTES) -> Peak:
+def peak_of(events: Iterable[StepEvent], round_bytes: int = ROUND_BYTES) -> Peak:
     """The most bytes that live at once."""
     live: dict[int, tuple[str, int]] = {}
     kinds: Counter[str] = Counter()
@@ -75,7 +75,7 @@ class Segments(enum.Enum):
 
 
 def reserved_bytes(
-    events: Iterable[Event],
+    events: Iterable[StepEvent],
     segments: Segments = Segments.FIXED,
     capacity_bytes: int | None = None,
     streams: Mapping[int, int] | None = None,

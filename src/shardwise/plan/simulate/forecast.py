@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
-from shardwise.plan.dry_run.events import Allocate, Event, Kernel, Phase
+from shardwise.plan.dry_run.events import Allocate, Kernel, StepEvent, StepPhase
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.operations import GROUPED
 from shardwise.plan.dry_run.recording import Recording
@@ -21,7 +21,7 @@ from shardwise.plan.simulate.allocator import ROUND_BYTES, Segments, peak_of, re
 from shardwise.plan.simulate.cost import Cost, cost_of
 from shardwise.plan.simulate.mfu import Dimensions, mfu
 from shardwise.plan.simulate.network import Cluster
-from shardwise.plan.simulate.other_engines.memory import replay
+from shardwise.plan.simulate.other_engines.memory import engine_allocations
 from shardwise.plan.simulate.other_engines.order import ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Roofline
 from shardwise.plan.simulate.timeline import Timeline, simulate
@@ -157,7 +157,7 @@ def forecast_of(recording: Recording) -> Forecast:
     """
     job, facts = recording.job, recording.facts
     hardware = find_device(job.gpu)  # type: ignore[arg-type]
-    replayed = replay(recording)
+    replayed = engine_allocations(recording)
     events = (*_workspaces(job, hardware), *replayed.events)
     rounding = 1 if job.on_cpu else ROUND_BYTES
     peak = peak_of(events, rounding)
@@ -197,7 +197,7 @@ def _idle_params(recording: Recording) -> int:
     tokens = recording.facts.sequence * recording.job.micro_batch
     idle = 0.0
     for event in recording.events:
-        if isinstance(event, Kernel) and event.phase is Phase.FORWARD and event.name in GROUPED and event.matmul:
+        if isinstance(event, Kernel) and event.phase is StepPhase.FORWARD and event.name in GROUPED and event.matmul:
             groups, _, n, k = event.matmul
             idle += groups * n * k - event.flops / (2 * tokens)
     return round(idle / recording.job.accumulation)
@@ -219,8 +219,8 @@ def _timeline(recording: Recording) -> Timeline:
     return simulate(events, Roofline(hardware, DEFAULT, job.compile), cluster, job.slots)
 
 
-def _workspaces(job: Job, hardware: Hardware) -> tuple[Event, ...]:
+def _workspaces(job: Job, hardware: Hardware) -> tuple[StepEvent, ...]:
     if job.on_cpu:
         return ()
     nbytes = next((n for name, n in _WORKSPACES.items() if hardware.name.startswith(name)), _WORKSPACE_BYTES)
-    return tuple(Allocate(-1 - n, nbytes, "other", "", Phase.SETUP) for n in range(_WORKSPACE_THREADS))
+    return tuple(Allocate(-1 - n, nbytes, "other", "", StepPhase.SETUP) for n in range(_WORKSPACE_THREADS))

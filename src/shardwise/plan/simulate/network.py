@@ -19,7 +19,7 @@ REPLICATE = "replicate"
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class GroupTopology:
     """Where a group's ranks lie."""
 
     ranks: int
@@ -45,14 +45,14 @@ class Cluster:
         """Ranks."""
         return self.gpus_per_node * self.nodes
 
-    def place(self, group: str, ranks: int) -> Placement:
+    def place(self, group: str, ranks: int) -> GroupTopology:
         """Where a group of so many ranks lies, in ranks numbered node by node."""
         if group != REPLICATE:
             nodes = -(-ranks // self.gpus_per_node)
-            return Placement(ranks, nodes, max(1, self.gpus_per_node // ranks))
+            return GroupTopology(ranks, nodes, max(1, self.gpus_per_node // ranks))
         apart = max(1, self.world_size // ranks)  # the size of a shard group
         here = max(1, self.gpus_per_node // apart)
-        return Placement(ranks, max(1, ranks // here), min(apart, self.gpus_per_node))
+        return GroupTopology(ranks, max(1, ranks // here), min(apart, self.gpus_per_node))
 
     def seconds(self, op: str, nbytes: int, group: str, ranks: int) -> float:
         """Seconds of one collective.
@@ -74,19 +74,19 @@ class Cluster:
             return once + self._ring_latency_s(placed)
         return 2 * once + min(2 * self._ring_latency_s(placed), 2 * self._tree_latency_s(placed))
 
-    def bytes_per_s(self, placed: Placement) -> float:
+    def bytes_per_s(self, placed: GroupTopology) -> float:
         """Of the narrowest link of a group's rings."""
         link = self.hardware.link_bytes_per_s.value
         if placed.nodes > 1:
             link = min(link, self.interconnect.bytes_per_s.value / placed.groups_per_node)
         return link * self.link_efficiency
 
-    def _ring_latency_s(self, placed: Placement) -> float:
+    def _ring_latency_s(self, placed: GroupTopology) -> float:
         between = placed.nodes - 1
         within = placed.ranks - 1 - between
         return within * self.hardware.link_latency_s.value + between * self.interconnect.latency_s.value
 
-    def _tree_latency_s(self, placed: Placement) -> float:
+    def _tree_latency_s(self, placed: GroupTopology) -> float:
         within = placed.ranks // placed.nodes - 1
         return (
             within * self.hardware.link_latency_s.value

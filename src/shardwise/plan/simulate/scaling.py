@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.plan.dry_run.events import Allocate, Event, Kernel
+from shardwise.plan.dry_run.events import Allocate, Kernel, StepEvent
 from shardwise.plan.dry_run.recording import Recording
 
 SMALLEST = 2
@@ -28,22 +28,22 @@ def scaled(first: Recording, second: Recording, micro_batch: int) -> Recording |
     Returns:
         None where the two are not the same events, or do not grow evenly.
     """
-    line = _Line(first.job.micro_batch, second.job.micro_batch, micro_batch)
+    line = _LinearFit(first.job.micro_batch, second.job.micro_batch, micro_batch)
     alike = replace(first.job, micro_batch=micro_batch) == replace(second.job, micro_batch=micro_batch)
     if not alike or line.first < SMALLEST or len(first.events) != len(second.events) or first.facts != second.facts:
         return None
     try:
         events = tuple(_events(first, second, line))
-    except _NotAlikeError:
+    except _Different:
         return None
     return replace(first, job=replace(first.job, micro_batch=micro_batch), events=events)
 
 
-class _NotAlikeError(Exception):
+class _Different(Exception):
     """Two recordings differ by more than their sizes."""
 
 
-class _Line:
+class _LinearFit:
     """Whole numbers on a straight line over the micro-batch."""
 
     def __init__(self, first: int, second: int, wanted: int) -> None:
@@ -56,11 +56,11 @@ class _Line:
             return at_first
         rise, rest = divmod((at_second - at_first) * self._ahead, self._run)
         if rest:
-            raise _NotAlikeError
+            raise _Different
         return at_first + rise
 
 
-def _events(first: Recording, second: Recording, line: _Line) -> Iterator[Event]:
+def _events(first: Recording, second: Recording, line: _LinearFit) -> Iterator[StepEvent]:
     for one, other in zip(first.events, second.events, strict=True):
         if one == other:
             yield one
@@ -70,10 +70,10 @@ def _events(first: Recording, second: Recording, line: _Line) -> Iterator[Event]
         elif isinstance(one, Kernel) and isinstance(other, Kernel):
             yield _kernel(one, other, line)
         else:
-            raise _NotAlikeError
+            raise _Different
 
 
-def _kernel(one: Kernel, other: Kernel, line: _Line) -> Kernel:
+def _kernel(one: Kernel, other: Kernel, line: _LinearFit) -> Kernel:
     sizes = (one.matmul, other.matmul)
     matmul = one.matmul
     if sizes[0] is not None and sizes[1] is not None:
@@ -89,8 +89,8 @@ def _kernel(one: Kernel, other: Kernel, line: _Line) -> Kernel:
     return grown
 
 
-def _checked(one: Event, grown: Event, from_other: Event) -> Event:
+def _checked(one: StepEvent, grown: StepEvent, from_other: StepEvent) -> StepEvent:
     """The grown event, if both recordings give the same one."""
     if grown != from_other or type(one) is not type(grown):
-        raise _NotAlikeError
+        raise _Different
     return grown

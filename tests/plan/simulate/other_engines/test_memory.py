@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.plan.dry_run.events import Allocate, Free, Gradient, Kernel, Phase
+from shardwise.plan.dry_run.events import Allocate, Free, Gradient, Kernel, StepPhase
 from shardwise.plan.dry_run.job import ENGINES, Job
 from shardwise.plan.dry_run.recording import Recording
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
 from shardwise.plan.simulate.forecast import forecast_of
-from shardwise.plan.simulate.other_engines.memory import Replay, replay
+from shardwise.plan.simulate.other_engines.memory import EngineAllocations, engine_allocations
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "vocab_size": 128,
@@ -41,13 +41,13 @@ def recorded(engine: str, **_: Any) -> Recording:
     return record(resolve(LLAMA).builder(), job)
 
 
-def held(recording: Recording, layer: int, phase: Phase) -> dict[str, float]:
+def held(recording: Recording, layer: int, phase: StepPhase) -> dict[str, float]:
     """While the last kernel of a block's MLP runs: bytes by kind, in blocks' bf16 parameters, the root's left out."""
     unit = recording.facts.unit_bytes["model.layers.2"]
     root = recording.facts.unit_bytes[""]
     live: dict[int, Allocate] = {}
     found: Counter[str] = Counter()
-    for event in replay(recording).events:
+    for event in engine_allocations(recording).events:
         if isinstance(event, Allocate):
             live[event.block] = event
         elif isinstance(event, Free):
@@ -63,7 +63,7 @@ def held(recording: Recording, layer: int, phase: Phase) -> dict[str, float]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_ends_as_it_began(engine: str) -> None:
-    events = replay(recorded(engine)).events
+    events = engine_allocations(recorded(engine)).events
     alive: set[int] = set()
     begun = None
     for event in events:
@@ -73,7 +73,7 @@ def test_a_step_ends_as_it_began(engine: str) -> None:
         elif isinstance(event, Free):
             alive.remove(event.block)
         elif begun is None:
-            begun = {e.block for e in events if isinstance(e, Allocate) and e.phase is Phase.SETUP}
+            begun = {e.block for e in events if isinstance(e, Allocate) and e.phase is StepPhase.SETUP}
     assert alive == begun
 
 
@@ -87,11 +87,11 @@ def test_every_parameter_s_gradient_is_told() -> None:
 def test_fsdp2() -> None:
     """Forward: the block and the buffer that it landed in. Backward: the block and the next one's buffer; the gradients
     that have come, and the block before's in fp32; a part of every reduced block's gradients in fp32."""
-    forward = held(recorded("fsdp2"), 2, Phase.FORWARD)
+    forward = held(recorded("fsdp2"), 2, StepPhase.FORWARD)
     assert forward["gathered_slots"] == pytest.approx(2, abs=0.01)
     assert "reduce_slots" not in forward
     assert "grad_shards" not in forward
-    backward = held(recorded("fsdp2"), 2, Phase.BACKWARD)
+    backward = held(recorded("fsdp2"), 2, StepPhase.BACKWARD)
     assert backward["gathered_slots"] == pytest.approx(2, abs=0.01)
     assert backward["reduce_slots"] == pytest.approx(2, abs=0.01)
     assert backward["grad_shards"] == pytest.approx(3 * 2 / RANKS, abs=0.01)
@@ -101,7 +101,7 @@ def test_what_is_asked_for_on_other_streams() -> None:
     """FSDP1's gathers, casts and reduced gradients; FSDP2's buffers of gathers and reduced gradients."""
     expected = {"fsdp1": {"gathered_slots": 1, "grad_shards": 2}, "fsdp2": {"grad_shards": 2}, "deepspeed": {}}
     for engine, streams in expected.items():
-        replayed = replay(recorded(engine))
+        replayed = engine_allocations(recorded(engine))
         found: dict[str, set[int]] = {}
         for event in replayed.events:
             if isinstance(event, Allocate):
@@ -111,18 +111,18 @@ def test_what_is_asked_for_on_other_streams() -> None:
         assert found["activations"] == {0}
     assert kinds_on("fsdp2", lambda replayed, block: replayed.streams.get(block) == 1) == {"gathered_slots"}
     assert kinds_on("fsdp1", lambda replayed, block: block in replayed.late) == {"gathered_slots", "reduce_slots"}
-    assert not replay(recorded("fsdp2")).late
+    assert not engine_allocations(recorded("fsdp2")).late
 
 
-def kinds_on(engine: str, chosen: Callable[[Replay, int], bool]) -> set[str]:
-    replayed = replay(recorded(engine))
+def kinds_on(engine: str, chosen: Callable[[EngineAllocations, int], bool]) -> set[str]:
+    replayed = engine_allocations(recorded(engine))
     return {e.kind for e in replayed.events if isinstance(e, Allocate) and chosen(replayed, e.block)}
 
 
 def test_fsdp1() -> None:
     """One buffer a block, and the next one's in backward; no reduction waits."""
-    assert held(recorded("fsdp1"), 2, Phase.FORWARD)["gathered_slots"] == pytest.approx(1, abs=0.01)
-    backward = held(recorded("fsdp1"), 2, Phase.BACKWARD)
+    assert held(recorded("fsdp1"), 2, StepPhase.FORWARD)["gathered_slots"] == pytest.approx(1, abs=0.01)
+    backward = held(recorded("fsdp1"), 2, StepPhase.BACKWARD)
     assert backward["gathered_slots"] == pytest.approx(2, abs=0.01)
     assert backward.get("reduce_slots", 0) == 0
 
@@ -131,7 +131,7 @@ def test_deepspeed() -> None:
     """A bf16 part of everything beside the masters, bf16 gradients that stay; weights that activations hold."""
     recording = recorded("deepspeed")
     everything = sum(recording.facts.unit_bytes.values())
-    forward = held(recording, 2, Phase.FORWARD)
+    forward = held(recording, 2, StepPhase.FORWARD)
     unit = recording.facts.unit_bytes["model.layers.2"]
     assert forward["param_shards"] * unit == pytest.approx(3 * everything / RANKS, rel=0.01)
     assert forward["grad_shards"] * unit == pytest.approx(everything / RANKS, rel=0.01)
@@ -153,7 +153,7 @@ def test_no_shard_is_ddp(engine: str, param: str) -> None:
     assert kinds["reduce_slots"] == pytest.approx(whole, rel=0.02)
     live: dict[int, Allocate] = {}
     most: Counter[str] = Counter()
-    for event in replay(recording).events:
+    for event in engine_allocations(recording).events:
         if isinstance(event, Allocate):
             live[event.block] = event
             of_kind = sum(block.nbytes for block in live.values() if block.kind == event.kind)
@@ -199,8 +199,8 @@ class Stack(nn.Module):
 def activations(recording: Recording) -> int:
     """Bytes that live when backward begins."""
     live: dict[int, int] = {}
-    for event in replay(recording).events:
-        if isinstance(event, Kernel) and event.phase is Phase.BACKWARD:
+    for event in engine_allocations(recording).events:
+        if isinstance(event, Kernel) and event.phase is StepPhase.BACKWARD:
             break
         if isinstance(event, Allocate) and event.kind == "activations":
             live[event.block] = event.nbytes
@@ -234,7 +234,7 @@ def test_a_compiled_block_keeps_of_kept_operations_what_backward_reads() -> None
     assert set(recording.facts.kept_bytes.values()) == {hidden + width}
     assert activations(one_by_one) - activations(recording) == 4 * width
     alive: set[int] = set()
-    for event in replay(recording).events:
+    for event in engine_allocations(recording).events:
         if isinstance(event, Allocate):
             assert event.block not in alive
             alive.add(event.block)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from shardwise.plan.dry_run.events import Allocate, Event, Free, Gradient, Phase, UnitMark
+from shardwise.plan.dry_run.events import Allocate, Free, Gradient, StepEvent, StepPhase, UnitMark
 from shardwise.plan.dry_run.recording import Recording
 from shardwise.policy.strategy import Strategy
 
@@ -40,23 +40,27 @@ _SUBGROUP_NUMEL = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class EngineAllocations:
     """A recorded step with the allocations of the job's engine; its collectives stay as they were recorded."""
 
-    events: tuple[Event, ...]
+    events: tuple[StepEvent, ...]
     streams: Mapping[int, int] = field(default_factory=dict)
     """By block, the stream that it is asked for on, where that is not the one that computes."""
     late: Collection[int] = ()
     """Blocks that another stream still reads when they are freed (`record_stream`)."""
 
 
-def replay(recording: Recording) -> Replay:
+def engine_allocations(recording: Recording) -> EngineAllocations:
     """The recorded step as the job's engine would allocate in it."""
-    engines: dict[str, Callable[[Recording], _Engine]] = {"fsdp1": _Fsdp1, "fsdp2": _Fsdp2, "deepspeed": _DeepSpeed}
+    engines: dict[str, Callable[[Recording], _EngineReplay]] = {
+        "fsdp1": _Fsdp1,
+        "fsdp2": _Fsdp2,
+        "deepspeed": _DeepSpeed,
+    }
     if recording.facts.kept_bytes:
         recording = replace(recording, events=tuple(_Compiled(recording).events()))
     if recording.job.engine == "shardwise":
-        return Replay(recording.events)
+        return EngineAllocations(recording.events)
     job = recording.job
     if job.strategy is Strategy.NO_SHARD and job.world_size > 1 and job.engine in {"fsdp1", "fsdp2"}:
         return _Ddp(recording).replayed()
@@ -74,21 +78,21 @@ class _Compiled:
         self._gone: set[int] = set()
         self._number = -1_000_000
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[StepEvent]:
         kept = self._recording.facts.kept_bytes
         for event in self._recording.events:
             if isinstance(event, UnitMark) and event.unit in kept and event.what in {"gather", "release"}:
                 yield from self._mark(event, kept[event.unit])
-            elif isinstance(event, Allocate) and event.kind == "activations" and event.phase is Phase.FORWARD:
+            elif isinstance(event, Allocate) and event.kind == "activations" and event.phase is StepPhase.FORWARD:
                 for blocks in self._inside.values():
                     blocks.append(event.block)
             elif isinstance(event, Free) and event.block in self._gone:
                 continue
             yield event
 
-    def _mark(self, event: UnitMark, nbytes: int) -> Iterator[Event]:
+    def _mark(self, event: UnitMark, nbytes: int) -> Iterator[StepEvent]:
         """Activations live until backward, so all that came inside live when the block's forward ends."""
-        if event.phase is not Phase.FORWARD:
+        if event.phase is not StepPhase.FORWARD:
             if event.what == "release":
                 yield Free(self._held.pop(event.unit))
         elif event.what == "gather":
@@ -103,7 +107,7 @@ class _Compiled:
 
 
 @dataclass
-class _Engine:
+class _EngineReplay:
     """Replays a step. Subclasses say what happens at each moment of a unit's life."""
 
     gathers_on: ClassVar[int] = _COMPUTE
@@ -112,7 +116,7 @@ class _Engine:
     """The stream on which reduced gradients are allocated."""
 
     recording: Recording
-    out: list[Event] = field(default_factory=list)
+    out: list[StepEvent] = field(default_factory=list)
     gradients: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By unit: blocks of gradients that have come, and wait."""
     parameters: dict[str, int] = field(default_factory=dict)
@@ -125,21 +129,23 @@ class _Engine:
     _next: int = -1000
     _kept: set[int] = field(default_factory=set)
     """Gradients that shardwise would have freed."""
-    phase: Phase = Phase.SETUP
+    phase: StepPhase = StepPhase.SETUP
     module: str = ""
 
     def __post_init__(self) -> None:
         events = self.recording.events
-        wanted = [e.unit for e in events if isinstance(e, UnitMark) and e.what == "gather" and e.phase is Phase.FORWARD]
+        wanted = [
+            e.unit for e in events if isinstance(e, UnitMark) and e.what == "gather" and e.phase is StepPhase.FORWARD
+        ]
         self.order = [unit for unit in dict.fromkeys(wanted) if unit]
 
-    def replayed(self) -> Replay:
+    def replayed(self) -> EngineAllocations:
         dropped: set[int] = set()
         self.begin()
         for event in self.recording.events:
             if isinstance(event, Allocate):
                 self._meet(event.phase, event.module)
-                if event.phase is Phase.SETUP and (event.kind in _SLOTS or event.kind == "grad_shards"):
+                if event.phase is StepPhase.SETUP and (event.kind in _SLOTS or event.kind == "grad_shards"):
                     dropped.add(event.block)
                     continue
             elif isinstance(event, Free):
@@ -155,10 +161,10 @@ class _Engine:
             self.out.append(event)
         self.end_backward()
         self.end()
-        return Replay(tuple(self.out), self.streams, self.late)
+        return EngineAllocations(tuple(self.out), self.streams, self.late)
 
-    def _meet(self, phase: Phase, module: str) -> None:
-        if phase is Phase.OPTIMIZER and self.phase is not phase:
+    def _meet(self, phase: StepPhase, module: str) -> None:
+        if phase is StepPhase.OPTIMIZER and self.phase is not phase:
             self.end_backward()
             self.phase = phase
             self.step()
@@ -168,11 +174,11 @@ class _Engine:
         if event.what == "gather":
             self.gather(event.unit)
         elif event.what == "release":
-            if event.phase is Phase.BACKWARD or event.phase is Phase.RECOMPUTE:
+            if event.phase is StepPhase.BACKWARD or event.phase is StepPhase.RECOMPUTE:
                 self.leave_backward(event.unit)
             elif not self.stays(event.unit):
                 self.drop_parameters(event.unit)
-            if not event.unit and event.phase is Phase.FORWARD:
+            if not event.unit and event.phase is StepPhase.FORWARD:
                 self.end_forward()
         elif event.what == "grads":
             self.reduce(event.unit)
@@ -255,7 +261,7 @@ class _Engine:
         return self.order[position - 1] if position else None
 
 
-class _Fsdp1(_Engine):
+class _Fsdp1(_EngineReplay):
     """FullyShardedDataParallel with its defaults: BACKWARD_PRE prefetching, limit_all_gathers."""
 
     gathers_on = _GATHER
@@ -269,7 +275,7 @@ class _Fsdp1(_Engine):
 
     def gather(self, unit: str) -> None:
         super().gather(unit)
-        ahead = self.before(unit) if self.phase is Phase.BACKWARD else None
+        ahead = self.before(unit) if self.phase is StepPhase.BACKWARD else None
         if ahead is not None and ahead not in self.parameters and unit:
             super().gather(ahead)
 
@@ -286,7 +292,7 @@ class _Fsdp1(_Engine):
         self.give(flat if cast is None else cast)
 
 
-class _Fsdp2(_Engine):
+class _Fsdp2(_EngineReplay):
     """`fully_shard`: implicit prefetching forward, explicit prefetching of one unit backward."""
 
     reduces_on = _REDUCE
@@ -307,11 +313,11 @@ class _Fsdp2(_Engine):
                 self.deferred = None
             super().gather(unit)
             landed = self.landing.pop(unit)
-            if self.phase is Phase.FORWARD:
+            if self.phase is StepPhase.FORWARD:
                 self.deferred = landed
             else:
                 self.give(landed)
-        ahead = self.before(unit) if self.phase is Phase.BACKWARD else None
+        ahead = self.before(unit) if self.phase is StepPhase.BACKWARD else None
         if ahead is not None and ahead not in self.parameters:
             self._land(ahead)
 
@@ -340,7 +346,7 @@ class _Fsdp2(_Engine):
             self.reducing = None
 
 
-class _Ddp(_Engine):
+class _Ddp(_EngineReplay):
     """DistributedDataParallel with its defaults; buckets of whatever size hold every gradient."""
 
     def begin(self) -> None:
@@ -359,7 +365,7 @@ class _Ddp(_Engine):
         self.keep_shard(unit)
 
 
-class _DeepSpeed(_Engine):
+class _DeepSpeed(_EngineReplay):
     """ZeRO as DeepSpeed does it: a copy in the compute dtype beside fp32 (or other) masters."""
 
     def begin(self) -> None:

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shardwise.plan.dry_run.events import Collective, Event, Kernel, Phase, Wait, Work
+from shardwise.plan.dry_run.events import Collective, Kernel, KernelKind, StepEvent, StepPhase, Wait
 
 _COPIES_OUT = ("fsdp2", "deepspeed")
 
 
-def ordered_as(engine: str, events: Iterable[Event]) -> Iterator[Event]:
+def ordered_as(engine: str, events: Iterable[StepEvent]) -> Iterator[StepEvent]:
     """The events of a step as `engine` (shardwise, fsdp1, fsdp2, deepspeed) would hand them out."""
     if engine == "shardwise":
         return iter(events)
@@ -31,16 +31,16 @@ def ordered_as(engine: str, events: Iterable[Event]) -> Iterator[Event]:
     return _copied_out(ordered) if engine in _COPIES_OUT else ordered
 
 
-def _waiting_once(events: Iterable[Event]) -> Iterator[Event]:
+def _waiting_once(events: Iterable[StepEvent]) -> Iterator[StepEvent]:
     reductions: set[int] = set()
     open_waits: list[Wait] = []
     for event in events:
-        if isinstance(event, Collective) and event.op != "all_gather" and event.phase is not Phase.OPTIMIZER:
+        if isinstance(event, Collective) and event.op != "all_gather" and event.phase is not StepPhase.OPTIMIZER:
             reductions.add(event.number)
         if isinstance(event, Wait) and event.number in reductions:
             open_waits.append(event)
             continue
-        over = isinstance(event, Kernel | Collective) and event.phase in (Phase.OPTIMIZER, Phase.FORWARD)
+        over = isinstance(event, Kernel | Collective) and event.phase in (StepPhase.OPTIMIZER, StepPhase.FORWARD)
         if over and open_waits:
             yield from open_waits
             open_waits.clear()
@@ -48,7 +48,7 @@ def _waiting_once(events: Iterable[Event]) -> Iterator[Event]:
     yield from open_waits
 
 
-def _copied_out(events: Iterable[Event]) -> Iterator[Event]:
+def _copied_out(events: Iterable[StepEvent]) -> Iterator[StepEvent]:
     """After the wait for a gather, a kernel that reads and writes all of it."""
     gathers: dict[int, Collective] = {}
     for event in events:
@@ -57,4 +57,4 @@ def _copied_out(events: Iterable[Event]) -> Iterator[Event]:
             gathers[event.number] = event
         elif isinstance(event, Wait) and event.number in gathers:
             gather = gathers.pop(event.number)
-            yield Kernel("copy_", Work.MEMORY, 0, 2 * gather.nbytes, "", None, gather.unit, gather.phase)
+            yield Kernel("copy_", KernelKind.MEMORY, 0, 2 * gather.nbytes, "", None, gather.unit, gather.phase)
