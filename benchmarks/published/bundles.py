@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from shardwise.plan.dry_run.events import Collective, Kernel, StepEvent, StepPhase, UnitMark, Wait
+from shardwise.plan.dry_run.recording import Collective, Kernel, StepEvent, StepPhase, UnitMark, Wait
 from shardwise.plan.simulate.roofline import Roofline
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from benchmarks.published.bundles import Bundle, BundleRoofline
 from benchmarks.published.recordings import Steps
 from benchmarks.published.rows import Row
-from shardwise.plan.dry_run.events import StepEvent
+from shardwise.plan.dry_run.recording import StepEvent
 from shardwise.plan.hardware.devices import find_device, find_interconnect
 from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.other_engines.order import ordered_as

@@ -21,8 +21,7 @@ from benchmarks.published.recordings import Memory, Steps, steps_of, without_sec
 from benchmarks.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_can_be, row_of
 from benchmarks.published.score import Scored, headline, merge, percentile, quantiles
 from benchmarks.published.timing import Timed, time_row
-from shardwise.plan.dry_run.events import Collective, Kernel, KernelKind, StepPhase, UnitMark, Wait
-from shardwise.plan.dry_run.recording import Facts
+from shardwise.plan.dry_run.recording import Collective, Facts, Kernel, KernelKind, StepPhase, UnitMark, Wait
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.hardware.devices import device_names, find_device, find_interconnect
 from shardwise.plan.simulate.network import Cluster

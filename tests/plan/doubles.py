@@ -7,7 +7,7 @@ from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.report import PlanReport
 from shardwise.plan.search.exploration import Objective, explore_family, ranked
 from shardwise.plan.search.space import search_space
-from shardwise.plan.simulate.cost import Cost, cost_of
+from shardwise.plan.simulate.forecast import Cost, cost_of
 
 GIB = 2**30
 

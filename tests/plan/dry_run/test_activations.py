@@ -14,9 +14,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
-from shardwise.plan.dry_run.events import Allocate, Free, StepPhase
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recording import Allocate, Free, StepPhase
 from shardwise.plan.dry_run.step import record
 from tests.engine.allocations import Allocation, traced
 

@@ -14,9 +14,18 @@ from shardwise.comm.recording import RecordingCollectives
 from shardwise.engine.shard import require_engine
 from shardwise.errors import ConfigError, PlanError
 from shardwise.layout.flat import round_up
-from shardwise.plan.dry_run.events import Allocate, Collective, Free, Kernel, KernelKind, StepPhase, UnitMark, Wait
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.recording import (
+    Allocate,
+    Collective,
+    Free,
+    Kernel,
+    KernelKind,
+    Recording,
+    StepPhase,
+    UnitMark,
+    Wait,
+)
 from shardwise.plan.dry_run.step import record
 from tests.engine.cases import CASES, FP32, MIXED, Case
 from tests.engine.rig import Net, recording, seeded

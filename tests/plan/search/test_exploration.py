@@ -100,7 +100,7 @@ def test_what_holds_each_back_and_why_others_fall_out() -> None:
     assert of("full_shard", 16, "full").limited_by == "compute"
     assert of("full_shard", 1, "full").verdict is Verdict.SLOWER
     assert of("full_shard", 16, "none").limited_by == "needs 144.0 of 80.0 GiB; activations take 128.0"
-    assert of("no_shard", 1, "full").limited_by == "needs 115.0 of 80.0 GiB; optimizer take 64.0"
+    assert of("no_shard", 1, "full").limited_by == "needs 115.0 of 80.0 GiB; the optimizer takes 64.0"
     assert of("no_shard", 16, "none").limited_by == "as micro-batch 1, or more"
     assert exploration.candidates[0].forecast is exploration.best
 
@@ -113,7 +113,7 @@ def test_a_budget_is_what_fits() -> None:
     with pytest.raises(
         PlanError,
         match=r"nothing fits 8 x h100-sxm-80gb: the nearest, no_shard with micro-batch 2, all blocks recomputed, needs "
-        r"116\.0 of 10\.0 GiB; optimizer take 64\.0; use a smaller micro-batch, full_shard, more GPUs or a GPU with",
+        r"116\.0 of 10\.0 GiB; the optimizer takes 64\.0; use a smaller micro-batch, full_shard, more GPUs or a GPU",
     ):
         raise nothing_fits(tight)
 

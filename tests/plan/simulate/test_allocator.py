@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.dry_run.events import Allocate, Free, StepEvent, StepPhase
+from shardwise.plan.dry_run.recording import Allocate, Free, StepEvent, StepPhase
 from shardwise.plan.simulate.allocator import MIB, Segments, peak_of, reserved_bytes
 
 KIB = 1024

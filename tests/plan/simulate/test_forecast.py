@@ -11,7 +11,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.dry_run.events import Kernel, KernelKind
+from shardwise.plan.dry_run.recording import Kernel, KernelKind
 from shardwise.plan.hardware.devices import Figure, find_device, write_device
 from shardwise.plan.simulate.forecast import Forecast, forecast
 from shardwise.policy.kinds import KINDS

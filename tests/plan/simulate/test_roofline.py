@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.plan.dry_run.events import Kernel, KernelKind, StepPhase
+from shardwise.plan.dry_run.recording import Kernel, KernelKind, StepPhase
 from shardwise.plan.hardware.devices import Measured, find_device
 from shardwise.plan.simulate.roofline import KERNEL_S, Efficiency, Roofline, interpolated, tiled_flops
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.dry_run.events import Collective, Kernel, KernelKind, StepEvent, StepPhase, UnitMark, Wait
+from shardwise.plan.dry_run.recording import Collective, Kernel, KernelKind, StepEvent, StepPhase, UnitMark, Wait
 from shardwise.plan.hardware.devices import Figure, Hardware, find_device, find_interconnect
 from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.other_engines.order import ordered_as

@@ -1,17 +1,19 @@
-"""What a model is fed in a dry run, and the loss that is taken of what it gives."""
+"""One forward as training makes it: synthetic inputs, and the loss of the outputs."""
 
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.losses import chunk_head, fused_loss
 
 _IMAGE_CHANNELS = 3
 
@@ -19,8 +21,8 @@ _IMAGE_CHANNELS = 3
 class TrainingForward:
     """Calls a model as training would. Make it before the model is sharded: it looks at the model's own signature.
 
-    A model may say for itself what it takes: `example_inputs(micro_batch, seq_len)`, a dict of keyword arguments for
-    its forward. Otherwise it takes what its `main_input_name` (transformers) says, or token ids. It returns the loss,
+    A model may define its own inputs: `example_inputs(micro_batch, seq_len)`, a dict of keyword arguments for
+    its forward. Otherwise it takes its `main_input_name` (transformers), or token ids. It returns the loss,
     or an object with `.loss` or `.logits`, or logits [batch, seq_len, vocab].
     """
 
@@ -61,7 +63,7 @@ class TrainingForward:
         return inputs
 
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """One forward. Raises PlanError where no loss can be taken of what it gives."""
+        """One forward. Raises PlanError where its outputs give no loss."""
         output = model(**inputs)
         name = type(model).__name__
         own = output if isinstance(output, Tensor) else getattr(output, "loss", None)
@@ -83,3 +85,63 @@ def _cross_entropy(logits: Tensor) -> Tensor:
     """In fp32, as training takes it."""
     targets = torch.zeros(logits.shape[:-1], dtype=torch.int64)
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """One kernel each way: logits are read, their gradient is written in their own dtype; a row's sum is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        rows = logits.sum(-1, dtype=torch.float32)
+        ctx.save_for_backward(logits, rows)
+        loss: Tensor = rows.mean()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        logits, _ = ctx.saved_tensors
+        gradient: Tensor = logits * 1
+        return gradient
+
+
+def fused_loss(logits: Tensor) -> Tensor:
+    """Cross entropy in one kernel, as compilers and Triton make it.
+
+    Args:
+        logits: [..., vocab].
+    """
+    loss: Tensor = _FusedCrossEntropy.apply(logits)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def chunk_head(model: nn.Module) -> None:
+    """Have the model's head return the loss instead of logits, some tokens at a time: a chunk's logits are computed
+    again in backward. In place; before the model is sharded.
+
+    A chunk has as many tokens as make its logits as large as the head's input (Liger kernels, arXiv:2410.10989).
+
+    Raises:
+        PlanError: the model does not name its head.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if not isinstance(head, nn.Linear):
+        raise PlanError(
+            f"loss='chunked' needs the head of {type(model).__name__}: give it a method get_output_embeddings() that "
+            "returns its nn.Linear"
+        )
+    project: Callable[[Tensor], Tensor] = head.forward
+    shrink = math.ceil(head.out_features / head.in_features)
+
+    def loss(hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, -2)
+        chunks = tokens.split(max(1, math.ceil(tokens.shape[0] / shrink)))
+        parts = [checkpoint(_chunk_loss, project, chunk, use_reentrant=False) for chunk in chunks]
+        return torch.stack(parts).sum()
+
+    head.__dict__["forward"] = loss
+
+
+def _chunk_loss(project: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    logits = project(tokens)
+    return F.cross_entropy(logits.float(), torch.zeros(logits.shape[0], dtype=torch.int64), reduction="sum")

@@ -7,16 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.plan.dry_run.events import Kernel, KernelKind, StepPhase
-
-_NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
-}  # fmt: skip
+from shardwise.plan.dry_run.recording import Kernel, KernelKind, StepPhase
+from shardwise.policy.precision import short_dtype_name
 
 _NO_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"})
 """Take memory and leave it as it is."""
@@ -104,10 +99,8 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _dtype(inputs: list[Tensor], out: Any) -> str:
-    for tensor in (*inputs, *tensors_of(out)):
-        if tensor.dtype in _NAMES:
-            return _NAMES[tensor.dtype]
-    return "int"
+    names = (short_dtype_name(tensor.dtype) for tensor in (*inputs, *tensors_of(out)))
+    return next(filter(None, names), "int")
 
 
 # Matrix products ------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.protocol import Work
-from shardwise.plan.dry_run.events import Allocate, Collective, Free, Gradient, StepEvent, StepPhase, UnitMark, Wait
-from shardwise.plan.dry_run.operations import Operation, operation_of
+from shardwise.plan.dry_run.operations import Operation, operation_of, tensors_of
+from shardwise.plan.dry_run.recording import Allocate, Collective, Free, Gradient, StepEvent, StepPhase, UnitMark, Wait
 from shardwise.sharded.parameter import ShardedParameter
 
 _DEVICE_QUESTION = torch.ops.prim.device.default
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def following(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, modules of `model` are known by their fqn, and what the first of `blocks` is given is looked at."""
+        """Inside, modules of `model` are known by their fqn, and the first inputs of the first of `blocks` are kept."""
         names = {id(module): fqn for fqn, module in model.named_modules()}
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _follow(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        born = [block for block in map(self._meet, _tensors(out)) if block is not None]
+        born = [block for block in map(self._meet, tensors_of(out)) if block is not None]
         if not self.recording:
             return
         accumulated = None
@@ -271,7 +271,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Pending:
-    """Something under way, whose wait is told once."""
+    """A collective under way; its first wait is recorded."""
 
     def __init__(self, waited: Callable[[], None]) -> None:
         self._waited: Callable[[], None] | None = waited
@@ -280,11 +280,3 @@ class Pending:
         if self._waited is not None:
             waited, self._waited = self._waited, None
             waited()
-
-
-def _tensors(out: Any) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, tuple | list):
-        for item in out:
-            yield from _tensors(item)

@@ -1,4 +1,4 @@
-"""One rank of any world, run dry: the real engine on fake tensors, with collectives that only say what was asked."""
+"""One rank of any world, run dry: the real engine on fake tensors, with collectives that only record their calls."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ from shardwise.engine.unit import Unit, UnitState
 from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.plan.dry_run.compilation import kept_bytes
-from shardwise.plan.dry_run.events import StepPhase
 from shardwise.plan.dry_run.forward import TrainingForward
-from shardwise.plan.dry_run.gpu_kernels import device_kernels
+from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Recorder
-from shardwise.plan.dry_run.recording import Facts, Recording
-from shardwise.plan.dry_run.substitutes import full_sequences
+from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
 from shardwise.plan.dry_run.traced_collectives import TracedCollectives, traced_mesh
 from shardwise.sharded.parameter import ShardedParameter
 
@@ -198,7 +196,7 @@ def _embeddings(model: nn.Module) -> int:
 
 
 def _trace_engine(engine: Engine, recorder: Recorder) -> None:
-    """Have units and collectives tell the recorder what they do."""
+    """Have units and collectives report to the recorder."""
     for unit in engine.units:
         unit.__dict__["move"] = _traced_move(unit, recorder)
         unit.__dict__["add_gradient"] = _traced_gradients(unit, recorder)

@@ -1,4 +1,4 @@
-"""Dry collectives that tell the recorder what they are asked to do."""
+"""Dry collectives that record every call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.plan.dry_run.recorder import Pending, Recorder
 
 
 class TracedCollectives(DryCollectives):
-    """One group of a dry run. A group of one moves nothing and says nothing."""
+    """One group of a dry run. A group of one moves nothing and records nothing."""
 
     def __init__(self, group: str, rank: int, world_size: int, recorder: Recorder) -> None:
         """`group`: shard, replicate or secondary."""
@@ -24,7 +24,7 @@ class TracedCollectives(DryCollectives):
         self.begins_reduction = self.ends_reduction = False
         """Whether a unit's gradients come here first, and last."""
         self.unit_of: Callable[[Tensor], str | None] = lambda memory: None
-        """The fqn of the unit in whose slot a tensor lies."""
+        """The fqn of the unit in whose slot a tensor is."""
         self._recorder = recorder
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:

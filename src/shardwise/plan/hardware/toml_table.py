@@ -1,4 +1,4 @@
-"""A section of a hardware file, read key by key: what is missing, unknown or no number is said by its full name."""
+"""A section of a hardware file, read key by key; errors give a key's full name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TomlTable:
         return self._prefix + key
 
     def value(self, key: str) -> Any:
-        """What the file says, unchecked; None where it says nothing."""
+        """The file's value, unchecked; None where the key is missing."""
         return self._data.get(key)
 
     def section(self, key: str, known: Collection[str] | None = None) -> TomlTable:

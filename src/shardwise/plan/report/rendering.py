@@ -1,11 +1,14 @@
-"""A report for a terminal, 80 columns wide."""
+"""A report as text for a terminal, 80 columns wide, and as one self-contained HTML page."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
 
-from shardwise.plan.report.report import PlanReport, Row, parts
+from shardwise.errors import PlanError
+from shardwise.plan.report.report import PlanReport, Row, amount, parts
 from shardwise.plan.search.exploration import available_bytes, gib, needed_bytes
 
 WIDTH = 80
@@ -15,7 +18,7 @@ _HEADER = ("strategy", "batch", "recompute", "GiB", "s/step", "tokens/s", "MFU",
 _NOTE = "(GiB and tokens/s of one GPU; context and NCCL are in; limit: what slows it)"
 
 
-def text(report: PlanReport) -> str:
+def table_text(report: PlanReport) -> str:
     """The whole report but the timeline and the configuration."""
     blocks = [f"{report.title}\n{_wrapped(report.setting)}"]
     if report.rows:
@@ -81,3 +84,52 @@ def _entries(entries: Iterable[tuple[str, str]]) -> list[str]:
 
 def _wrapped(line: str, indent: str = "", further: str = "") -> str:
     return textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
+
+
+COLOURS = {
+    "param_shards": "#1f5a9e",
+    "gathered_slots": "#6ba4dc",
+    "grad_shards": "#b3541e",
+    "reduce_slots": "#f0a060",
+    "optimizer": "#5b8c3a",
+    "buffers": "#9a7fc0",
+    "activations": "#d4b106",
+    "temporaries": "#c26a8d",
+    "other": "#8c8c8c",
+    "fragmentation": "#c9c9c9",
+    "context": "#4a4a4a",
+    "nccl": "#707a86",
+}
+"""By kind of memory: the same in every bar."""
+
+
+def page_html(report: PlanReport) -> str:
+    """The page's text.
+
+    Raises:
+        PlanError: jinja2, of the extra `train`, is not installed.
+    """
+    try:
+        import jinja2
+    except ImportError:
+        raise PlanError("the page needs jinja2, which is not installed: pip install 'shardwise[train]'") from None
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters.update(gib=gib, seconds=seconds, amount=amount)
+    template = (files("shardwise.plan.report") / "templates" / "page.html.jinja").read_text(encoding="utf-8")
+    bars = report.bars
+    return environment.from_string(template).render(
+        report=report,
+        bars=bars,
+        scale=max([bar.has_bytes for bar in bars] + [bar.needs_bytes for bar in bars], default=1),
+        kinds=[kind for kind in COLOURS if any(kind in bar.parts for bar in bars)],
+        colours=COLOURS,
+        timeline=report.timeline,
+    )
+
+
+def write_page(report: PlanReport, path: Path) -> None:
+    """Write the page. Raises PlanError where that is not possible."""
+    try:
+        path.write_text(page_html(report), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror}") from None

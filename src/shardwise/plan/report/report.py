@@ -1,16 +1,13 @@
-"""A finished search as something to read: what a terminal's table and a page have in common."""
+"""A finished search as a report: the contents of the terminal's table and of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.search.exploration import Candidate, Exploration, Verdict, available_bytes, needed_bytes
-
-if TYPE_CHECKING:
-    from shardwise.plan.simulate.forecast import Forecast
+from shardwise.plan.simulate.forecast import Forecast
 
 SHOWN = 10
 """Rows of the table of the best."""
@@ -18,7 +15,7 @@ SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Everything that is said about one plan."""
+    """The contents of one report."""
 
     title: str
     """The model."""

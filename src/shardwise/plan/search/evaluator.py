@@ -43,7 +43,7 @@ class Evaluator:
     def whole(self, job: Job) -> Forecast:
         """A job's forecast, events and timeline included.
 
-        From the third on, every micro-batch of a step holds and takes what the one before it did. So longer
+        From the third on, every micro-batch of a step holds as much and takes as long as the one before it. So longer
         accumulations are forecast from steps of two and three micro-batches, and have the timeline of three.
         """
         if job.accumulation <= STEADY or not self._scale:
@@ -73,7 +73,7 @@ class Evaluator:
 
 
 def _longer(two: Forecast, three: Forecast, job: Job) -> Forecast:
-    """The forecast of a longer accumulation: each further micro-batch adds what the third one did."""
+    """The forecast of a longer accumulation: each further micro-batch adds as much as the third."""
     more = job.accumulation - STEADY
     step_time_s = three.step_time_s + more * (three.step_time_s - two.step_time_s)
     faster = job.accumulation / STEADY * three.step_time_s / step_time_s

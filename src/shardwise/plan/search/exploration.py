@@ -5,16 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.search.space import Family
+from shardwise.plan.simulate.forecast import Forecast
 
-if TYPE_CHECKING:
-    from shardwise.plan.simulate.forecast import Forecast
-
-Evaluate = Callable[[Job], "Forecast"]
+Evaluate = Callable[[Job], Forecast]
 
 WAITING_SHARE = 0.2
 """Of a step that waits for the network, from which on the network is what holds a configuration back."""
@@ -66,7 +63,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration and what was found out about it."""
+    """One configuration and the search's verdict on it."""
 
     job: Job
     verdict: Verdict
@@ -83,7 +80,7 @@ class Exploration:
     candidates: tuple[Candidate, ...]
     """Those that fit first, best first; then those that do not, the nearest first; then those not forecast."""
     budget_bytes: int | None
-    """Of one GPU, for everything; None: what the device has."""
+    """Of one GPU, for everything; None: the device's usable bytes."""
     left_out: tuple[tuple[Job, str], ...] = ()
     """As `SearchSpace.left_out`."""
 
@@ -103,16 +100,16 @@ def needed_bytes(forecast: Forecast) -> int:
 
 
 def available_bytes(forecast: Forecast, budget_bytes: int | None = None) -> int:
-    """What a GPU has for `needed_bytes`: its usable bytes, or less where the budget says so."""
+    """Bytes that a GPU has for `needed_bytes`: its usable bytes, or the budget where that is less."""
     return forecast.usable_bytes if budget_bytes is None else min(budget_bytes, forecast.usable_bytes)
 
 
 def explore_family(
     family: Family, evaluate: Evaluate, budget_bytes: int | None, objective: Objective
 ) -> Iterator[Candidate]:
-    """Forecast what has to be forecast of a family, one configuration after the other.
+    """Judge a family's configurations one after the other, and forecast only those that need it.
 
-    Two rules leave out what is known already, both exact. Live bytes do not fall when the micro-batch grows, so nothing
+    Two rules, both exact, spare forecasts. Live bytes do not fall when the micro-batch grows, so nothing
     larger fits where live bytes alone exceed the budget. Recomputation adds kernels to the same order of events, so it
     is never faster than the same batch without it; the search for speed leaves it out where that fits.
     """
@@ -143,11 +140,15 @@ def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
     return Candidate(forecast.job, Verdict.FITS, forecast, _slowed_by(forecast))
 
 
+_SINGULAR = {"optimizer": "the optimizer takes", "other": "other memory takes"}
+"""Kinds of memory that are no plural."""
+
+
 def why_too_large(forecast: Forecast, has_bytes: int) -> str:
-    """In words: what is needed, what there is, and the kind of memory that takes most of it."""
+    """The bytes needed, the bytes available and the kind of memory that takes most, in words."""
     kind, largest = max(forecast.memory.items(), key=lambda item: item[1])
     needs = needed_bytes(forecast)
-    return f"needs {gib(needs)} of {gib(has_bytes)} GiB; {kind} take {gib(largest)}"
+    return f"needs {gib(needs)} of {gib(has_bytes)} GiB; {_SINGULAR.get(kind, f'{kind} take')} {gib(largest)}"
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: int | None) -> Exploration:
@@ -274,7 +275,7 @@ def _gpus(job: Job) -> str:
 def _bisect(
     low: int, high: int, best: Forecast | None, judged: Callable[[int], Candidate], fits_below: bool
 ) -> Forecast | None:
-    """Between a size that fits and one that does not, the fitting one nearest to the other; `best` is what is known."""
+    """The forecast of the last size that fits, where one of `low` and `high` does. `best` is the one known so far."""
     while high - low > 1:
         middle = (low + high) // 2
         candidate = judged(middle)

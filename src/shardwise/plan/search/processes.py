@@ -17,7 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 from shardwise.errors import PlanError
-from shardwise.plan.models.source import ModelLike, quiet_transformers, resolve
+from shardwise.plan.models.source import ModelLike, resolve
+from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import Candidate, Objective, explore_family
 from shardwise.plan.search.space import Family

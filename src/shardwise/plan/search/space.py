@@ -40,7 +40,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Everything that a search looks at, and what it cannot."""
+    """The configurations of a search, and those that cannot be."""
 
     families: tuple[Family, ...]
     """At least one."""
@@ -109,7 +109,7 @@ def _shardings(
     asked = [Strategy.parse(strategy) for strategy in (strategies or tuple(Strategy))]
     takes_groups = [strategy for strategy in asked if strategy.sharded and strategy.replicated]
     if groups is not None and strategies is None:
-        asked = takes_groups  # whoever names a shard group wants one
+        asked = takes_groups  # a shard group was asked for
     found: list[tuple[Strategy, int | None]] = []
     for strategy in asked:
         if strategy in takes_groups:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from shardwise.plan.hardware.devices import Hardware, Interconnect, Points
 
 REPLICATE = "replicate"
-"""The group whose ranks lie as far apart as a shard group is long; every other group's lie side by side."""
+"""The group whose ranks are a shard group's size apart; the ranks of every other group are consecutive."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTopology:
-    """Where a group's ranks lie."""
+    """How a group's ranks are spread over nodes."""
 
     ranks: int
     nodes: int
@@ -46,7 +46,7 @@ class Cluster:
         return self.gpus_per_node * self.nodes
 
     def place(self, group: str, ranks: int) -> GroupTopology:
-        """Where a group of so many ranks lies, in ranks numbered node by node."""
+        """The nodes that a group of so many ranks spans, with ranks numbered node by node."""
         if group != REPLICATE:
             nodes = -(-ranks // self.gpus_per_node)
             return GroupTopology(ranks, nodes, max(1, self.gpus_per_node // ranks))

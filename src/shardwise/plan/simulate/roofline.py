@@ -1,6 +1,6 @@
 """Seconds that a kernel takes: operations over a rate or bytes over a rate, whichever is longer.
 
-Rates are those of the hardware's data; what a program reaches of them is `Efficiency`: five numbers, the same for
+Rates are those of the hardware's data; programs reach a part of them, `Efficiency`: five numbers, the same for
 every device, model and engine. A matrix product also pays for its shape: its tiles are dealt out to the processors in
 waves, the last of which is rarely full, and a short inner dimension does not amortise filling and draining a tile.
 """
@@ -12,13 +12,13 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.plan.dry_run.events import Kernel, KernelKind, StepPhase
+from shardwise.plan.dry_run.recording import Kernel, KernelKind, StepPhase
 from shardwise.plan.hardware.devices import Hardware, Measured, Points
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What programs reach of published rates; `docs/design/planning-time.md` says how the five were chosen."""
+    """The part of published rates that programs reach; `docs/design/planning-time.md` describes the choice."""
 
     matmul: float = 0.83
     """Of the rate of a large product, at shapes that fill the device."""

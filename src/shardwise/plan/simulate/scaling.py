@@ -1,8 +1,8 @@
 """Recordings of larger batches from those of smaller ones, where that is exact.
 
-The same operations run on every batch, and whatever has the batch among its dimensions grows by as many bytes and
-operations with every sequence. So two recordings say what a third would be, if they hold the same events. One sequence
-is no help: operations that skip dimensions of size one make it another recording.
+The same operations run on every batch, and every tensor that has the batch among its dimensions grows by as many bytes
+and operations with every sequence. So two recordings determine a third, if they hold the same events. One sequence is
+no help: operations that skip dimensions of size one make it another recording.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.plan.dry_run.events import Allocate, Kernel, StepEvent
-from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.recording import Allocate, Kernel, Recording, StepEvent
 
 SMALLEST = 2
 """Micro-batches from which on recordings can be compared."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardwise.plan.dry_run.events import Collective, Kernel, StepEvent, StepPhase, UnitMark, Wait
+from shardwise.plan.dry_run.recording import Collective, Kernel, StepEvent, StepPhase, UnitMark, Wait
 from shardwise.plan.simulate.network import Cluster, bytes_sent
 from shardwise.plan.simulate.roofline import Roofline
 
@@ -172,7 +172,7 @@ class _Simulation:
             self.stalls.append(Stall(start_s, span.end_s, span.owner, span.name))
 
     def _ready_s(self, event: Collective) -> float:
-        """When what a collective reads is there and what it writes is free."""
+        """When a collective's input is complete and its output buffer is free."""
         if not self.roofline.hardware.overlaps:
             return self.compute_s
         if event.op == "all_gather":

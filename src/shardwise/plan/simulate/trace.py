@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from shardwise.errors import PlanError
-from shardwise.plan.dry_run.events import StepPhase
+from shardwise.plan.dry_run.recording import StepPhase
 from shardwise.plan.simulate.timeline import COMPUTE, Span, Stall, Timeline
 
 WIDTH, LANE, LEFT, TOP = 960, 34, 90, 44
@@ -38,7 +38,7 @@ def write_trace(timeline: Timeline, path: Path | str) -> Path:
 
 
 def check_format(path: Path) -> Path:
-    """The path of a trace to write. Raises PlanError for a suffix that says no format."""
+    """The path of a trace to write. Raises PlanError for any suffix but .json and .svg."""
     if path.suffix not in (".json", ".svg"):
         raise PlanError(f"{path}: a trace is written as .json (Perfetto, chrome://tracing) or drawn as .svg")
     return path

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.plan.dry_run.events import Allocate, Free, Gradient, Kernel, StepPhase
 from shardwise.plan.dry_run.job import ENGINES, Job
-from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.recording import Allocate, Free, Gradient, Kernel, Recording, StepPhase
 from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import resolve
 from shardwise.plan.simulate.forecast import forecast_of

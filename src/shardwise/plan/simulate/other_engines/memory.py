@@ -20,12 +20,12 @@ do those of the last unit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shardwise.plan.dry_run.events import Allocate, Free, Gradient, StepEvent, StepPhase, UnitMark
-from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.compilation import with_kept_blocks
+from shardwise.plan.dry_run.recording import Allocate, Free, Gradient, Recording, StepEvent, StepPhase, UnitMark
 from shardwise.policy.strategy import Strategy
 
 _COMPUTE, _GATHER, _REDUCE = 0, 1, 2
@@ -57,8 +57,7 @@ def engine_allocations(recording: Recording) -> EngineAllocations:
         "fsdp2": _Fsdp2,
         "deepspeed": _DeepSpeed,
     }
-    if recording.facts.kept_bytes:
-        recording = replace(recording, events=tuple(_Compiled(recording).events()))
+    recording = with_kept_blocks(recording)
     if recording.job.engine == "shardwise":
         return EngineAllocations(recording.events)
     job = recording.job
@@ -67,48 +66,9 @@ def engine_allocations(recording: Recording) -> EngineAllocations:
     return engines[job.engine](recording).replayed()
 
 
-class _Compiled:
-    """The step with one block for what a compiled block keeps, in place of what its operations one by one would."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._inside: dict[str, list[int]] = {}
-        """By the compiled block whose forward is under way: activations so far."""
-        self._held: dict[str, int] = {}
-        self._gone: set[int] = set()
-        self._number = -1_000_000
-
-    def events(self) -> Iterator[StepEvent]:
-        kept = self._recording.facts.kept_bytes
-        for event in self._recording.events:
-            if isinstance(event, UnitMark) and event.unit in kept and event.what in {"gather", "release"}:
-                yield from self._mark(event, kept[event.unit])
-            elif isinstance(event, Allocate) and event.kind == "activations" and event.phase is StepPhase.FORWARD:
-                for blocks in self._inside.values():
-                    blocks.append(event.block)
-            elif isinstance(event, Free) and event.block in self._gone:
-                continue
-            yield event
-
-    def _mark(self, event: UnitMark, nbytes: int) -> Iterator[StepEvent]:
-        """Activations live until backward, so all that came inside live when the block's forward ends."""
-        if event.phase is not StepPhase.FORWARD:
-            if event.what == "release":
-                yield Free(self._held.pop(event.unit))
-        elif event.what == "gather":
-            self._inside[event.unit] = []
-        else:
-            for block in self._inside.pop(event.unit):
-                self._gone.add(block)
-                yield Free(block)
-            self._number -= 1
-            self._held[event.unit] = self._number
-            yield Allocate(self._number, nbytes, "activations", event.unit, event.phase)
-
-
 @dataclass
 class _EngineReplay:
-    """Replays a step. Subclasses say what happens at each moment of a unit's life."""
+    """Replays a step with an engine's own allocations. Subclasses override the moments of a unit's life."""
 
     gathers_on: ClassVar[int] = _COMPUTE
     """The stream on which parameters are allocated."""
@@ -183,7 +143,7 @@ class _EngineReplay:
         elif event.what == "grads":
             self.reduce(event.unit)
 
-    # What subclasses say ------------------------------------------------------------------------------------------
+    # Moments that subclasses override -----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Blocks that live always."""
@@ -303,7 +263,6 @@ class _Fsdp2(_EngineReplay):
         self.deferred: int | None = None
         """The last gather's buffer in forward, kept until the next one's is copied out."""
         self.reducing: int | None = None
-        self.unneeded = set(self.order[-1:])
 
     def gather(self, unit: str) -> None:
         if unit not in self.parameters:
@@ -347,7 +306,7 @@ class _Fsdp2(_EngineReplay):
 
 
 class _Ddp(_EngineReplay):
-    """DistributedDataParallel with its defaults; buckets of whatever size hold every gradient."""
+    """DistributedDataParallel with its defaults; buckets of any size hold every gradient."""
 
     def begin(self) -> None:
         self.take(sum(self.recording.facts.unit_shard_bytes.values()), "reduce_slots")

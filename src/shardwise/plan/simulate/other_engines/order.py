@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shardwise.plan.dry_run.events import Collective, Kernel, KernelKind, StepEvent, StepPhase, Wait
+from shardwise.plan.dry_run.recording import Collective, Kernel, KernelKind, StepEvent, StepPhase, Wait
 
 _COPIES_OUT = ("fsdp2", "deepspeed")
 

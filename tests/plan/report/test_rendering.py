@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.report.page import COLOURS, html, write_page
-from shardwise.plan.report.rendering import WIDTH, text
+from shardwise.plan.report.rendering import COLOURS, WIDTH, page_html, table_text, write_page
 from shardwise.plan.report.report import amount
 from shardwise.policy.kinds import KINDS
 from tests.plan.doubles import report
@@ -24,7 +23,7 @@ VOID = {"meta", "br", "hr", "img", "rect", "line", "i"}
 
 
 def test_the_table_is_readable_at_80_columns() -> None:
-    shown = text(report(gpus_per_node=8, nodes=64))
+    shown = table_text(report(gpus_per_node=8, nodes=64))
     lines = shown.splitlines()
     assert max(map(len, lines)) <= WIDTH
     header = next(line for line in lines if line.startswith("strategy"))
@@ -32,7 +31,7 @@ def test_the_table_is_readable_at_80_columns() -> None:
     rows = lines[lines.index(header) + 1 :]
     speeds = [float(row.split()[5].replace(",", "")) for row in rows[:10]]
     assert speeds == sorted(speeds, reverse=True)
-    why = "no_shard, micro-batch 1, recompute full: needs 115.0 of 80.0 GiB; optimizer take 64.0"
+    why = "no_shard, micro-batch 1, recompute full: needs 115.0 of 80.0 GiB; the optimizer takes 64.0"
     assert why in " ".join(shown.split())
     for name in ("full_shard", "shard_grad_op", "hybrid_shard/16", "hybrid_shard_zero2/256"):
         assert any(row.startswith(name) for row in rows), "the best of every strategy is shown"
@@ -71,7 +70,7 @@ class Balanced(HTMLParser):
 
 
 def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
-    page = html(report(gpus_per_node=8))
+    page = page_html(report(gpus_per_node=8))
     parser = Balanced()
     parser.feed(page)
     assert parser.open == []
@@ -83,11 +82,11 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
 
 
 def test_a_page_with_a_price_shows_what_it_comes_to() -> None:
-    assert "cost of" not in html(report(gpus_per_node=8))
+    assert "cost of" not in page_html(report(gpus_per_node=8))
     shown = report(gpus_per_node=8, price_per_hour=2.0)
     assert shown.best is not None
     assert shown.best.cost is not None
-    page = html(shown)
+    page = page_html(shown)
     assert "<dt>cost of a day</dt><dd>384.00</dd>" in page
     assert f"<dt>cost of a million tokens</dt><dd>{amount(shown.best.cost.per_million_tokens)}</dd>" in page
 
@@ -99,7 +98,7 @@ def test_amounts_of_money() -> None:
 
 
 def test_a_page_where_nothing_fits() -> None:
-    page = html(report(gpus_per_node=1, strategy="no_shard", micro_batch=[1, 2]))
+    page = page_html(report(gpus_per_node=1, strategy="no_shard", micro_batch=[1, 2]))
     assert "Nothing fits" in page
     assert '<section id="table">' not in page
     assert "115.0 of 80.0 GiB: too large" in page
@@ -135,7 +134,7 @@ def test_the_page_in_a_browser(width: int, stacked: str, tmp_path: Path) -> None
     shown = report(gpus_per_node=8)
     page = tmp_path / "page.html"
     # A frame, because a headless window is never narrower than 500 pixels.
-    inner = html(shown).replace("</head>", MEASURE + "</head>")
+    inner = page_html(shown).replace("</head>", MEASURE + "</head>")
     (tmp_path / "inner.html").write_text(inner)
     page.write_text(
         f'<iframe id="f" src="inner.html" width="{width}" height="3000" style="border:0"></iframe><script>'

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.models.sizes import impossible_size
+from shardwise.plan.models.transformers_models import impossible_size
 
 
 @pytest.mark.parametrize(
