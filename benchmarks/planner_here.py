@@ -37,11 +37,11 @@ from benchmarks.gpt import GPT, GPTShape, batch
 from benchmarks.launch import environment, run
 from benchmarks.target import Target
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.rank import record
 from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.hardware.calibration import QUICK, THOROUGH, calibrate
 from shardwise.plan.hardware.devices import find_device, find_interconnect, write_device
-from shardwise.plan.simulate.collectives import Cluster
+from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.roofline import Roofline
 from shardwise.plan.simulate.timeline import simulate
 

@@ -23,11 +23,27 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 SELF = {"jax": {"errors", "layout", "policy", "checkpoint"}}  # beside the layers
-NO_TORCH = {"errors", "suggest", "layout", "policy"}
-TOP = "the package itself"
-
-# Rooms: the folders and files at the top of a package, and what each may import of the others.
-ROOMS = {
+# What each folder or module of a package may import of that package; "." is the modules that are not named.
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "engine": {"units": set(), ".": {"units"}},
+    "checkpoint": {
+        "io": set(),
+        "names": {"io"},
+        "ranks": {"io", "names"},
+        "format": {"io", "names", "ranks"},
+        "publish": {"io", "names", "ranks", "format"},
+        ".": {"io", "names", "ranks", "format", "publish"},
+        "interchange": {"io", "names", "ranks", "format", "publish", "."},
+    },
+    "plan": {
+        "hardware": set(),
+        "models": {"hardware"},
+        "dry_run": {"hardware", "models"},
+        "simulate": {"hardware", "models", "dry_run"},
+        "search": {"hardware", "models", "dry_run", "simulate"},
+        "report": {"hardware", "models", "dry_run", "simulate", "search"},
+        ".": {"hardware", "models", "dry_run", "simulate", "search", "report"},
+    },
     "train": {
         "config": set(),
         "data": {"config"},
@@ -37,9 +53,11 @@ ROOMS = {
         "build": {"config", "data", "ranks"},
         "loss": {"data", "interruption", "ranks"},
         "output": {"config", "data", "run", "ranks", "build"},
-        "trainer": {"config", "data", "run", "interruption", "ranks", "build", "loss", "output"},
+        ".": {"config", "data", "run", "interruption", "ranks", "build", "loss", "output"},
     },
 }
+NO_TORCH = {"errors", "suggest", "layout", "policy"}
+TOP = "the package itself"
 
 
 def imports_of(source: str, module: str) -> Iterator[str]:
@@ -90,6 +108,51 @@ def allowed(own: str | None, target: str) -> bool:
     return own in LEVEL and target in LEVEL and LEVEL[target] < LEVEL[own]
 
 
+def room_of(name: str, package: str) -> str | None:
+    """The folder of a package that a dotted name belongs to; None for names outside of the package."""
+    parts = name.split(".")
+    if parts[:2] != ["shardwise", package]:
+        return None
+    return parts[2] if len(parts) > 2 and parts[2] in ROOMS[package] else "."
+
+
+def room_violations(source: str, module: str) -> list[str]:
+    """Every import of a module that does not follow the order of its package's folders."""
+    package = package_of(module)
+    if package not in ROOMS or module == f"shardwise.{package}.__init__":
+        return []
+    own = room_of(module, package)
+    assert own is not None
+    found = []
+    for name in imports_of(source, module):
+        target = room_of(name, package)
+        if target is not None and target not in {own, *ROOMS[package][own]}:
+            found.append(f"{module} imports {name}: {own} may not import {target}")
+    return found
+
+
+def circle_in(imports: dict[str, set[str]]) -> list[str]:
+    """The modules of a circle of imports, the first one again at its end; empty where there is none.
+
+    Args:
+        imports: by module, the modules that it imports.
+    """
+    done: set[str] = set()
+
+    def search(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(imports.get(module, ())):
+            if circle := search(target, [*path, module]):
+                return circle
+        done.add(module)
+        return []
+
+    return next((circle for module in sorted(imports) if (circle := search(module, []))), [])
+
+
 MODULES = {
     ".".join(("shardwise", *path.relative_to(ROOT).with_suffix("").parts)): path for path in sorted(ROOT.rglob("*.py"))
 }
@@ -100,72 +163,32 @@ def test_imports_point_down(module: str) -> None:
     assert violations(MODULES[module].read_text(encoding="utf-8"), module) == []
 
 
-def test_every_package_has_a_layer() -> None:
-    packages = {path.name for path in ROOT.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
-    assert packages <= LEVEL.keys() | SELF.keys()
-
-
-def room_of(name: str) -> str | None:
-    """The room that a dotted name of a package with rooms belongs to; None for other names."""
-    parts = name.split(".")
-    if len(parts) < 3 or parts[0] != "shardwise" or parts[2] not in ROOMS.get(parts[1], {}):
-        return None
-    return parts[2]
-
-
-def room_violations(source: str, module: str) -> list[str]:
-    """Every import of a module from a room of its package that its own may not import."""
-    package, own = module.split(".")[1], room_of(module)
-    if own is None:
-        return []
-    targets = {(name, room_of(name)) for name in imports_of(source, module) if name.split(".")[1:2] == [package]}
-    allowed_rooms = {None, own, *ROOMS[package][own]}
-    return [f"{module} imports {name}" for name, target in sorted(targets) if target not in allowed_rooms]
-
-
-@pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[1] in ROOMS])
-def test_imports_stay_in_the_rooms_of_their_package(module: str) -> None:
+@pytest.mark.parametrize("module", [module for module in MODULES if package_of(module) in ROOMS])
+def test_imports_follow_the_order_of_the_folders(module: str) -> None:
     assert room_violations(MODULES[module].read_text(encoding="utf-8"), module) == []
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_every_folder_and_file_is_a_room(package: str) -> None:
-    found = {path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
-    assert found - {"__init__"} == ROOMS[package].keys()
-
-
-def circle(imports: dict[str, set[str]]) -> list[str]:
-    """Modules that import one another in a circle; none where there is no circle."""
-    left = dict(imports)
-    while free := [name for name, targets in left.items() if not targets & left.keys()]:
-        for name in free:
-            del left[name]
-    return sorted(left)
+def test_every_folder_has_a_place_in_the_order(package: str) -> None:
+    paths = list((ROOT / package).iterdir())
+    folders = {path.name for path in paths if path.is_dir() and any(path.rglob("*.py"))}
+    assert folders <= ROOMS[package].keys()
+    assert ROOMS[package].keys() <= folders | {path.stem for path in paths if path.suffix == ".py"} | {"."}
 
 
 @pytest.mark.parametrize("package", ROOMS)
 def test_no_circle_of_imports(package: str) -> None:
-    """Imports inside functions and for type checkers count too."""
-    modules = {name.removesuffix(".__init__"): name for name in MODULES if name.split(".")[1] == package}
     imports = {}
-    for name, module in modules.items():
-        targets = set(imports_of(MODULES[module].read_text(encoding="utf-8"), module))
-        found = {target if target in modules else target.rpartition(".")[0] for target in targets}
-        imports[name] = (found & modules.keys()) - {name}
-    assert circle(imports) == []
+    for module, path in MODULES.items():
+        if package_of(module) == package and not module.endswith(".__init__"):
+            names = imports_of(path.read_text(encoding="utf-8"), module)
+            imports[module] = {part for name in names for part in (name, name.rpartition(".")[0]) if part in MODULES}
+    assert circle_in(imports) == []
 
 
-def test_a_circle_is_found() -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
-    assert circle({"a": {"b"}, "b": set()}) == []
-
-
-@pytest.mark.parametrize(
-    "source", ["def f():\n    from shardwise.train.build import auto", "from shardwise.train.trainer import run"]
-)
-def test_an_import_of_a_room_above_is_found(source: str) -> None:
-    assert len(room_violations(source, "shardwise.train.data.batches")) == 1
-    assert room_violations("from shardwise.train.config import files", "shardwise.train.data.batches") == []
+def test_every_package_has_a_layer() -> None:
+    packages = {path.name for path in ROOT.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    assert packages <= LEVEL.keys() | SELF.keys()
 
 
 @pytest.mark.parametrize(
@@ -197,3 +220,21 @@ def test_an_import_that_points_up_or_aside_is_found(module: str, source: str) ->
 )
 def test_an_import_that_points_down_is_fine(module: str, source: str) -> None:
     assert violations(source, module) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("shardwise.plan.search.exploration", "from shardwise.plan.report.report import PlanReport"),
+        ("shardwise.plan.search.exploration", "if TYPE_CHECKING:\n    from shardwise.plan.planner import Question"),
+        ("shardwise.plan.dry_run.job", "def f():\n    from shardwise.plan.simulate import forecast"),
+        ("shardwise.plan.hardware.devices", "from shardwise.plan import forecast"),
+    ],
+)
+def test_an_import_against_the_order_of_the_folders_is_found(module: str, source: str) -> None:
+    assert len(room_violations(source, module)) == 1
+
+
+def test_a_circle_of_imports_is_found() -> None:
+    assert circle_in({"a": {"b", "c"}, "b": {"d"}, "c": {"a"}, "d": set()}) == ["a", "c", "a"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

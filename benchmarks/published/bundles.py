@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from shardwise.plan.dry_run.events import Collective, Event, Kernel, Phase, UnitMark, Wait
+from shardwise.plan.dry_run.recording import Collective, Kernel, StepEvent, StepPhase, UnitMark, Wait
 from shardwise.plan.simulate.roofline import Roofline
 
 
@@ -36,11 +36,11 @@ class BundleRoofline(Roofline):
         return self.known[kernel]
 
 
-def bundled(events: Iterable[Event]) -> tuple[Event, ...]:
+def bundled(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
     """The events with bundles for kernels."""
-    told: list[Event] = []
+    told: list[StepEvent] = []
     waiting: Counter[Kernel] = Counter()
-    phase = Phase.FORWARD
+    phase = StepPhase.FORWARD
     for event in events:
         if isinstance(event, Kernel):
             waiting[replace(event, module="")] += 1
@@ -51,12 +51,12 @@ def bundled(events: Iterable[Event]) -> tuple[Event, ...]:
     return (*told, *_told(waiting, phase))
 
 
-def _told(waiting: Counter[Kernel], phase: Phase) -> list[Event]:
+def _told(waiting: Counter[Kernel], phase: StepPhase) -> list[StepEvent]:
     if not waiting:
         return []
     kernels = tuple(waiting.items())
     flops = sum(kernel.flops * count for kernel, count in kernels)
     moved = sum(kernel.bytes_moved * count for kernel, count in kernels)
-    work = kernels[0][0].work
+    kind = kernels[0][0].kind
     waiting.clear()
-    return [Bundle("bundle", work, flops, moved, "", None, "", phase, kernels)]
+    return [Bundle("bundle", kind, flops, moved, "", None, "", phase, kernels)]

@@ -13,18 +13,13 @@ from typing import Any
 import shardwise
 from benchmarks.published import encoder, llama, mpt
 from benchmarks.published.rows import Row
-from shardwise.plan.dry_run.events import Allocate, Event, Free, Gradient, Phase, Wait
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.rank import record
-from shardwise.plan.dry_run.recording import Facts, Recording
+from shardwise.plan.dry_run.recording import Allocate, Facts, Free, Gradient, Recording, StepEvent, StepPhase, Wait
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.simulate.forecast import forecast_of
 
-_PACKAGES = ("comm", "engine", "layout", "modules", "optim", "policy", "sharded")
-_RECORDING = (
-    *("compilation", "dryrun", "events", "feed", "gpu_kernels", "listening", "losses", "operations"),
-    *("recorder", "recording", "substitutes"),
-)
-"""Modules of plan/ that make recordings; the others use them."""
+_PACKAGES = ("comm", "engine", "layout", "model_tools", "modules", "optim", "plan/dry_run", "policy", "sharded")
+"""Folders whose code makes recordings; the others use them."""
 _UNTIMED = (Allocate, Free, Gradient)
 """Events that time does not depend on."""
 _NOT_RECORDED = ("gpu", "interconnect", "engine", "segments", "context_bytes", "nccl_bytes")
@@ -55,9 +50,9 @@ class Steps:
 
     facts: Facts
     memory: Memory
-    one: tuple[Event, ...]
+    one: tuple[StepEvent, ...]
     """With one micro-batch."""
-    two: tuple[Event, ...] | None
+    two: tuple[StepEvent, ...] | None
     """With two, where the row has more than one. Every further one repeats the second's part."""
 
 
@@ -73,12 +68,12 @@ def steps_of(row: Row, folder: Path) -> Steps:
     return Steps(recording.facts, memory, without_second(events), events)
 
 
-def without_second(events: tuple[Event, ...]) -> tuple[Event, ...]:
+def without_second(events: tuple[StepEvent, ...]) -> tuple[StepEvent, ...]:
     """A step of two micro-batches with the second one left out: from its forward to the optimizer."""
     phases = [None if isinstance(event, Wait | Free | Gradient) else event.phase for event in events]
-    backward = phases.index(Phase.BACKWARD)
-    start = phases.index(Phase.FORWARD, backward)
-    end = phases.index(Phase.OPTIMIZER, start)
+    backward = phases.index(StepPhase.BACKWARD)
+    start = phases.index(StepPhase.FORWARD, backward)
+    end = phases.index(StepPhase.OPTIMIZER, start)
     return events[:start] + events[end:]
 
 
@@ -97,7 +92,7 @@ def _recorded(row: Row, accumulation: int, folder: Path) -> Recording:
     return recording
 
 
-def _timed(events: tuple[Event, ...]) -> tuple[Event, ...]:
+def _timed(events: tuple[StepEvent, ...]) -> tuple[StepEvent, ...]:
     return tuple(event for event in events if not isinstance(event, _UNTIMED))
 
 
@@ -122,6 +117,5 @@ def _partial(build: Any) -> str:
 def _code() -> bytes:
     root = Path(shardwise.__file__).parent
     files = [path for package in _PACKAGES for path in sorted((root / package).rglob("*.py"))]
-    files += [root / "plan" / f"{name}.py" for name in _RECORDING]
     texts = [path.read_bytes() for path in files] + [inspect.getsource(m).encode() for m in (encoder, llama, mpt)]
     return hashlib.sha256(b"".join(texts)).digest()

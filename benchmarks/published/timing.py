@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from benchmarks.published.bundles import Bundle, BundleRoofline
 from benchmarks.published.recordings import Steps
 from benchmarks.published.rows import Row
-from shardwise.plan.dry_run.events import Event
+from shardwise.plan.dry_run.recording import StepEvent
 from shardwise.plan.hardware.devices import find_device, find_interconnect
-from shardwise.plan.simulate.collectives import Cluster
-from shardwise.plan.simulate.engine_order import ordered_as
+from shardwise.plan.simulate.network import Cluster
+from shardwise.plan.simulate.other_engines.order import ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Efficiency, Roofline
 from shardwise.plan.simulate.timeline import simulate
 
@@ -37,7 +37,7 @@ def time_row(row: Row, steps: Steps, efficiency: Efficiency = DEFAULT) -> Timed:
     )
 
 
-def _simulated(row: Row, events: tuple[Event, ...], efficiency: Efficiency) -> Timed:
+def _simulated(row: Row, events: tuple[StepEvent, ...], efficiency: Efficiency) -> Timed:
     job = row.job
     hardware = find_device(str(job.gpu))
     interconnect = find_interconnect(str(job.interconnect or hardware.interconnect))

@@ -20,3 +20,8 @@ def nearest_path(path: Path) -> str:
     except OSError:  # nothing is there, or it cannot be looked at
         return ""
     return did_you_mean(str(path), beside)
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number from 1 on, as the words "1, 2, 4"."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

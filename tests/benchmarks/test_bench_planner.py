@@ -21,11 +21,10 @@ from benchmarks.published.recordings import Memory, Steps, steps_of, without_sec
 from benchmarks.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_can_be, row_of
 from benchmarks.published.score import Scored, headline, merge, percentile, quantiles
 from benchmarks.published.timing import Timed, time_row
-from shardwise.plan.dry_run.events import Collective, Kernel, Phase, UnitMark, Wait, Work
-from shardwise.plan.dry_run.rank import record
-from shardwise.plan.dry_run.recording import Facts
+from shardwise.plan.dry_run.recording import Collective, Facts, Kernel, KernelKind, StepPhase, UnitMark, Wait
+from shardwise.plan.dry_run.step import record
 from shardwise.plan.hardware.devices import device_names, find_device, find_interconnect
-from shardwise.plan.simulate.collectives import Cluster
+from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.roofline import Efficiency, Roofline
 from shardwise.plan.simulate.timeline import OPERATION_S, simulate
 
@@ -194,10 +193,12 @@ def test_quantiles() -> None:
 
 def test_bundles_take_as_long_as_their_kernels() -> None:
     hardware = find_device("a100-sxm-80gb")
-    product = Kernel("mm", Work.MATMUL, 2 * 4096**3, 6 * 4096**2, "bf16", (1, 4096, 4096, 4096), "a", Phase.FORWARD)
-    small = Kernel("add", Work.MEMORY, 0, 10**9, "bf16", None, "b", Phase.FORWARD)
-    gather = Collective(1, "all_gather", "shard", 10**9, 8, "u", Phase.FORWARD)
-    mark = UnitMark("gather", "u", Phase.FORWARD)
+    product = Kernel(
+        "mm", KernelKind.MATMUL, 2 * 4096**3, 6 * 4096**2, "bf16", (1, 4096, 4096, 4096), "a", StepPhase.FORWARD
+    )
+    small = Kernel("add", KernelKind.MEMORY, 0, 10**9, "bf16", None, "b", StepPhase.FORWARD)
+    gather = Collective(1, "all_gather", "shard", 10**9, 8, "u", StepPhase.FORWARD)
+    mark = UnitMark("gather", "u", StepPhase.FORWARD)
     events = [
         product,
         small,
@@ -208,7 +209,7 @@ def test_bundles_take_as_long_as_their_kernels() -> None:
         small,
         Wait(1),
         product,
-        UnitMark("release", "u", Phase.FORWARD),
+        UnitMark("release", "u", StepPhase.FORWARD),
     ]
     short = bundled(events)
     assert len(short) == 6
@@ -256,18 +257,24 @@ def test_what_the_benchmark_prints_of_forecasts() -> None:
 
 
 def test_a_step_of_two_micro_batches_tells_a_step_of_one() -> None:
-    def kernel(name: str, phase: Phase) -> Kernel:
-        return Kernel(name, Work.MEMORY, 0, 1, "bf16", None, "", phase)
+    def kernel(name: str, phase: StepPhase) -> Kernel:
+        return Kernel(name, KernelKind.MEMORY, 0, 1, "bf16", None, "", phase)
 
-    first = (kernel("a", Phase.FORWARD), Wait(1), kernel("b", Phase.BACKWARD), kernel("c", Phase.RECOMPUTE), Wait(2))
-    second = (kernel("d", Phase.FORWARD), kernel("e", Phase.BACKWARD), Wait(3))
-    last = (kernel("f", Phase.OPTIMIZER), Wait(4))
+    first = (
+        kernel("a", StepPhase.FORWARD),
+        Wait(1),
+        kernel("b", StepPhase.BACKWARD),
+        kernel("c", StepPhase.RECOMPUTE),
+        Wait(2),
+    )
+    second = (kernel("d", StepPhase.FORWARD), kernel("e", StepPhase.BACKWARD), Wait(3))
+    last = (kernel("f", StepPhase.OPTIMIZER), Wait(4))
     assert without_second((*first, *second, *last)) == (*first, *last)
 
 
 def test_accumulation_repeats_the_second_micro_batch() -> None:
     row = ROWS["foundry-083"]
-    kernel = Kernel("add", Work.MEMORY, 0, 10**12, "bf16", None, "", Phase.FORWARD)
+    kernel = Kernel("add", KernelKind.MEMORY, 0, 10**12, "bf16", None, "", StepPhase.FORWARD)
     steps = Steps(FACTS, Memory(0, 0, 0, 1), (kernel,), (kernel, kernel))
     one = time_row(row, Steps(FACTS, Memory(0, 0, 0, 1), (kernel,), None)).step_s
     assert time_row(row, steps).step_s == pytest.approx(one * row.job.accumulation, rel=1e-3)
@@ -275,7 +282,7 @@ def test_accumulation_repeats_the_second_micro_batch() -> None:
 
 def test_constants_are_chosen_by_all_sources_or_all_but_one() -> None:
     """Rows made with known constants of the grid give them back; a source left out has no say."""
-    product = Kernel("mm", Work.MATMUL, 2 * 8192**3, 0, "bf16", (1, 8192, 8192, 8192), "", Phase.FORWARD)
+    product = Kernel("mm", KernelKind.MATMUL, 2 * 8192**3, 0, "bf16", (1, 8192, 8192, 8192), "", StepPhase.FORWARD)
     steps = Steps(FACTS, Memory(0, 0, 0, 1), (product,) * 50, None)
     cases = []
     for name, matmul in (("foundry-146", 0.75), ("torchtitan-037", 0.95), ("fms-fsdp-015", 0.95)):

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.report.report import Report
-from shardwise.plan.search.search import Objective, explore_family, ranked
-from shardwise.plan.search.space import space
-from shardwise.plan.simulate.cost import Cost, cost_of
+from shardwise.plan.report.report import PlanReport
+from shardwise.plan.search.exploration import Objective, explore_family, ranked
+from shardwise.plan.search.space import search_space
+from shardwise.plan.simulate.forecast import Cost, cost_of
 
 GIB = 2**30
 
@@ -82,12 +82,12 @@ def formula(job: Job, **more: Any) -> Any:
     return Formula(job, memory, **more)
 
 
-def report(**arguments: Any) -> Report:
+def report(**arguments: Any) -> PlanReport:
     """A report of a search on formulas, with everything that a report can have."""
     objective = Objective.TOKENS_PER_S
-    found = space(arguments).families
+    found = search_space(arguments).families
     candidates = [c for family in found for c in explore_family(family, formula, None, objective)]
-    return Report(
+    return PlanReport(
         title="Formula 8B: 8.0 B parameters",
         setting="8 x h100-sxm-80gb on 1 node, 2,048 tokens a sequence, bf16 (gradients and masters fp32), adamw, sdpa",
         exploration=ranked(candidates, objective, None),

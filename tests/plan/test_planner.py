@@ -10,10 +10,9 @@ import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import planner
 from shardwise.plan.planner import Question, explore
+from shardwise.plan.report.rendering import WIDTH, table_text
 from shardwise.plan.report.report import amount
-from shardwise.plan.report.table import WIDTH, text
-
-from .test_scaling import LLAMA
+from tests.plan.simulate.test_scaling import LLAMA
 
 ARGUMENTS = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": [2, 4, 8]}
 
@@ -42,7 +41,7 @@ def test_processes_find_what_one_finds(tmp_path: Path) -> None:
         question = Question(str(path), arguments, workers=workers)
         found = explore(question, lambda done, total: told.append((done, total))).candidates
         assert sorted(told) == [(done, len(found)) for done in range(1, len(found) + 1)]
-        return [(c.job, c.verdict, c.binds, c.forecast and c.forecast.to_dict()) for c in found]
+        return [(c.job, c.verdict, c.limited_by, c.forecast and c.forecast.to_dict()) for c in found]
 
     assert verdicts(2) == verdicts(1)
 
@@ -75,7 +74,7 @@ def test_a_budget_and_the_two_questions() -> None:
     too_many = sw.plan.forecast(LLAMA, gpus_per_node=2, seq_len=64, micro_batch=largest + 1)
     assert too_many.reserved_memory_bytes + too_many.context_bytes + too_many.nccl_bytes > needs
     assert answer.extra["smallest_cluster"] in (1, 2)
-    assert f"{largest}." in text(answer.report)
+    assert f"{largest}." in table_text(answer.report)
     with pytest.raises(
         PlanError, match=r"nothing fits 2 x h100-sxm-80gb: the nearest, full_shard .* needs 1\.\d of 0\.5 GiB"
     ):
@@ -90,7 +89,7 @@ def test_what_an_answer_shows() -> None:
     arguments = {**ARGUMENTS, "nodes": 2, "micro_batch": 2, "strategy": ["full_shard", "no_shard"]}
     arguments |= {"activation_checkpointing": "none", "price_per_hour": 2.0}
     answer = planner.plan(Question(LLAMA, arguments))
-    shown = text(answer.report)
+    shown = table_text(answer.report)
     assert max(map(len, shown.splitlines())) <= WIDTH
     assert "a llama configuration: " in shown
     plain = json.loads(json.dumps(answer.to_dict()))

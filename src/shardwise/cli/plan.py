@@ -130,7 +130,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
         raise UserError("MODEL is missing: shardwise plan llama-3-8b --gpus 8 (see shardwise plan --help)")
     if offload != "none":
         raise PlanError(f"--offload {offload}: the engine has no offload yet; leave it out")
-    from shardwise.plan.search.search import Objective
+    from shardwise.plan.search.exploration import Objective
 
     arguments = {
         "gpu": gpu,
@@ -155,7 +155,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
         "price_per_hour": price,
     }
     from shardwise.plan import planner
-    from shardwise.plan.models.source import quiet_transformers
+    from shardwise.plan.models.transformers_models import quiet_transformers
 
     question = planner.Question(
         model=model,
@@ -178,11 +178,11 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter for each option
     if json:
         print(json_format.dumps(answer.to_dict(), indent=2))
     else:
-        from shardwise.plan.report.table import text as table
+        from shardwise.plan.report.rendering import table_text
 
-        print(table(answer.report))
+        print(table_text(answer.report))
     if html is not None:
-        from shardwise.plan.report.page import write_page
+        from shardwise.plan.report.rendering import write_page
 
         write_page(replace(answer.report, config=text), html)
         _say(f"page: {html}")

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwise.plan.dry_run.job import Job
-from shardwise.plan.dry_run.sequence import with_sequences
-from shardwise.plan.hardware.devices import find_device, find_interconnect
-from shardwise.plan.models.source import ModelLike, Source, resolve
-from shardwise.plan.report.report import Report, amount, full_name, strategy_name
-from shardwise.plan.search.evaluate import STEADY, Evaluator
-from shardwise.plan.search.search import (
+from shardwise.plan.dry_run.job import Job, with_sequences
+from shardwise.plan.models.source import ModelLike, ModelSource, resolve
+from shardwise.plan.report.report import PlanReport, amount, full_name, strategy_name
+from shardwise.plan.search.evaluator import STEADY, Evaluator
+from shardwise.plan.search.exploration import (
     Candidate,
     Exploration,
     Objective,
@@ -25,11 +23,11 @@ from shardwise.plan.search.search import (
     ranked,
     smallest_cluster,
 )
-from shardwise.plan.search.space import Space, space
-from shardwise.plan.search.workers import explore_in_processes
-from shardwise.plan.simulate.cost import Cost
-from shardwise.plan.simulate.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Forecast
+from shardwise.plan.search.processes import SearchSetting, explore_in_processes
+from shardwise.plan.search.space import SearchSpace, search_space
+from shardwise.plan.simulate.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Cost, Forecast
 from shardwise.plan.simulate.trace import draw
+from shardwise.policy.precision import short_dtype_name
 from shardwise.policy.strategy import Strategy
 
 PARALLEL_FROM = 12
@@ -47,7 +45,7 @@ class Question:
     """As for `space.families`."""
     global_batch: int | None = None
     budget_bytes: int | None = None
-    """Of one GPU, for everything; None: what the device has."""
+    """Of one GPU, for everything; None: the device's usable bytes."""
     objective: Objective = Objective.TOKENS_PER_S
     workers: int = 1
     """Processes that forecast."""
@@ -61,15 +59,15 @@ class Question:
 class Plan:
     """The answer."""
 
-    source: Source
-    report: Report
+    source: ModelSource
+    report: PlanReport
     best: Forecast | None
     """With its timeline; None where nothing fits."""
     extra: Mapping[str, Any]
     """Answers beyond the best forecast, as plain data."""
 
     def to_dict(self) -> dict[str, Any]:
-        """`Forecast.to_dict` of the best, or of what comes nearest to fitting; what was searched under "search"."""
+        """`Forecast.to_dict` of the best, or of the nearest to fitting; all configurations under "search"."""
         nearest = self.best or next(c.forecast for c in self.report.exploration.candidates if c.forecast is not None)
         plain = nearest.to_dict()
         plain["fits"] = self.best is not None  # within the budget, if there is one
@@ -100,7 +98,7 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
     best = evaluate.whole(exploration.best.job) if exploration.best is not None else None
     answers, extra = _answers(question, evaluate, nearest, best)
     shown = best or evaluate(nearest)
-    report = Report(
+    report = PlanReport(
         title=f"{source.title}: {_count(shown.parameters)} parameters",
         setting=setting(nearest),
         exploration=exploration,
@@ -163,7 +161,7 @@ def setting(job: Job) -> str:
     """What all jobs of a search have in common, in a line."""
     precision = job.precision
     dtypes = "/".join(
-        _SHORT.get(str(name), "as stored") for name in (precision.param, precision.reduce, precision.master)
+        short_dtype_name(name) or "as stored" for name in (precision.param, precision.reduce, precision.master)
     )
     words = [
         f"{job.world_size} x {getattr(job.gpu, 'name', job.gpu)}" + (f" on {job.nodes} nodes" if job.nodes > 1 else ""),
@@ -177,15 +175,10 @@ def setting(job: Job) -> str:
     return ", ".join(words)
 
 
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-
-
 def assumptions(forecast: Forecast) -> Iterator[tuple[str, str]]:
     """(what, its value and where that is from) of everything that a forecast takes for granted."""
     job = forecast.job
-    hardware = find_device(job.gpu)  # type: ignore[arg-type]
-    interconnect = find_interconnect(job.interconnect or hardware.interconnect)  # type: ignore[arg-type]
-    dtype = _SHORT.get(str(job.precision.param or job.precision.master), "fp32")
+    hardware, interconnect, dtype = job.hardware, job.node_interconnect, job.compute_dtype
     yield "device", hardware.title
     figures = {
         "usable memory": (hardware.usable_bytes, f"{gib(hardware.usable_bytes.value)} GiB"),
@@ -224,7 +217,7 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
         "accumulation": job.accumulation,
         "activation_checkpointing": job.activation_checkpointing,
         "verdict": candidate.verdict.name.lower(),
-        "why": candidate.binds,
+        "why": candidate.limited_by,
     }
     if candidate.forecast is not None:
         forecast = candidate.forecast
@@ -265,7 +258,7 @@ def search(
 
     Args:
         model: as for `forecast`.
-        budget_bytes: of one GPU, context and NCCL included; None: what the device has.
+        budget_bytes: of one GPU, context and NCCL included; None: the device's usable bytes.
         objective: "tokens_per_s", "memory" (least first) or "micro_batch" (largest first).
         global_batch: sequences of a step over all ranks; accumulation follows from it.
         workers: processes that forecast; more than one needs a model that has a name or is a dict.
@@ -276,7 +269,7 @@ def search(
         Never empty. The first has its timeline; the others' events were not kept.
 
     Raises:
-        PlanError: nothing fits, or the model cannot be planned; the message says what to change.
+        PlanError: nothing fits, or the model cannot be planned; the message names the way out.
         ConfigError: an argument that cannot be.
     """
     question = Question(model, arguments, global_batch, budget_bytes, Objective.parse(objective), workers)
@@ -290,10 +283,9 @@ def search(
 def explore(question: Question, progress: Progress | None = None) -> Exploration:
     """Look at every configuration that a question spans. Raises PlanError and ConfigError as `search`."""
     source = resolve(question.model)
-    whole = space(with_sequences(source, question.arguments), question.global_batch)
-    for family in whole.families:  # unknown names are told before anything is run
-        hardware = find_device(family.base.gpu)  # type: ignore[arg-type]
-        find_interconnect(family.base.interconnect or hardware.interconnect)  # type: ignore[arg-type]
+    whole = search_space(with_sequences(source, question.arguments), question.global_batch)
+    for family in whole.families:  # unknown names raise before anything is run
+        _ = family.base.hardware, family.base.node_interconnect
     exploration = _explored(question, source, whole, _Tally(whole, progress), scale=True)
     scales = any(len(family.batches) > SCALED_FROM for family in whole.families)
     if not scales or _is_confirmed(exploration, source):
@@ -304,7 +296,7 @@ def explore(question: Question, progress: Progress | None = None) -> Exploration
 class _Tally:
     """Counts configurations and passes the number on."""
 
-    def __init__(self, whole: Space, progress: Progress | None) -> None:
+    def __init__(self, whole: SearchSpace, progress: Progress | None) -> None:
         self._total = sum(family.size for family in whole.families)
         self._done = itertools.count(1)
         self._progress = progress
@@ -315,12 +307,13 @@ class _Tally:
             self._progress(next(self._done), self._total)
 
 
-def _explored(question: Question, source: Source, whole: Space, tally: _Tally, scale: bool) -> Exploration:
+def _explored(question: Question, source: ModelSource, whole: SearchSpace, tally: _Tally, scale: bool) -> Exploration:
     families = whole.families
     count = sum(family.size for family in families)
     candidates: list[Candidate] = []
     if question.workers > 1 and count >= PARALLEL_FROM and len(families) > 1 and not callable(question.model):
-        candidates += explore_in_processes(question, families, scale, tally)
+        setting = SearchSetting(question.model, question.budget_bytes, question.objective, scale)
+        candidates += explore_in_processes(setting, families, question.workers, tally)
     else:
         evaluator = Evaluator(source, scale)
         for family in families:
@@ -330,7 +323,7 @@ def _explored(question: Question, source: Source, whole: Space, tally: _Tally, s
     return replace(ranked(candidates, question.objective, question.budget_bytes), left_out=whole.left_out)
 
 
-def _is_confirmed(exploration: Exploration, source: Source) -> bool:
+def _is_confirmed(exploration: Exploration, source: ModelSource) -> bool:
     """Whether the best one, recorded for itself, is what the search says it is."""
     best = exploration.best
     if best is None:

@@ -7,10 +7,8 @@ from dataclasses import dataclass, fields
 
 from shardwise.errors import ConfigError
 
-_ALIASES = {
-    "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16", "half": "float16",
-    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp64": "float64", "float64": "float64",
-}  # fmt: skip
+_SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+_ALIASES = {"half": "float16"} | {alias: name for name, short in _SHORT_NAMES.items() for alias in (name, short)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +47,9 @@ def dtype_name(value: object, where: str) -> str | None:
     near = difflib.get_close_matches(text, _ALIASES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{where} = {value!r} is none of the dtypes fp32, bf16, fp16, fp64{hint}")
+
+
+def short_dtype_name(dtype: object) -> str | None:
+    """The short name ("bf16", "fp8") of a torch dtype or of its name; None for any other, such as integers and None."""
+    name = str(dtype).removeprefix("torch.")
+    return "fp8" if name.startswith("float8_") else _SHORT_NAMES.get(name)

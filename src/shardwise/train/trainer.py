@@ -16,7 +16,7 @@ from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, UserError
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.memory import replicated
-from shardwise.plan.models.source import quiet_transformers
+from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
 from shardwise.train.build import auto, rank_consistency
 from shardwise.train.build.models import TextShape, build_model

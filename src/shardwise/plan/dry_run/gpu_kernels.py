@@ -14,8 +14,9 @@ functions here are exchanged for the operations that a GPU would be given:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _FLASH_WIDTH = 256
 
 
 @contextmanager
-def kernels_of(job: Job) -> Iterator[None]:
+def device_kernels(job: Job) -> Iterator[None]:
     """Inside, fake tensors are computed with by the kernels of the job's device, in backward too. Real tensors are not
     affected. Works below Python's functions, so it does not matter how model code calls them."""
     table: dict[str, Callable[..., Tensor]] = {}
@@ -145,3 +146,44 @@ class _RmsNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """The fused kernel that torch has for GPUs."""
     return _RmsNorm.apply(x, weight, len(normalized_shape))  # type: ignore[no-untyped-call, no-any-return]
+
+
+# Choices of transformers ----------------------------------------------------------------------------------------------
+
+Substitute = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Given a function, what takes its place."""
+
+
+def _one_document(own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: None
+
+
+def _unpadded(own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda padding_mask, *args, **kwargs: own(None, *args, **kwargs)
+
+
+def _half_only(own: Callable[..., Any]) -> Callable[..., Any]:
+    """torch knows the shape of a grouped product of bf16 alone; the fallback's is known for every dtype."""
+    return lambda x, *args, **kwargs: x.dtype is torch.bfloat16 and own(x, *args, **kwargs)
+
+
+_SUBSTITUTES: dict[tuple[str, str], Substitute] = {
+    ("transformers.masking_utils", "find_packed_sequence_indices"): _one_document,
+    ("transformers.masking_utils", "_ignore_causal_mask_sdpa"): _unpadded,
+    ("transformers.masking_utils", "_ignore_bidirectional_mask_sdpa"): _unpadded,
+    ("transformers.integrations.moe", "_can_use_grouped_mm"): _half_only,
+}
+"""By module and function. Where a version of transformers has not got one, it is left out."""
+
+
+@contextmanager
+def full_sequences() -> Iterator[None]:
+    """Inside, the substitutes are in place."""
+    with ExitStack() as stack:
+        for (module_name, name), substitute in _SUBSTITUTES.items():
+            module = sys.modules.get(module_name)
+            own = getattr(module, name, None)
+            if own is not None:
+                setattr(module, name, substitute(own))
+                stack.callback(setattr, module, name, own)
+        yield

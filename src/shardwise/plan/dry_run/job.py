@@ -1,20 +1,21 @@
-"""What is to be forecast: everything about a run but the model."""
+"""A job to forecast: everything about a run but the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
 
 from torch import nn
 
-from shardwise.errors import ConfigError
-from shardwise.plan.hardware.devices import find_device
-from shardwise.policy.precision import Precision
+from shardwise.errors import ConfigError, PlanError
+from shardwise.plan.hardware.devices import Hardware, Interconnect, find_device, find_interconnect
+from shardwise.plan.models.source import ModelSource
+from shardwise.policy.precision import Precision, short_dtype_name
 from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
-from shardwise.suggest import did_you_mean
+from shardwise.suggest import did_you_mean, divisors
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adam", "sgd", "momentum")
 """Fused kernels, but for "adamw-foreach": torch's default on GPUs, which needs a temporary of every tensor's size."""
@@ -32,7 +33,7 @@ ENGINES = ("shardwise", "fsdp1", "fsdp2", "deepspeed")
 """Whose buffers and prefetching are forecast."""
 
 SEQ_LEN = 2048
-"""Tokens of a sequence, where nothing else is said."""
+"""Tokens of a sequence by default."""
 
 _AS_STORED = Precision()
 
@@ -67,7 +68,7 @@ class Job:
     activation_checkpointing: str = "none"
     """none, full, selective-ops or every-N."""
     compile: bool = False
-    """Blocks are compiled: what a partitioner saves instead of what autograd does."""
+    """Blocks are compiled: a partitioner instead of autograd chooses the saved tensors."""
     optimizer: str = "adamw"
     """One of `OPTIMIZERS`."""
     attention: str = "sdpa"
@@ -83,7 +84,7 @@ class Job:
     nccl_bytes: int | None = None
     """Of communicators' buffers, outside the allocator. None: usual ones."""
     price_per_hour: float | None = None
-    """Of one device, in any currency. None: what the hardware data say, if they do."""
+    """Of one device, in any currency. None: the hardware data's, if they have one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
@@ -125,7 +126,7 @@ class Job:
         return cls(**arguments)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: what is not a number or a string is named."""
+        """Plain data, for JSON: devices, classes and functions by their names."""
         plain: dict[str, Any] = {known.name: getattr(self, known.name) for known in fields(self)}
         for name in ("gpu", "interconnect"):
             plain[name] = None if plain[name] is None else str(getattr(plain[name], "name", plain[name]))
@@ -137,9 +138,24 @@ class Job:
         return {**plain, "world_size": self.world_size}
 
     @property
+    def hardware(self) -> Hardware:
+        """The device that `gpu` names. Raises PlanError for an unknown one."""
+        return find_device(self.gpu)  # type: ignore[arg-type]
+
+    @property
+    def node_interconnect(self) -> Interconnect:
+        """The interconnect between nodes: as asked for, else the device's usual one. Raises PlanError."""
+        return find_interconnect(self.interconnect or self.hardware.interconnect)  # type: ignore[arg-type]
+
+    @property
     def on_cpu(self) -> bool:
-        """Whether operations are a CPU's."""
-        return find_device(self.gpu).kind == "cpu"  # type: ignore[arg-type]
+        """Whether operations run on a CPU."""
+        return self.hardware.kind == "cpu"
+
+    @property
+    def compute_dtype(self) -> str:
+        """Short name of the dtype that modules compute in; "fp32" where parameters keep their stored dtype."""
+        return short_dtype_name(self.precision.param or self.precision.master) or "fp32"
 
     @property
     def world_size(self) -> int:
@@ -182,7 +198,7 @@ class Job:
         if self.world_size % self.shard_group:
             raise ConfigError(
                 f"shard_group={self.shard_group} does not divide {self.world_size} ranks ({self.nodes} nodes of "
-                f"{self.gpus_per_node}); use one of {_divisors(self.world_size)}"
+                f"{self.gpus_per_node}); use one of {divisors(self.world_size)}"
             )
 
     def _check_resharding(self) -> None:
@@ -192,10 +208,36 @@ class Job:
         _check_count("reshard_after_forward", asked, 1)
         ranks = self.shard_ranks
         if ranks % asked:
-            whole, way = f"{ranks} ranks", f"use one of {_divisors(ranks)}"
+            whole, way = f"{ranks} ranks", f"use one of {divisors(ranks)}"
             if ranks == 1:
                 whole, way = "1 rank", "leave it out"
             raise ConfigError(f"reshard_after_forward={asked} does not divide the shard group of {whole}; {way}")
+
+
+def with_sequences(source: ModelSource, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with a length of sequences that the model has positions for, as training asks it too.
+
+    Args:
+        source: the model.
+        arguments: of a forecast, or of a search: values, or lists of them.
+
+    Returns:
+        The same; where `seq_len` was left out, it is the usual one, or the model's longest where that is shorter.
+
+    Raises:
+        PlanError: a length that was asked for is more than the model's longest.
+    """
+    longest = source.positions
+    asked = arguments.get("seq_len")
+    if asked is None:
+        return {**arguments, "seq_len": SEQ_LEN if longest is None else min(SEQ_LEN, longest)}
+    for seq_len in asked if isinstance(asked, list | tuple) else (asked,):
+        if longest is not None and isinstance(seq_len, int) and seq_len > longest:
+            raise PlanError(
+                f"seq_len={seq_len} is more than the model's max_position_embeddings={longest}; lower seq_len, or plan "
+                "a config.json that says more"
+            )
+    return dict(arguments)
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -206,7 +248,3 @@ def _check_count(name: str, value: object, least: int) -> None:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

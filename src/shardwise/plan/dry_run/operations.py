@@ -7,16 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.plan.dry_run.events import Kernel, Phase, Work
-
-_NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
-}  # fmt: skip
+from shardwise.plan.dry_run.recording import Kernel, KernelKind, StepPhase
+from shardwise.policy.precision import short_dtype_name
 
 _NO_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"})
 """Take memory and leave it as it is."""
@@ -31,7 +26,7 @@ class Operation:
 
     func: Any
     name: str
-    work: Work
+    kind: KernelKind
     mutates: bool
     """Writes to an argument."""
     matmul: Callable[..., tuple[int, int, int, int]] | None
@@ -43,11 +38,11 @@ class Operation:
         """Blocks that the kernel takes from the allocator and gives back before it returns."""
         return [] if self.scratch is None else self.scratch(*args)
 
-    def kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, module: str, phase: Phase) -> Kernel:
+    def kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, module: str, phase: StepPhase) -> Kernel:
         """The event of one call."""
         inputs = [*tensors_of(args), *tensors_of(tuple(kwargs.values()))]
         moved = sum(map(_nbytes, inputs))
-        if not self.mutates or self.work is not Work.MEMORY:
+        if not self.mutates or self.kind is not KernelKind.MEMORY:
             moved += sum(map(_nbytes, tensors_of(out)))
         elif inputs and self.name not in _OVERWRITES:
             moved += sum(map(_nbytes, tensors_of(args[:1])))
@@ -57,7 +52,7 @@ class Operation:
         shape = None if self.matmul is None else self.matmul(*args)
         if self.name in _NO_WORK:
             moved = 0
-        return Kernel(self.name, self.work, flops, moved, _dtype(inputs, out), shape, module, phase)
+        return Kernel(self.name, self.kind, flops, moved, _dtype(inputs, out), shape, module, phase)
 
 
 @cache
@@ -76,8 +71,14 @@ def operation_of(func: Any) -> Operation | None:
         matmul, flops = GROUPED[name]
     if attention:
         flops = _attention_flops(backward="backward" in name)
-    work = Work.ATTENTION if attention else Work.MATMUL if flops is not None or matmul is not None else Work.MEMORY
-    return Operation(func, name, work, func._schema.is_mutable, matmul, flops, _SCRATCH.get(name))
+    kind = (
+        KernelKind.ATTENTION
+        if attention
+        else KernelKind.MATMUL
+        if flops is not None or matmul is not None
+        else KernelKind.MEMORY
+    )
+    return Operation(func, name, kind, func._schema.is_mutable, matmul, flops, _SCRATCH.get(name))
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
@@ -98,10 +99,8 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _dtype(inputs: list[Tensor], out: Any) -> str:
-    for tensor in (*inputs, *tensors_of(out)):
-        if tensor.dtype in _NAMES:
-            return _NAMES[tensor.dtype]
-    return "int"
+    names = (short_dtype_name(tensor.dtype) for tensor in (*inputs, *tensors_of(out)))
+    return next(filter(None, names), "int")
 
 
 # Matrix products ------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.protocol import Work
-from shardwise.plan.dry_run.events import Allocate, Collective, Event, Free, Gradient, Phase, UnitMark, Wait
-from shardwise.plan.dry_run.operations import Operation, operation_of
+from shardwise.plan.dry_run.operations import Operation, operation_of, tensors_of
+from shardwise.plan.dry_run.recording import Allocate, Collective, Free, Gradient, StepEvent, StepPhase, UnitMark, Wait
 from shardwise.sharded.parameter import ShardedParameter
 
 _DEVICE_QUESTION = torch.ops.prim.device.default
@@ -35,17 +35,17 @@ _ACCUMULATING = frozenset(
 """What autograd computes in place where it may, and out of place on subclasses of Tensor, as fake tensors are."""
 
 
-class _Block:
+class _TrackedStorage:
     """One storage, from birth to death."""
 
     __slots__ = ("__weakref__", "died", "kind", "module", "nbytes", "number", "phase")
 
-    def __init__(self, number: int, nbytes: int, module: str, phase: Phase) -> None:
+    def __init__(self, number: int, nbytes: int, module: str, phase: StepPhase) -> None:
         self.number = number
         self.nbytes = nbytes
         self.module = module
         self.phase = phase
-        self.died: Phase | None = None
+        self.died: StepPhase | None = None
         self.kind: str | None = None
         """Known from elsewhere than when it lived and died."""
 
@@ -54,9 +54,9 @@ class _Block:
 
     def _by_life(self) -> str:
         """What forward leaves to backward is an activation; anything else that is not the engine's is temporary."""
-        if self.phase is Phase.SETUP:
+        if self.phase is StepPhase.SETUP:
             return "other"
-        kept = self.phase in (Phase.FORWARD, Phase.RECOMPUTE) and self.died is not self.phase
+        kept = self.phase in (StepPhase.FORWARD, StepPhase.RECOMPUTE) and self.died is not self.phase
         return "activations" if kept else "temporaries"
 
 
@@ -67,20 +67,20 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = False
-        self.stage = Phase.SETUP
+        self.stage = StepPhase.SETUP
         """FORWARD, BACKWARD or OPTIMIZER, as the dry run goes on; recomputation is noticed here."""
-        self._events: list[Event | _Block] = []
-        self._live: dict[int, tuple[_Block, object]] = {}
+        self._events: list[StepEvent | _TrackedStorage] = []
+        self._live: dict[int, tuple[_TrackedStorage, object]] = {}
         self._blocks = 0
         self._collectives = 0
-        self._accumulated: tuple[_Block, _Block] | None = None
+        self._accumulated: tuple[_TrackedStorage, _TrackedStorage] | None = None
         """(new, old): a sum that takes over the old one's memory if that dies at once."""
         self._modules: list[str] = []
         self._starts: list[int] = []
         """Autograd's sequence numbers at which a module's operations begin, and whose they are."""
         self._owners: list[str] = []
         self._last_module = ""
-        self.specimen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.first_block_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """What the first block was given first, on the meta device."""
 
     # What happened ------------------------------------------------------------------------------------------------
@@ -89,15 +89,15 @@ class Recorder(TorchDispatchMode):
         """Record from here on. `kinds`: of storages that live now, by identity."""
         self.recording = True
         for key, (block, _) in self._live.items():
-            block.phase, block.module = Phase.SETUP, ""
+            block.phase, block.module = StepPhase.SETUP, ""
             block.kind = kinds.get(key)
             self._events.append(block)
 
-    def stop(self) -> tuple[Event, ...]:
+    def stop(self) -> tuple[StepEvent, ...]:
         """Everything since `start`."""
         self._settle()
         self.recording = False
-        return tuple(event.event() if isinstance(event, _Block) else event for event in self._events)
+        return tuple(event.event() if isinstance(event, _TrackedStorage) else event for event in self._events)
 
     def position(self) -> int:
         """How many events there are by now."""
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         self._emit(Collective(number, op, group, nbytes, ranks, unit, self.phase))
         return Pending(lambda: self._emit(Wait(number)))
 
-    def _emit(self, event: Event | _Block) -> None:
+    def _emit(self, event: StepEvent | _TrackedStorage) -> None:
         if self.recording:
             self._settle()
             self._events.append(event)
@@ -136,9 +136,9 @@ class Recorder(TorchDispatchMode):
     # Where we are -------------------------------------------------------------------------------------------------
 
     @property
-    def phase(self) -> Phase:
-        if self.stage is Phase.BACKWARD and self._modules:
-            return Phase.RECOMPUTE
+    def phase(self) -> StepPhase:
+        if self.stage is StepPhase.BACKWARD and self._modules:
+            return StepPhase.RECOMPUTE
         return self.stage
 
     @property
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
         """fqn of the innermost module at work; in backward, of the one whose forward made the node."""
         if self._modules:
             return self._modules[-1]
-        if self.stage is not Phase.BACKWARD:
+        if self.stage is not StepPhase.BACKWARD:
             return ""
         node = torch._C._current_autograd_node()
         if node is not None and type(node).__name__ != "AccumulateGrad":
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def following(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, modules of `model` are known by their fqn, and what the first of `blocks` is given is looked at."""
+        """Inside, modules of `model` are known by their fqn, and the first inputs of the first of `blocks` are kept."""
         names = {id(module): fqn for fqn, module in model.named_modules()}
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -175,12 +175,14 @@ class Recorder(TorchDispatchMode):
             after: Any = module_hooks.register_module_forward_hook(leave, always_call=True)
             stack.callback(after.remove)
             for block in blocks[:1]:
-                stack.callback(block.register_forward_pre_hook(self._look_at, with_kwargs=True).remove)
+                stack.callback(block.register_forward_pre_hook(self._keep_inputs, with_kwargs=True).remove)
             yield
 
-    def _look_at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.specimen is None:
-            self.specimen = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
+    def _keep_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.first_block_inputs is None:
+            self.first_block_inputs = tree_map_only(
+                Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs)
+            )
 
     def _here(self) -> None:
         self._starts.append(torch._C._autograd._get_sequence_nr())
@@ -202,7 +204,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _follow(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        born = [block for block in map(self._meet, _tensors(out)) if block is not None]
+        born = [block for block in map(self._meet, tensors_of(out)) if block is not None]
         if not self.recording:
             return
         accumulated = None
@@ -225,13 +227,13 @@ class Recorder(TorchDispatchMode):
 
     def _is_autograds(self) -> bool:
         return (
-            self.stage is Phase.BACKWARD
+            self.stage is StepPhase.BACKWARD
             and not self._modules
             and not torch.is_grad_enabled()
             and torch._C._current_autograd_node() is not None
         )
 
-    def _meet(self, tensor: Tensor) -> _Block | None:
+    def _meet(self, tensor: Tensor) -> _TrackedStorage | None:
         """The block of a storage that was not known before."""
         if isinstance(tensor, FakeTensor):
             if tensor.fake_device.type == "meta":
@@ -249,7 +251,7 @@ class Recorder(TorchDispatchMode):
         self._live[key] = block, weakref.ref(storage, partial(self._die, key, block))
         return block
 
-    def _die(self, key: int, block: _Block, _: object) -> None:
+    def _die(self, key: int, block: _TrackedStorage, _: object) -> None:
         held = self._live.get(key)
         if held is not None and held[0] is block:
             del self._live[key]
@@ -263,13 +265,13 @@ class Recorder(TorchDispatchMode):
         block.died = self.phase
         self._emit(Free(block.number))
 
-    def _new_block(self, nbytes: int) -> _Block:
+    def _new_block(self, nbytes: int) -> _TrackedStorage:
         self._blocks += 1
-        return _Block(self._blocks, nbytes, self.module, self.phase)
+        return _TrackedStorage(self._blocks, nbytes, self.module, self.phase)
 
 
 class Pending:
-    """Something under way, whose wait is told once."""
+    """A collective under way; its first wait is recorded."""
 
     def __init__(self, waited: Callable[[], None]) -> None:
         self._waited: Callable[[], None] | None = waited
@@ -278,11 +280,3 @@ class Pending:
         if self._waited is not None:
             waited, self._waited = self._waited, None
             waited()
-
-
-def _tensors(out: Any) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, tuple | list):
-        for item in out:
-            yield from _tensors(item)

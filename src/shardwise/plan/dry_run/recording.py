@@ -1,11 +1,122 @@
-"""What a dry run yields: the events of one step, and the facts about its model."""
+"""What one rank does in a step, in order: kernels, memory, collectives. Recorded by a dry run, replayed by simulators.
+
+A `Recording` is plain data: the same events give the peak of live bytes (add allocations up), what a caching
+allocator reserves (replay them against its rules) and the step's time (put kernels and collectives on streams).
+"""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
-from shardwise.plan.dry_run.events import Event
 from shardwise.plan.dry_run.job import Job
+
+
+class StepPhase(enum.Enum):
+    """Where in a step something happens."""
+
+    SETUP = "setup"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    """A forward run again inside backward, for checkpointed activations."""
+    OPTIMIZER = "optimizer"
+
+
+class KernelKind(enum.Enum):
+    """What limits a kernel, roughly: each kind has an efficiency of its own."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    MEMORY = "memory"
+    """Pointwise, reductions, copies, gathers of rows: limited by bytes moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One operation on the compute stream."""
+
+    name: str
+    """Of the ATen operator, such as `mm`."""
+    kind: KernelKind
+    flops: int
+    """Multiply-adds count twice; 0 where they do not matter."""
+    bytes_moved: int
+    """Read and written once each."""
+    dtype: str
+    """That it computes in: "bf16", "fp16", "fp32", ..."""
+    matmul: tuple[int, int, int, int] | None
+    """(batch, m, n, k) of a matrix product; of attention (batch x heads, queries, keys, head_dim)."""
+    module: str
+    """fqn of the innermost module."""
+    phase: StepPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """A block of memory comes to life."""
+
+    block: int
+    """Never used again for another block."""
+    nbytes: int
+    """As asked for; the device's allocator rounds."""
+    kind: str
+    """One of the kinds of memory that `sw.memory` knows."""
+    module: str
+    phase: StepPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Its last reference is gone."""
+
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Handed to a communication stream; it begins when it is issued and everything earlier on its stream is over."""
+
+    number: int
+    op: str
+    """all_gather, reduce_scatter or all_reduce."""
+    group: str
+    """shard, replicate or secondary."""
+    nbytes: int
+    """Of the whole buffer: unsharded, padded, in the dtype that travels."""
+    ranks: int
+    """In the group."""
+    unit: str
+    phase: StepPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Compute goes on when the collective is over."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMark:
+    """A moment in a unit's life, for replaying the step as another engine would run it."""
+
+    what: str
+    """gather (its parameters are wanted now), release, grads (its last gradient is there), reduced."""
+    unit: str
+    phase: StepPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of a parameter is there, whole and in the compute dtype. shardwise frees the block once it is copied
+    into a reduce slot; others keep it until all of the unit's are there."""
+
+    block: int
+    unit: str
+
+
+StepEvent = Kernel | Allocate | Free | Collective | Wait | UnitMark | Gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +132,7 @@ class Facts:
     layers: int
     """Blocks of the kind that there are most of."""
     width: int
-    """Of what one block hands to the next."""
+    """Of the hidden states that one block hands to the next."""
     embeddings: int
     """Elements of input embeddings that are no head's as well."""
     sequence: int
@@ -47,7 +158,7 @@ class Recording:
 
     job: Job
     facts: Facts
-    events: tuple[Event, ...]
+    events: tuple[StepEvent, ...]
     """First an Allocate of phase SETUP for every block that lives when the step begins; then the step: micro-batches
     (forward, backward), clipping, optimizer, zero_grad. What lives afterwards is what lived before."""
     rank: int = 0

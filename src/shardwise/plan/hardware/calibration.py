@@ -18,9 +18,10 @@ from torch import Tensor
 from shardwise.comm.protocol import BufferKind, Collectives, Reduction, Region
 from shardwise.comm.select import collectives_for
 from shardwise.plan.hardware.devices import Figure, Hardware, Measured, Points, device_names, find_device
+from shardwise.policy.precision import short_dtype_name
 
 SOURCE = "measured by `shardwise plan --calibrate`"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHAIN = 20
 """Blocks of the chain that shows what an operation costs the host."""
 _KERNELS_OF_BLOCK = 8
@@ -58,7 +59,7 @@ def calibrate(
         clock: seconds; `time.process_time` for one CPU rank on a machine that does other work too.
 
     Returns:
-        The packaged device of that name, or a processor, with what was measured; the same on every rank.
+        The packaged device of that name, or a processor, with the measured rates; the same on every rank.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     collectives = collectives_for(group, device)
@@ -129,15 +130,15 @@ def _rates(times: Points) -> Points:
 
 
 def _matmul(watch: _Stopwatch) -> dict[str, Points]:
-    """Square products, which is what a training step's large ones come near to."""
+    """Square products: a training step's large ones come near to them."""
     found = {}
-    for name, dtype in _DTYPES.items():
+    for dtype in _DTYPES:
 
         def make(size: int, dtype: torch.dtype = dtype) -> tuple[float, Callable[[], object]]:
             left, right = (torch.randn(size, size, device=watch.device).to(dtype) for _ in range(2))
             return 2.0 * size**3, lambda: left @ right
 
-        found[name] = _rates(watch.curve(iter((32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)), make))
+        found[str(short_dtype_name(dtype))] = _rates(watch.curve(_growing(32, 8192, factor=2), make))
     return found
 
 
@@ -148,7 +149,7 @@ def _attention(watch: _Stopwatch) -> Points:
         q, k, v = (torch.randn(1, 8, seq_len, 64, device=watch.device).to(dtype) for _ in range(3))
         return 2.0 * 8 * seq_len**2 * 64, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    return _rates(watch.curve(iter((64, 128, 256, 512, 1024, 2048, 4096, 8192)), make))
+    return _rates(watch.curve(_growing(64, 8192, factor=2), make))
 
 
 def _memory(watch: _Stopwatch) -> Points:
@@ -159,7 +160,7 @@ def _memory(watch: _Stopwatch) -> Points:
         return 3.0 * nbytes, lambda: left + right
 
     largest = 2**26 if watch.device.type == "cpu" else 2**30
-    return _rates(watch.curve(_doubling(2**12, largest, factor=4), make))
+    return _rates(watch.curve(_growing(2**12, largest, factor=4), make))
 
 
 def _operations(watch: _Stopwatch) -> dict[str, Points]:
@@ -194,7 +195,7 @@ def _operations(watch: _Stopwatch) -> dict[str, Points]:
         def sized(nbytes: int) -> tuple[float, Callable[[], object]]:
             return float(tensors * nbytes), make(torch.rand(nbytes // 4 // _ROW, _ROW, device=watch.device))
 
-        return _rates(watch.curve(_doubling(2**16, largest, factor=8), sized))
+        return _rates(watch.curve(_growing(2**16, largest, factor=8), sized))
 
     return {name: curve(*maker) for name, maker in makers.items()}
 
@@ -257,10 +258,10 @@ def _collectives(watch: _Stopwatch) -> dict[str, Points]:
 
     makers = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce}
     smallest = max(2**12, 64 * c.world_size)
-    return {name: watch.curve(_doubling(smallest, largest, factor=4), make) for name, make in makers.items()}
+    return {name: watch.curve(_growing(smallest, largest, factor=4), make) for name, make in makers.items()}
 
 
-def _doubling(smallest: int, largest: int, factor: int) -> Iterator[int]:
+def _growing(smallest: int, largest: int, factor: int) -> Iterator[int]:
     size = smallest
     while size <= largest:
         yield size
@@ -298,7 +299,7 @@ def _known_gpu(name: str) -> Hardware:
 def packaged_name(name: str) -> str:
     """The packaged device that torch's name for a GPU ("NVIDIA H100 80GB HBM3") means, or the name itself.
 
-    The more words of a packaged name are in it the better; "sxm" is not a word that torch says.
+    The more words of a packaged name are in it the better; torch's names leave "sxm" out.
     """
     words = name.lower().replace("-", " ").split()
     said = set(words) | {word.removesuffix("gb") + "gb" for word in words if word.removesuffix("gb").isdigit()}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.errors import PlanError
-from shardwise.plan.hardware.section import Section, Unusable, is_amount
+from shardwise.plan.hardware.toml_table import HardwareFileError, TomlTable, is_amount
 from shardwise.suggest import did_you_mean, nearest_path
 
 _DATA = files("shardwise.plan.hardware") / "data"
@@ -274,7 +274,7 @@ def _parsed(path: Path, make: Callable[[str, Mapping[str, Any]], T]) -> T:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: not TOML: {error}") from error
-    except Unusable as error:
+    except HardwareFileError as error:
         raise PlanError(f"{path}: {error} (src/shardwise/plan/hardware/data has examples of every key)") from error
 
 
@@ -284,19 +284,19 @@ _OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def _device(name: str, data: Mapping[str, Any]) -> Hardware:
-    whole = Section(data, "", ("title", "kind", "interconnect", *_TABLES))
+    whole = TomlTable(data, "", ("title", "kind", "interconnect", *_TABLES))
     memory = whole.section("memory", ("bytes", "usable_bytes", "bytes_per_s"))
     processor = whole.section("processor", ("count", "power_w"))
     link = whole.section("link", ("bytes_per_s", "latency_s"))
     peaks = _figures(whole.section("peak_flops", _DTYPES))
     if "fp32" not in peaks:
-        raise Unusable("peak_flops.fp32 is missing")
+        raise HardwareFileError("peak_flops.fp32 is missing")
     kind = whole.value("kind")
     if kind not in ("gpu", "cpu"):
-        raise Unusable(f"kind = {kind!r} is neither 'gpu' nor 'cpu'")
+        raise HardwareFileError(f"kind = {kind!r} is neither 'gpu' nor 'cpu'")
     processors = _figure(processor, "count")
     if processors.value < 1:
-        raise Unusable(f"processor.count.value = {processors.value!r} is less than 1")
+        raise HardwareFileError(f"processor.count.value = {processors.value!r} is less than 1")
     return Hardware(
         name=name,
         title=whole.text("title", name),
@@ -318,7 +318,7 @@ def _device(name: str, data: Mapping[str, Any]) -> Hardware:
 
 
 def _interconnect(name: str, data: Mapping[str, Any]) -> Interconnect:
-    whole = Section(data, "", ("title", "node"))
+    whole = TomlTable(data, "", ("title", "node"))
     node = whole.section("node", ("bytes_per_s", "latency_s"))
     return Interconnect(name, whole.text("title", name), _figure(node, "bytes_per_s"), _figure(node, "latency_s"))
 
@@ -326,11 +326,11 @@ def _interconnect(name: str, data: Mapping[str, Any]) -> Interconnect:
 _MEASURED = tuple(known.name for known in fields(Measured))
 
 
-def _measured(section: Section) -> Measured:
+def _measured(section: TomlTable) -> Measured:
     collectives = _curves(section.section("collectives", _OPS))
     ranks = section.count("ranks", 1)
     if collectives and ranks == 1:
-        raise Unusable("measured.ranks = 1: collectives take more ranks than that")
+        raise HardwareFileError("measured.ranks = 1: collectives take more ranks than that")
     return Measured(
         matmul=_curves(section.section("matmul", _DTYPES)),
         attention=section.points("attention") if "attention" in section else (),
@@ -342,17 +342,17 @@ def _measured(section: Section) -> Measured:
     )
 
 
-def _curves(section: Section) -> Mapping[str, Points]:
+def _curves(section: TomlTable) -> Mapping[str, Points]:
     return {key: section.points(key) for key in section.keys}
 
 
-def _figures(section: Section) -> Mapping[str, Figure]:
+def _figures(section: TomlTable) -> Mapping[str, Figure]:
     return {key: _figure(section, key) for key in section.keys}
 
 
-def _figure(section: Section, key: str) -> Figure:
+def _figure(section: TomlTable, key: str) -> Figure:
     entry = section.value(key)
     if not isinstance(entry, dict) or "value" not in entry or "source" not in entry:
-        raise Unusable(f'{section.name_of(key)} must be {{ value = NUMBER, source = "URL" }}')
+        raise HardwareFileError(f'{section.name_of(key)} must be {{ value = NUMBER, source = "URL" }}')
     figure = section.section(key, ("value", "source", "note"))
     return Figure(figure.number("value"), figure.text("source", ""), figure.text("note", ""))

@@ -19,7 +19,7 @@ def load_factory(name: str, said: str, error: type[UserError]) -> Callable[[], n
 
     Args:
         name: "module:function".
-        said: what a message begins with: where the user wrote the name, and the name.
+        said: the beginning of messages: where the user wrote the name, and the name.
         error: to raise where it names no function that can be called without arguments; so does the function that is
             returned where the user's returns no module.
     """
@@ -52,7 +52,7 @@ def load_factory(name: str, said: str, error: type[UserError]) -> Callable[[], n
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """Parameters without which it cannot be called; none where it does not say: calling it will."""
+    """Parameters without which it cannot be called; none where it has no signature: calling it raises then."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

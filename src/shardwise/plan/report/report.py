@@ -1,24 +1,21 @@
-"""A finished search as something to read: what a terminal's table and a page have in common."""
+"""A finished search as a report: the contents of the terminal's table and of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.search.search import Candidate, Exploration, Verdict, available_bytes, needed_bytes
-
-if TYPE_CHECKING:
-    from shardwise.plan.simulate.forecast import Forecast
+from shardwise.plan.search.exploration import Candidate, Exploration, Verdict, available_bytes, needed_bytes
+from shardwise.plan.simulate.forecast import Forecast
 
 SHOWN = 10
 """Rows of the table of the best."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Everything that is said about one plan."""
+class PlanReport:
+    """The contents of one report."""
 
     title: str
     """The model."""
@@ -55,7 +52,7 @@ class Report:
     def fallen(self) -> list[tuple[str, str]]:
         """(configuration, why) of the nearest of every strategy that does not fit at all, or that is ruled out."""
         too_large = [
-            (full_name(candidate.job), candidate.binds)
+            (full_name(candidate.job), candidate.limited_by)
             for candidate in by_strategy(self.exploration)
             if candidate.verdict is not Verdict.FITS
         ]
@@ -92,7 +89,7 @@ class Row:
     mfu: float
     waiting: float
     """Part of the step that waits for communication."""
-    binds: str
+    limited_by: str
 
     @classmethod
     def of(cls, candidate: Candidate) -> Row:
@@ -107,7 +104,7 @@ class Row:
             tokens_per_s=forecast.tokens_per_s_per_gpu,
             mfu=forecast.mfu,
             waiting=forecast.exposed_comm_s / forecast.step_time_s,
-            binds=candidate.binds,
+            limited_by=candidate.limited_by,
         )
 
 

@@ -39,8 +39,8 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
-    """Everything that a search looks at, and what it cannot."""
+class SearchSpace:
+    """The configurations of a search, and those that cannot be."""
 
     families: tuple[Family, ...]
     """At least one."""
@@ -48,7 +48,7 @@ class Space:
     """(a job without what does not fit it, why) of strategies that the other arguments rule out."""
 
 
-def space(arguments: Mapping[str, Any], global_batch: int | None = None) -> Space:
+def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) -> SearchSpace:
     """Every configuration that a search looks at.
 
     Args:
@@ -81,7 +81,7 @@ def space(arguments: Mapping[str, Any], global_batch: int | None = None) -> Spac
                 found.append(Family(whole, modes, batches))
     if not found:
         raise ConfigError(left_out[0][1])
-    return Space(tuple(found), tuple(left_out))
+    return SearchSpace(tuple(found), tuple(left_out))
 
 
 def _values(name: str, value: Any) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ def _shardings(
     asked = [Strategy.parse(strategy) for strategy in (strategies or tuple(Strategy))]
     takes_groups = [strategy for strategy in asked if strategy.sharded and strategy.replicated]
     if groups is not None and strategies is None:
-        asked = takes_groups  # whoever names a shard group wants one
+        asked = takes_groups  # a shard group was asked for
     found: list[tuple[Strategy, int | None]] = []
     for strategy in asked:
         if strategy in takes_groups:

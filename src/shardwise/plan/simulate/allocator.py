@@ -1,4 +1,4 @@
-"""What a step's allocations add up to: live bytes, and what a caching allocator reserves for them.
+"""A step's allocations added up: live bytes, and the bytes that a caching allocator reserves for them.
 
 CUDA's caching allocator (PyTorch's c10/cuda/CUDACachingAllocator.cpp) asks the driver for segments and cuts blocks out
 of them; a freed block joins its free neighbours and waits for the next request. What it reserves is the sum of its
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.plan.dry_run.events import Allocate, Event, Free
+from shardwise.plan.dry_run.recording import Allocate, Free, StepEvent
 
 MIB = 2**20
 ROUND_BYTES = 512
@@ -41,7 +41,7 @@ class Peak:
     """fqn of the module that asked for the block with which the peak was reached; "" outside of modules."""
 
 
-def peak_of(events: Iterable[Event], round_bytes: int = ROUND_BYTES) -> Peak:
+def peak_of(events: Iterable[StepEvent], round_bytes: int = ROUND_BYTES) -> Peak:
     """The most bytes that live at once."""
     live: dict[int, tuple[str, int]] = {}
     kinds: Counter[str] = Counter()
@@ -57,7 +57,7 @@ def peak_of(events: Iterable[Event], round_bytes: int = ROUND_BYTES) -> Peak:
                 highest = total
                 peak = Peak(total, kinds, event.phase.value, event.module)
         elif isinstance(event, Free):
-            if peak.kinds is kinds:  # what was the peak until now is kept; it is never copied while it grows
+            if peak.kinds is kinds:  # this is the peak so far: keep it; a growing count is never copied
                 kinds = Counter(kinds)
             kind, nbytes = live.pop(event.block)
             kinds[kind] -= nbytes
@@ -75,7 +75,7 @@ class Segments(enum.Enum):
 
 
 def reserved_bytes(
-    events: Iterable[Event],
+    events: Iterable[StepEvent],
     segments: Segments = Segments.FIXED,
     capacity_bytes: int | None = None,
     streams: Mapping[int, int] | None = None,
@@ -84,10 +84,10 @@ def reserved_bytes(
     """The most that CUDA's caching allocator holds for a step's events.
 
     Args:
-        events: of a step that is repeated: the second time through, what the first one left behind is there.
+        events: of a step that is repeated: the second pass starts with the segments that the first one left.
         segments: how it takes memory.
-        capacity_bytes: what the device has for it: before it asks for more than that, it gives back segments that are
-            wholly free. None: no limit.
+        capacity_bytes: of the device, for the allocator: before it asks for more than that, it gives back segments
+            that are wholly free. None: no limit.
         streams: by block, the stream that it was asked for on, where that is not the one that computes. Streams
             reuse their own blocks alone.
         late: blocks that another stream still reads when they are freed. The host runs ahead, so they are not there

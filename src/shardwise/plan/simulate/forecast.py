@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
-from shardwise.plan.dry_run.events import Allocate, Event, Kernel, Phase
-from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.job import Job, with_sequences
 from shardwise.plan.dry_run.operations import GROUPED
-from shardwise.plan.dry_run.rank import record
-from shardwise.plan.dry_run.recording import Recording
-from shardwise.plan.dry_run.sequence import with_sequences
-from shardwise.plan.hardware.devices import Hardware, find_device, find_interconnect
+from shardwise.plan.dry_run.recording import Allocate, Kernel, Recording, StepEvent, StepPhase
+from shardwise.plan.dry_run.step import record
+from shardwise.plan.hardware.devices import Hardware
 from shardwise.plan.models.source import ModelLike, resolve
 from shardwise.plan.simulate.allocator import ROUND_BYTES, Segments, peak_of, reserved_bytes
-from shardwise.plan.simulate.collectives import Cluster
-from shardwise.plan.simulate.cost import Cost, cost_of
-from shardwise.plan.simulate.engine_memory import replay
-from shardwise.plan.simulate.engine_order import ordered_as
 from shardwise.plan.simulate.mfu import Dimensions, mfu
+from shardwise.plan.simulate.network import Cluster
+from shardwise.plan.simulate.other_engines.memory import engine_allocations
+from shardwise.plan.simulate.other_engines.order import ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Roofline
 from shardwise.plan.simulate.timeline import Timeline, simulate
 from shardwise.plan.simulate.trace import write_trace
@@ -43,6 +40,41 @@ _WORKSPACES = {"h100": 32 * MIB, "h200": 32 * MIB, "b200": 32 * MIB}
 _WORKSPACE_BYTES = 8320 * 1024
 _WORKSPACE_THREADS = 2
 """Forward's and backward's."""
+
+
+_HOUR_S = 3600
+_DAY_HOURS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a job, in the currency of the price. Devices are paid for as long as the job has them, busy or not."""
+
+    per_device_hour: float
+    """The price."""
+    per_step: float
+    """Of all devices."""
+    per_million_tokens: float
+    per_day: float
+    """Of all devices."""
+
+
+def cost_of(per_device_hour: float, devices: int, step_time_s: float, tokens_per_step: float) -> Cost:
+    """The cost of a job.
+
+    Args:
+        per_device_hour: the price.
+        devices: of the job.
+        step_time_s: seconds of a step.
+        tokens_per_step: over all devices.
+    """
+    per_step = per_device_hour * devices * step_time_s / _HOUR_S
+    return Cost(
+        per_device_hour=per_device_hour,
+        per_step=per_step,
+        per_million_tokens=per_step / tokens_per_step * 1e6,
+        per_day=per_device_hour * devices * _DAY_HOURS,
+    )
 
 
 @dataclass(frozen=True)
@@ -121,7 +153,7 @@ class Forecast:
 def forecast(model: ModelLike, **arguments: Any) -> Forecast:
     """What training a model will need and how fast it will be, without a GPU.
 
-    The real engine is run dry for one rank (`record`); memory is added up and time simulated from what it did.
+    The real engine is run dry for one rank (`record`); memory and time are simulated from its recording.
 
     Args:
         model: a packaged shape's name, the path of a config.json or Hugging Face directory, a transformers
@@ -156,8 +188,8 @@ def forecast_of(recording: Recording) -> Forecast:
         PlanError: no such device or interconnect.
     """
     job, facts = recording.job, recording.facts
-    hardware = find_device(job.gpu)  # type: ignore[arg-type]
-    replayed = replay(recording)
+    hardware = job.hardware
+    replayed = engine_allocations(recording)
     events = (*_workspaces(job, hardware), *replayed.events)
     rounding = 1 if job.on_cpu else ROUND_BYTES
     peak = peak_of(events, rounding)
@@ -167,7 +199,6 @@ def forecast_of(recording: Recording) -> Forecast:
     usable = int(hardware.usable_bytes.value)
     timeline = _timeline(recording)
     tokens_per_s = facts.tokens_per_rank(job) / timeline.step_time_s
-    compute = _SHORT.get(str(job.precision.param or job.precision.master), "fp32")
     dimensions = Dimensions(facts.params - _idle_params(recording), facts.embeddings, facts.layers, facts.width)
     return Forecast(
         job=job,
@@ -183,7 +214,7 @@ def forecast_of(recording: Recording) -> Forecast:
         peak_at=(peak.phase, peak.module),
         step_time_s=timeline.step_time_s,
         tokens_per_s_per_gpu=tokens_per_s,
-        mfu=mfu(tokens_per_s, dimensions, facts.sequence, hardware.peak(compute)),
+        mfu=mfu(tokens_per_s, dimensions, facts.sequence, hardware.peak(job.compute_dtype)),
         exposed_comm_s=timeline.exposed_comm_s,
         bytes_sent_per_rank=round(timeline.bytes_sent),
         flops_per_rank=timeline.flops,
@@ -193,17 +224,14 @@ def forecast_of(recording: Recording) -> Forecast:
 
 
 def _idle_params(recording: Recording) -> int:
-    """Parameters of experts that a token is not sent to: what grouped products hold beyond what they compute with."""
+    """Parameters of experts that a token is not sent to: grouped products hold them and do not compute with them."""
     tokens = recording.facts.sequence * recording.job.micro_batch
     idle = 0.0
     for event in recording.events:
-        if isinstance(event, Kernel) and event.phase is Phase.FORWARD and event.name in GROUPED and event.matmul:
+        if isinstance(event, Kernel) and event.phase is StepPhase.FORWARD and event.name in GROUPED and event.matmul:
             groups, _, n, k = event.matmul
             idle += groups * n * k - event.flops / (2 * tokens)
     return round(idle / recording.job.accumulation)
-
-
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 def _listed_price(hardware: Hardware) -> float | None:
@@ -212,15 +240,14 @@ def _listed_price(hardware: Hardware) -> float | None:
 
 def _timeline(recording: Recording) -> Timeline:
     job = recording.job
-    hardware = find_device(job.gpu)  # type: ignore[arg-type]
-    interconnect = find_interconnect(job.interconnect or hardware.interconnect)  # type: ignore[arg-type]
-    cluster = Cluster(hardware, interconnect, job.gpus_per_node, job.nodes, DEFAULT.links)
+    hardware = job.hardware
+    cluster = Cluster(hardware, job.node_interconnect, job.gpus_per_node, job.nodes, DEFAULT.links)
     events = ordered_as(job.engine, recording.events)
     return simulate(events, Roofline(hardware, DEFAULT, job.compile), cluster, job.slots)
 
 
-def _workspaces(job: Job, hardware: Hardware) -> tuple[Event, ...]:
+def _workspaces(job: Job, hardware: Hardware) -> tuple[StepEvent, ...]:
     if job.on_cpu:
         return ()
     nbytes = next((n for name, n in _WORKSPACES.items() if hardware.name.startswith(name)), _WORKSPACE_BYTES)
-    return tuple(Allocate(-1 - n, nbytes, "other", "", Phase.SETUP) for n in range(_WORKSPACE_THREADS))
+    return tuple(Allocate(-1 - n, nbytes, "other", "", StepPhase.SETUP) for n in range(_WORKSPACE_THREADS))

@@ -1,6 +1,6 @@
 """Seconds that a kernel takes: operations over a rate or bytes over a rate, whichever is longer.
 
-Rates are those of the hardware's data; what a program reaches of them is `Efficiency`: five numbers, the same for
+Rates are those of the hardware's data; programs reach a part of them, `Efficiency`: five numbers, the same for
 every device, model and engine. A matrix product also pays for its shape: its tiles are dealt out to the processors in
 waves, the last of which is rarely full, and a short inner dimension does not amortise filling and draining a tile.
 """
@@ -12,13 +12,13 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.plan.dry_run.events import Kernel, Phase, Work
+from shardwise.plan.dry_run.recording import Kernel, KernelKind, StepPhase
 from shardwise.plan.hardware.devices import Hardware, Measured, Points
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What programs reach of published rates; `docs/design/planning-time.md` says how the five were chosen."""
+    """The part of published rates that programs reach; `docs/design/planning-time.md` describes the choice."""
 
     matmul: float = 0.83
     """Of the rate of a large product, at shapes that fill the device."""
@@ -63,9 +63,9 @@ class Roofline:
         if self.hardware.measured is not None:
             return self._measured_seconds(kernel)
         moving = self._moving_s(kernel)
-        if kernel.work is Work.MATMUL and kernel.matmul is not None:
+        if kernel.kind is KernelKind.MATMUL and kernel.matmul is not None:
             return max(self._matmul_s(kernel.matmul, kernel.dtype), moving) + KERNEL_S
-        if kernel.work is Work.ATTENTION:
+        if kernel.kind is KernelKind.ATTENTION:
             return max(self._attention_s(kernel), moving) + KERNEL_S
         return moving + KERNEL_S * self._left(kernel)
 
@@ -75,8 +75,8 @@ class Roofline:
 
     def _left(self, kernel: Kernel) -> float:
         """The part of a kernel that fusion leaves. Optimizers and hooks, which work in place, are not compiled."""
-        outside = kernel.phase is Phase.OPTIMIZER or kernel.name.endswith("_")
-        fused = self.compiled and kernel.work is Work.MEMORY and not outside
+        outside = kernel.phase is StepPhase.OPTIMIZER or kernel.name.endswith("_")
+        fused = self.compiled and kernel.kind is KernelKind.MEMORY and not outside
         return self.efficiency.fusion if fused else 1.0
 
     def _matmul_s(self, shape: tuple[int, int, int, int], dtype: str) -> float:
@@ -94,8 +94,8 @@ class Roofline:
         measured = self.hardware.measured
         assert measured is not None
         moving = kernel.bytes_moved / interpolated(_curve(measured, kernel), kernel.bytes_moved)
-        rates = measured.attention if kernel.work is Work.ATTENTION else measured.matmul.get(kernel.dtype, ())
-        if kernel.work is Work.MEMORY or not rates or not kernel.flops:
+        rates = measured.attention if kernel.kind is KernelKind.ATTENTION else measured.matmul.get(kernel.dtype, ())
+        if kernel.kind is KernelKind.MEMORY or not rates or not kernel.flops:
             return moving + measured.operation_s
         computing = kernel.flops / interpolated(rates, kernel.flops)
         # On a CPU, memory that is new has to be mapped first, and nothing computes meanwhile.

@@ -1,8 +1,8 @@
 """Recordings of larger batches from those of smaller ones, where that is exact.
 
-The same operations run on every batch, and whatever has the batch among its dimensions grows by as many bytes and
-operations with every sequence. So two recordings say what a third would be, if they hold the same events. One sequence
-is no help: operations that skip dimensions of size one make it another recording.
+The same operations run on every batch, and every tensor that has the batch among its dimensions grows by as many bytes
+and operations with every sequence. So two recordings determine a third, if they hold the same events. One sequence is
+no help: operations that skip dimensions of size one make it another recording.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.plan.dry_run.events import Allocate, Event, Kernel
-from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.recording import Allocate, Kernel, Recording, StepEvent
 
 SMALLEST = 2
 """Micro-batches from which on recordings can be compared."""
@@ -28,22 +27,22 @@ def scaled(first: Recording, second: Recording, micro_batch: int) -> Recording |
     Returns:
         None where the two are not the same events, or do not grow evenly.
     """
-    line = _Line(first.job.micro_batch, second.job.micro_batch, micro_batch)
+    line = _LinearFit(first.job.micro_batch, second.job.micro_batch, micro_batch)
     alike = replace(first.job, micro_batch=micro_batch) == replace(second.job, micro_batch=micro_batch)
     if not alike or line.first < SMALLEST or len(first.events) != len(second.events) or first.facts != second.facts:
         return None
     try:
         events = tuple(_events(first, second, line))
-    except _NotAlikeError:
+    except _Different:
         return None
     return replace(first, job=replace(first.job, micro_batch=micro_batch), events=events)
 
 
-class _NotAlikeError(Exception):
+class _Different(Exception):
     """Two recordings differ by more than their sizes."""
 
 
-class _Line:
+class _LinearFit:
     """Whole numbers on a straight line over the micro-batch."""
 
     def __init__(self, first: int, second: int, wanted: int) -> None:
@@ -56,11 +55,11 @@ class _Line:
             return at_first
         rise, rest = divmod((at_second - at_first) * self._ahead, self._run)
         if rest:
-            raise _NotAlikeError
+            raise _Different
         return at_first + rise
 
 
-def _events(first: Recording, second: Recording, line: _Line) -> Iterator[Event]:
+def _events(first: Recording, second: Recording, line: _LinearFit) -> Iterator[StepEvent]:
     for one, other in zip(first.events, second.events, strict=True):
         if one == other:
             yield one
@@ -70,10 +69,10 @@ def _events(first: Recording, second: Recording, line: _Line) -> Iterator[Event]
         elif isinstance(one, Kernel) and isinstance(other, Kernel):
             yield _kernel(one, other, line)
         else:
-            raise _NotAlikeError
+            raise _Different
 
 
-def _kernel(one: Kernel, other: Kernel, line: _Line) -> Kernel:
+def _kernel(one: Kernel, other: Kernel, line: _LinearFit) -> Kernel:
     sizes = (one.matmul, other.matmul)
     matmul = one.matmul
     if sizes[0] is not None and sizes[1] is not None:
@@ -89,8 +88,8 @@ def _kernel(one: Kernel, other: Kernel, line: _Line) -> Kernel:
     return grown
 
 
-def _checked(one: Event, grown: Event, from_other: Event) -> Event:
+def _checked(one: StepEvent, grown: StepEvent, from_other: StepEvent) -> StepEvent:
     """The grown event, if both recordings give the same one."""
     if grown != from_other or type(one) is not type(grown):
-        raise _NotAlikeError
+        raise _Different
     return grown

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardwise.plan.dry_run.events import Collective, Event, Kernel, Phase, UnitMark, Wait
-from shardwise.plan.simulate.collectives import Cluster, bytes_sent
+from shardwise.plan.dry_run.recording import Collective, Kernel, StepEvent, StepPhase, UnitMark, Wait
+from shardwise.plan.simulate.network import Cluster, bytes_sent
 from shardwise.plan.simulate.roofline import Roofline
 
 COMPUTE = "compute"
@@ -35,7 +35,7 @@ class Span:
     """A kernel's operator or a collective's."""
     owner: str
     """fqn of the kernel's module or of the collective's unit."""
-    phase: Phase
+    phase: StepPhase
     start_s: float
     end_s: float
     nbytes: int
@@ -82,7 +82,7 @@ class Timeline:
         return tuple(dict.fromkeys([COMPUTE, *(span.stream for span in self.spans)]))
 
 
-def simulate(events: Iterable[Event], roofline: Roofline, cluster: Cluster, slots: int = 3) -> Timeline:
+def simulate(events: Iterable[StepEvent], roofline: Roofline, cluster: Cluster, slots: int = 3) -> Timeline:
     """When everything of a recorded step runs.
 
     Args:
@@ -92,14 +92,14 @@ def simulate(events: Iterable[Event], roofline: Roofline, cluster: Cluster, slot
         slots: gathered units that have room at once, of any size: a gather waits until the one so many before it has
             been released.
     """
-    replay = _Replay(roofline, cluster, slots)
+    replay = _Simulation(roofline, cluster, slots)
     for event in events:
         replay.take(event)
     return replay.finish()
 
 
 @dataclass
-class _Replay:
+class _Simulation:
     roofline: Roofline
     cluster: Cluster
     slots: int
@@ -118,7 +118,7 @@ class _Replay:
     scattered_s: dict[str, float] = field(default_factory=dict)
     """When a unit's reduce_scatter is over, until it is reduced over replicas."""
 
-    def take(self, event: Event) -> None:
+    def take(self, event: StepEvent) -> None:
         if isinstance(event, Kernel):
             self._kernel(event)
         elif isinstance(event, Collective):
@@ -172,7 +172,7 @@ class _Replay:
             self.stalls.append(Stall(start_s, span.end_s, span.owner, span.name))
 
     def _ready_s(self, event: Collective) -> float:
-        """When what a collective reads is there and what it writes is free."""
+        """When a collective's input is complete and its output buffer is free."""
         if not self.roofline.hardware.overlaps:
             return self.compute_s
         if event.op == "all_gather":

@@ -7,17 +7,17 @@ from html import escape
 from pathlib import Path
 
 from shardwise.errors import PlanError
-from shardwise.plan.dry_run.events import Phase
+from shardwise.plan.dry_run.recording import StepPhase
 from shardwise.plan.simulate.timeline import COMPUTE, Span, Stall, Timeline
 
 WIDTH, LANE, LEFT, TOP = 960, 34, 90, 44
 TICKS = 5
 _COLOURS = {
-    Phase.SETUP: "#8a8f98",
-    Phase.FORWARD: "#3b7dd8",
-    Phase.BACKWARD: "#d9772b",
-    Phase.RECOMPUTE: "#e3b341",
-    Phase.OPTIMIZER: "#4b9c5a",
+    StepPhase.SETUP: "#8a8f98",
+    StepPhase.FORWARD: "#3b7dd8",
+    StepPhase.BACKWARD: "#d9772b",
+    StepPhase.RECOMPUTE: "#e3b341",
+    StepPhase.OPTIMIZER: "#4b9c5a",
 }
 _WAITING = "#d64545"
 
@@ -38,7 +38,7 @@ def write_trace(timeline: Timeline, path: Path | str) -> Path:
 
 
 def check_format(path: Path) -> Path:
-    """The path of a trace to write. Raises PlanError for a suffix that says no format."""
+    """The path of a trace to write. Raises PlanError for any suffix but .json and .svg."""
     if path.suffix not in (".json", ".svg"):
         raise PlanError(f"{path}: a trace is written as .json (Perfetto, chrome://tracing) or drawn as .svg")
     return path
@@ -89,14 +89,14 @@ def draw(timeline: Timeline) -> str:
     ]
     for number, stream in enumerate(lanes):
         spans = [span for span in timeline.spans if span.stream == stream]
-        parts += _lane(number, stream, [_Block.of(span) for span in spans], end_s)
-    waits = [_Block("waiting", _WAITING, stall.start_s, stall.end_s) for stall in timeline.stalls]
+        parts += _lane(number, stream, [_Rectangle.of(span) for span in spans], end_s)
+    waits = [_Rectangle("waiting", _WAITING, stall.start_s, stall.end_s) for stall in timeline.stalls]
     parts += _lane(len(lanes), "waiting", waits, end_s)
     parts += _axis(end_s, TOP + LANE * (len(lanes) + 1))
     return "\n".join([*parts, "</svg>"])
 
 
-class _Block:
+class _Rectangle:
     """Spans of one colour with nothing but a hair between them."""
 
     __slots__ = ("colour", "end_s", "label", "start_s")
@@ -105,12 +105,12 @@ class _Block:
         self.label, self.colour, self.start_s, self.end_s = label, colour, start_s, end_s
 
     @classmethod
-    def of(cls, span: Span) -> _Block:
+    def of(cls, span: Span) -> _Rectangle:
         label = span.phase.value if span.stream == COMPUTE else f"{span.name} {span.owner}"
         return cls(label, _COLOURS[span.phase], span.start_s, span.end_s)
 
 
-def _lane(number: int, name: str, blocks: list[_Block], end_s: float) -> list[str]:
+def _lane(number: int, name: str, blocks: list[_Rectangle], end_s: float) -> list[str]:
     y = TOP + LANE * number
     parts = [f'<text x="{LEFT - 8}" y="{y + LANE / 2 + 2}" text-anchor="end" fill="currentColor">{escape(name)}</text>']
     for block in _joined(blocks, hair_s=end_s / (WIDTH - LEFT) / 2):
@@ -122,20 +122,20 @@ def _lane(number: int, name: str, blocks: list[_Block], end_s: float) -> list[st
     return parts
 
 
-def _joined(blocks: list[_Block], hair_s: float) -> list[_Block]:
-    joined: list[_Block] = []
+def _joined(blocks: list[_Rectangle], hair_s: float) -> list[_Rectangle]:
+    joined: list[_Rectangle] = []
     for block in blocks:
         last = joined[-1] if joined else None
         if last is not None and last.colour == block.colour and block.start_s - last.end_s < hair_s:
             label = last.label if last.label == block.label else last.label.split()[0]
-            joined[-1] = _Block(label, last.colour, last.start_s, max(last.end_s, block.end_s))
+            joined[-1] = _Rectangle(label, last.colour, last.start_s, max(last.end_s, block.end_s))
         else:
             joined.append(block)
     return joined
 
 
 def _legend() -> list[str]:
-    entries = [(phase.value, colour) for phase, colour in _COLOURS.items() if phase is not Phase.SETUP]
+    entries = [(phase.value, colour) for phase, colour in _COLOURS.items() if phase is not StepPhase.SETUP]
     parts = []
     for number, (name, colour) in enumerate([*entries, ("waiting", _WAITING)]):
         x = LEFT + 130 * number

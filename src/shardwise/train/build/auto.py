@@ -12,9 +12,9 @@ from shardwise.errors import PlanError, UserError
 from shardwise.plan.hardware.calibration import QUICK, calibrate
 from shardwise.plan.hardware.devices import Hardware
 from shardwise.plan.report.report import full_name
-from shardwise.plan.search.evaluate import Evaluator
-from shardwise.plan.search.search import Objective, explore_family, gib, needed_bytes, nothing_fits, ranked
-from shardwise.plan.search.space import space
+from shardwise.plan.search.evaluator import Evaluator
+from shardwise.plan.search.exploration import Objective, explore_family, gib, needed_bytes, nothing_fits, ranked
+from shardwise.plan.search.space import search_space
 from shardwise.train.build.job import arguments_of, hardware_here, source_of
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
@@ -89,7 +89,7 @@ def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> 
     """The fastest strategy's forecast. Raises PlanError where none fits."""
     evaluate = Evaluator(source_of(config, text))
     objective = Objective.TOKENS_PER_S
-    families = space(arguments_of(config, ranks, hardware)).families
+    families = search_space(arguments_of(config, ranks, hardware)).families
     candidates = [c for family in families for c in explore_family(family, evaluate, None, objective)]
     exploration = ranked(candidates, objective, None)
     if exploration.best is None:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
-from shardwise.plan.models.source import Source
+from shardwise.plan.models.source import ModelSource
 from shardwise.train.config.schema import Config
 
 STEPS = 1000
@@ -16,7 +16,7 @@ STEPS = 1000
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def training_config(source: Source, job: Job, name: str) -> Config:
+def training_config(source: ModelSource, job: Job, name: str) -> Config:
     """The configuration that trains a planned job; it runs as it is, on data that are already there.
 
     Args:
@@ -61,7 +61,7 @@ def training_config(source: Source, job: Job, name: str) -> Config:
         raise PlanError(f"no training configuration can hold this plan: {place}: {detail['msg']}") from None
 
 
-def check_model(source: Source) -> None:
+def check_model(source: ModelSource) -> None:
     """Raise PlanError for a model that the trainer cannot train: one of transformers that is no language model."""
     if source.config is not None and not _is_language_model(source.config):
         raise PlanError(

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.calibration import packaged_name
 from shardwise.plan.hardware.devices import Hardware, find_device, with_usable_bytes
-from shardwise.plan.models.source import Source
+from shardwise.plan.models.source import ModelSource
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.config.schema import Config
 from shardwise.train.ranks import Ranks
@@ -54,10 +54,10 @@ def job_of(config: Config, ranks: Ranks, hardware: Hardware) -> Job:
     return Job(**arguments_of(config, ranks, hardware))
 
 
-def source_of(config: Config, text: TextShape) -> Source:
+def source_of(config: Config, text: TextShape) -> ModelSource:
     """The run's model, built on the meta device and without its weights."""
     blank = config.model.model_copy(update={"weights": None, "init": "meta"})
-    return Source(title=config.log.name, build=lambda: build_model(blank, text))
+    return ModelSource(title=config.log.name, build=lambda: build_model(blank, text))
 
 
 def hardware_here(config: Config, device: torch.device) -> Hardware:

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, one_line
 from shardwise.plan.models.factory import load_factory
-from shardwise.plan.models.sizes import check_sizes
+from shardwise.plan.models.transformers_models import check_sizes
 from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import ModelConfig

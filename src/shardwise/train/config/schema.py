@@ -20,6 +20,7 @@ from pydantic import (
 
 from shardwise.errors import ConfigError, MeshError
 from shardwise.policy.strategy import LEAST_SLOTS
+from shardwise.suggest import divisors
 
 StrategyName = Literal[
     "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2"
@@ -231,7 +232,7 @@ def _check_groups(parallel: ParallelConfig, world_size: int) -> None:
         if world_size % group:
             raise MeshError(
                 f"parallel.shard_group={group} does not divide the {world_size} ranks; "
-                f"use one of {_divisors(world_size)} or another number of ranks"
+                f"use one of {divisors(world_size)} or another number of ranks"
             )
         expected = 1 if parallel.strategy == "no_shard" else world_size
         if parallel.strategy not in {*HYBRID_STRATEGIES, "auto"} and group != expected:
@@ -244,9 +245,5 @@ def _check_groups(parallel: ParallelConfig, world_size: int) -> None:
     if smaller is not None and not isinstance(smaller, bool) and whole % smaller:
         raise MeshError(
             f"parallel.reshard_after_forward={smaller} does not divide the shard group of {whole} ranks; "
-            f"use one of {_divisors(whole)}, true or false"
+            f"use one of {divisors(whole)}, true or false"
         )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -11,8 +11,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import OutOfMemory, UserError
 from shardwise.plan.report.report import parts
-from shardwise.plan.search.evaluate import Evaluator
-from shardwise.plan.search.search import gib
+from shardwise.plan.search.evaluator import Evaluator
+from shardwise.plan.search.exploration import gib
 from shardwise.policy.kinds import KINDS
 from shardwise.train.build.job import hardware_here, job_of, source_of
 from shardwise.train.build.models import TextShape

@@ -1,0 +1,147 @@
+"""One forward as training makes it: synthetic inputs, and the loss of the outputs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.errors import PlanError
+from shardwise.plan.dry_run.job import Job
+
+_IMAGE_CHANNELS = 3
+
+
+class TrainingForward:
+    """Calls a model as training would. Make it before the model is sharded: it looks at the model's own signature.
+
+    A model may define its own inputs: `example_inputs(micro_batch, seq_len)`, a dict of keyword arguments for
+    its forward. Otherwise it takes its `main_input_name` (transformers), or token ids. It returns the loss,
+    or an object with `.loss` or `.logits`, or logits [batch, seq_len, vocab].
+    """
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        self._job = job
+        self._config: Any = getattr(model, "config", None)
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_labels = "labels" in parameters
+        self._first = next(iter(parameters), "input_ids")
+        self._main = getattr(model, "main_input_name", None) or self._first
+        self._own = getattr(model, "example_inputs", None)
+        if job.loss == "chunked":
+            chunk_head(model)
+        self._no_cache = {"use_cache": False} if hasattr(self._config, "use_cache") else {}
+
+    def inputs(self) -> dict[str, Any]:
+        """One micro-batch, as keyword arguments."""
+        job = self._job
+        if self._own is not None:
+            inputs: dict[str, Any] = self._own(job.micro_batch, job.seq_len)
+            return inputs
+        if self._main == "pixel_values":
+            size = getattr(self._config, "image_size", 224)
+            height, width = size if isinstance(size, tuple | list) else (size, size)
+            channels = getattr(self._config, "num_channels", _IMAGE_CHANNELS)
+            inputs = {"pixel_values": torch.zeros(job.micro_batch, channels, height, width)}
+            labels = torch.zeros(job.micro_batch, dtype=torch.int64)
+        elif self._main in {"input_values", "input_features"}:
+            raise PlanError(
+                f"the model takes {self._main}, of which a plan cannot know the size: give it a method "
+                "example_inputs(micro_batch, seq_len) that returns a dict of its forward's arguments"
+            )
+        else:
+            labels = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.int64)
+            inputs = {self._main: labels.clone(), **self._no_cache}
+        if self._takes_labels and self._job.loss == "model":
+            inputs["labels"] = labels
+        return inputs
+
+    def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """One forward. Raises PlanError where its outputs give no loss."""
+        output = model(**inputs)
+        name = type(model).__name__
+        own = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if isinstance(logits, Tensor) and logits.ndim > 0:
+            own = own if own is not logits else None
+            if own is None:
+                return fused_loss(logits) if self._job.loss == "fused" else _cross_entropy(logits)
+        elif self._job.loss == "chunked":
+            own = logits
+        if not isinstance(own, Tensor) or own.numel() != 1:
+            raise PlanError(f"{name} returned {type(output).__name__} and no loss: return the loss, or logits")
+        if self._job.loss == "fused":
+            raise PlanError(f"loss='fused' is taken of logits, but {name} returns its own loss: plan loss='model'")
+        return own
+
+
+def _cross_entropy(logits: Tensor) -> Tensor:
+    """In fp32, as training takes it."""
+    targets = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """One kernel each way: logits are read, their gradient is written in their own dtype; a row's sum is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        rows = logits.sum(-1, dtype=torch.float32)
+        ctx.save_for_backward(logits, rows)
+        loss: Tensor = rows.mean()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        logits, _ = ctx.saved_tensors
+        gradient: Tensor = logits * 1
+        return gradient
+
+
+def fused_loss(logits: Tensor) -> Tensor:
+    """Cross entropy in one kernel, as compilers and Triton make it.
+
+    Args:
+        logits: [..., vocab].
+    """
+    loss: Tensor = _FusedCrossEntropy.apply(logits)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def chunk_head(model: nn.Module) -> None:
+    """Have the model's head return the loss instead of logits, some tokens at a time: a chunk's logits are computed
+    again in backward. In place; before the model is sharded.
+
+    A chunk has as many tokens as make its logits as large as the head's input (Liger kernels, arXiv:2410.10989).
+
+    Raises:
+        PlanError: the model does not name its head.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if not isinstance(head, nn.Linear):
+        raise PlanError(
+            f"loss='chunked' needs the head of {type(model).__name__}: give it a method get_output_embeddings() that "
+            "returns its nn.Linear"
+        )
+    project: Callable[[Tensor], Tensor] = head.forward
+    shrink = math.ceil(head.out_features / head.in_features)
+
+    def loss(hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, -2)
+        chunks = tokens.split(max(1, math.ceil(tokens.shape[0] / shrink)))
+        parts = [checkpoint(_chunk_loss, project, chunk, use_reentrant=False) for chunk in chunks]
+        return torch.stack(parts).sum()
+
+    head.__dict__["forward"] = loss
+
+
+def _chunk_loss(project: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    logits = project(tokens)
+    return F.cross_entropy(logits.float(), torch.zeros(logits.shape[0], dtype=torch.int64), reduction="sum")

@@ -1,0 +1,279 @@
+"""One rank of any world, run dry: the real engine on fake tensors, with collectives that only record their calls."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.shard import require_engine, shard
+from shardwise.engine.units.arena import Slot, storage_key
+from shardwise.engine.units.parameters import ParameterState
+from shardwise.engine.units.unit import Unit
+from shardwise.errors import PlanError, UserError, one_line
+from shardwise.model_tools.activation_checkpointing import checkpoint_units
+from shardwise.plan.dry_run.compilation import kept_bytes
+from shardwise.plan.dry_run.forward import TrainingForward
+from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recorder import Recorder
+from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
+from shardwise.plan.dry_run.traced_collectives import TracedCollectives, traced_mesh
+from shardwise.sharded.parameter import ShardedParameter
+
+_MAX_NORM = 1.0
+_BATCH_SEQUENCE_WIDTH = 3
+"""Dimensions of what blocks of transformers are given."""
+
+
+def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recording:
+    """The events of one steady-state step of one rank, from the engine that will train.
+
+    Nothing is computed and no process group is needed: this process plays one rank. Time and memory depend on the
+    number of operations, not on sizes.
+
+    Args:
+        builder: builds the model; called on the meta device, under fake tensors.
+        job: the run.
+        rank: whose step, below job.world_size. All hold equally much.
+
+    Raises:
+        PlanError: the model cannot be run without its numbers, or gives no loss.
+        ConfigError, LayoutError: as `sw.shard`.
+    """
+    if not 0 <= rank < job.world_size:
+        raise PlanError(f"rank={rank}: there are ranks 0 to {job.world_size - 1}")
+    recorder = Recorder()
+    with _without_collection(), FakeTensorMode(allow_non_fake_inputs=True), device_kernels(job), _explained():
+        with recorder:
+            model = _built(builder)
+            run = _DryRun(model, job, rank, recorder)
+            with recorder.following(model, run.blocks), full_sequences(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                run.step()
+                run.step_recorded()
+            events = recorder.stop()
+        facts = run.facts()
+        del run, model
+    return Recording(job, facts, events, rank)
+
+
+def _built(builder: Callable[[], nn.Module]) -> nn.Module:
+    """The model on the meta device. Constructors that look at numbers of their own are run on the CPU's real ones."""
+    try:
+        with torch.device("meta"):
+            return builder()
+    except (DynamicOutputShapeException, DataDependentOutputException):
+        with unset_fake_temporarily(), torch.device("meta"):
+            model = builder()
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.device.type != "meta":
+                fake = torch.empty_like(tensor)
+                held: Any = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = held
+    return model
+
+
+class _DryRun:
+    """The model, sharded, with its optimizer."""
+
+    def __init__(self, model: nn.Module, job: Job, rank: int, recorder: Recorder) -> None:
+        self.job = job
+        self.recorder = recorder
+        self.feed = TrainingForward(model, job)
+        self.model = shard(
+            model,
+            job.strategy,
+            mesh=traced_mesh(recorder, rank, job),
+            units=job.units,
+            precision=job.precision,
+            reshard_after_forward=job.reshard_after_forward,
+            slots=job.slots,
+        )
+        self.engine = require_engine(model)
+        checkpoint_units(model, job.activation_checkpointing)
+        self.optimizer = _optimizer(model, job.optimizer)
+        self.blocks = _blocks(self.engine)
+        _trace_engine(self.engine, recorder)
+
+    def step(self) -> None:
+        for _ in range(self.job.accumulation):
+            self.micro_batch()
+        self.update()
+
+    def step_recorded(self) -> None:
+        self.recorder.start(_kinds(self.engine, self.model, self.optimizer))
+        self.step()
+
+    def micro_batch(self) -> None:
+        self.recorder.stage = StepPhase.FORWARD
+        inputs = self.feed.inputs()
+        loss = self.feed.loss(self.model, inputs)
+        if self.job.accumulation > 1:
+            loss = loss / self.job.accumulation
+        self.recorder.stage = StepPhase.BACKWARD
+        loss.backward()
+
+    def update(self) -> None:
+        self.recorder.stage = StepPhase.OPTIMIZER
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_NORM, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def facts(self) -> Facts:
+        """About the model; after a step."""
+        args, kwargs = self.recorder.first_block_inputs or ((), {})
+        shape: tuple[int, ...] = next((tuple(arg.shape) for arg in args if isinstance(arg, Tensor)), ())
+        units = self.engine.units
+        parameters = list(self.model.parameters())
+        return Facts(
+            name=type(self.model).__name__,
+            params=sum(p.numel() for p in parameters),
+            trainable=sum(p.numel() for p in parameters if p.requires_grad),
+            layers=len(self.blocks),
+            width=shape[-1] if shape else 0,
+            embeddings=_embeddings(self.model),
+            sequence=shape[1] if len(shape) == _BATCH_SEQUENCE_WIDTH else self.job.seq_len,
+            unit_bytes={unit.fqn: unit.parameters.unsharded_bytes for unit in units},
+            unit_reduce_bytes={unit.fqn: unit.gradients.reduce_bytes for unit in units},
+            unit_shard_bytes={unit.fqn: unit.parameters.shard_bytes for unit in units},
+            kept_bytes=self._kept(args, kwargs),
+        )
+
+    def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+        """Of compiled blocks. Where whole blocks recompute, checkpoints keep their inputs, compiled or not."""
+        whole = self.job.recomputation.every and not self.job.recomputation.selective
+        if not self.job.compile or whole or not self.blocks or not (args or kwargs):
+            return {}
+        fqns = {id(unit.module): unit.fqn for unit in self.engine.units}
+        dtype = next(group.dtypes.compute for unit in self.engine.units for group in unit.groups)
+        nbytes = kept_bytes(self.blocks[0], args, kwargs, dtype, self.job.recomputation.selective)
+        return {fqns[id(block)]: nbytes for block in self.blocks}
+
+
+def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """As the trainer builds it: no weight decay for parameters of one dimension."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: Any = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if name == "adamw-foreach":
+        return torch.optim.AdamW(groups, foreach=True)
+    if name in {"sgd", "momentum"}:
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9 if name == "momentum" else 0.0, fused=True)
+    return (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(groups, fused=True)
+
+
+def _blocks(engine: Engine) -> list[nn.Module]:
+    """Units of the class that most units with submodules are of."""
+    modules = [unit.module for unit in engine.units[1:] if next(unit.module.children(), None) is not None]
+    counts = Counter(type(module) for module in modules)
+    return [module for module in modules if type(module) is counts.most_common(1)[0][0]]
+
+
+def _embeddings(model: nn.Module) -> int:
+    """Elements of input embeddings that stand nowhere else."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    others = (module for module in model.modules() if not isinstance(module, nn.Embedding))
+    elsewhere = {id(p) for module in others for p in module._parameters.values()}
+    return sum({id(t.weight): t.weight.numel() for t in tables if id(t.weight) not in elsewhere}.values())
+
+
+def _trace_engine(engine: Engine, recorder: Recorder) -> None:
+    """Have units and collectives report to the recorder."""
+    for unit in engine.units:
+        _listen(unit, recorder)
+    slots: dict[int, Slot[Unit]] = {}
+
+    def unit_of(memory: Tensor) -> str | None:
+        key = storage_key(memory)
+        if key not in slots:
+            slots.clear()
+            for slot in (*(slot for arena in engine.unsharder.arenas for slot in arena.slots), *engine.reducer.slots):
+                slots[slot.key] = slot
+        known = slots.get(key)
+        return known.holder.fqn if known is not None and known.holder is not None else None
+
+    for group in engine.mesh.groups:
+        if isinstance(group, TracedCollectives):
+            group.unit_of = unit_of
+
+
+def _listen(unit: Unit, recorder: Recorder) -> None:
+    def moved(old: ParameterState, new: ParameterState) -> None:
+        if new is ParameterState.IN_USE:
+            recorder.mark("gather", unit.fqn)
+        elif old is ParameterState.IN_USE:
+            recorder.mark("release", unit.fqn)
+
+    unit.parameters.listen(moved)
+    unit.gradients.listen(lambda grad: recorder.gradient(grad, unit.fqn))
+
+
+def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Storages that the engine, the optimizer and the model's buffers hold, by kind; as `sw.memory` counts them."""
+    kinds: dict[int, str] = {}
+
+    def put(kind: str, tensors: Iterator[Tensor | None]) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                kinds.setdefault(storage_key(tensor), kind)
+
+    groups = [group for unit in engine.units for group in unit.groups]
+    put("param_shards", (group.shard for group in groups))
+    put("param_shards", (piece for unit in engine.units for piece in unit.parameters.secondary))
+    put("gathered_slots", (slot.buffer.bytes for arena in engine.unsharder.arenas for slot in arena.slots))
+    put("grad_shards", (group.grad_shard for group in groups))
+    put("reduce_slots", (slot.buffer.bytes for slot in engine.reducer.slots))
+    state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    put("optimizer", (value.local if isinstance(value, ShardedParameter) else value for value in state))
+    put("buffers", iter(model.buffers()))
+    return kinds
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Have storages die when their last reference goes, not when the collector comes by."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Errors of model code that cannot be run on fake tensors, in one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise PlanError(
+            f"the model's code decides by its tensors' values ({one_line(error)}), which a dry run has not: give it a "
+            "path of fixed shapes, or plan a model without it"
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise PlanError(f"the model cannot be run dry: {one_line(error)} has no shape function") from error
+    except Exception as error:
+        raise PlanError(f"the model cannot be run dry: {one_line(error, with_type=True)}") from error

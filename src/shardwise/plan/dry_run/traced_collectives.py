@@ -1,0 +1,78 @@
+"""Dry collectives that record every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.dry import DryCollectives
+from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Work
+from shardwise.engine.mesh import Mesh
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recorder import Pending, Recorder
+
+
+class TracedCollectives(DryCollectives):
+    """One group of a dry run. A group of one moves nothing and records nothing."""
+
+    def __init__(self, group: str, rank: int, world_size: int, recorder: Recorder) -> None:
+        """`group`: shard, replicate or secondary."""
+        super().__init__(rank, world_size, torch.device("cpu"))
+        self.group = group
+        self.begins_reduction = self.ends_reduction = False
+        """Whether a unit's gradients come here first, and last."""
+        self.unit_of: Callable[[Tensor], str | None] = lambda memory: None
+        """The fqn of the unit in whose slot a tensor is."""
+        self._recorder = recorder
+
+    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+        work = super().all_gather(buffer, regions, label)
+        nbytes = sum(region.shard_bytes for region in regions) * self.world_size
+        return self._issue("all_gather", nbytes, self.unit_of(buffer.bytes), work)
+
+    def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
+        unit = self.unit_of(buffer.bytes)
+        nbytes = sum(reduction.flat.nbytes for reduction in reductions)
+        return self._reduce("reduce_scatter", nbytes, unit, super().reduce_scatter(buffer, reductions, label))
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
+        return self._reduce(
+            "all_reduce", tensor.nbytes, self.unit_of(tensor), super().all_reduce(tensor, op, after, label)
+        )
+
+    def _reduce(self, op: str, nbytes: int, unit: str | None, work: Work) -> Work:
+        if unit is None:  # a norm, flags
+            return self._issue(op, nbytes, unit, work)
+        if self.begins_reduction:
+            self._recorder.mark("grads", unit)
+        issued = self._issue(op, nbytes, unit, work)
+        if not self.ends_reduction:
+            return issued
+
+        def over() -> None:
+            issued.wait()
+            self._recorder.mark("reduced", unit)
+
+        return Pending(over)
+
+    def _issue(self, op: str, nbytes: int, unit: str | None, work: Work) -> Work:
+        if self.world_size == 1:
+            return work
+        return self._recorder.issue(op, self.group, nbytes, self.world_size, unit or "")
+
+
+def traced_mesh(recorder: Recorder, rank: int, job: Job) -> Mesh:
+    """The groups of one rank; ranks of a shard group are neighbours."""
+    shards, replicas = job.shard_ranks, job.replicas
+    asked = job.reshard_after_forward
+    secondary = None if isinstance(asked, bool) or asked in {None, 1} else asked
+    shard = TracedCollectives("shard", rank % shards, shards, recorder)
+    replicate = TracedCollectives("replicate", rank // shards, replicas, recorder)
+    first, last = (shard if shards > 1 or replicas == 1 else replicate), (replicate if replicas > 1 else shard)
+    first.begins_reduction = last.ends_reduction = True
+    smaller = None
+    if secondary is not None and shards not in {1, secondary}:
+        smaller = TracedCollectives("secondary", shard.rank % secondary, secondary, recorder)
+    return Mesh(shard, replicate, torch.device("cpu"), secondary=smaller, secondary_size=secondary)

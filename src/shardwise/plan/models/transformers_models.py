@@ -1,0 +1,152 @@
+"""transformers configurations: checked, completed, built into models on the meta device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import PlanError, UserError, one_line
+from shardwise.suggest import did_you_mean
+
+# The head that training needs, for models whose configuration does not name their class, in order of preference.
+_AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageClassification",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModel",
+)
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' progress bars and advice off a terminal that belongs to something else."""
+    from transformers.utils import logging as transformers_logging
+
+    hub: Any = transformers_logging  # untyped
+    hub.disable_progress_bar()
+    hub.set_verbosity_error()
+
+
+def check_model_type(model_type: str, where: str) -> None:
+    """Raise PlanError for a type that transformers does not know. `where` begins the message."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise PlanError(
+            f"{where}: model_type {model_type!r} is unknown to transformers{did_you_mean(model_type, CONFIG_MAPPING)}; "
+            "give code of your own as module:function"
+        )
+
+
+_NOT_THE_SHAPE = ("transformers_version", "dtype", "torch_dtype")
+"""The dtype is decided by the precision, as in training."""
+
+
+def normalised_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's own keys, under the names that the installed transformers has for them."""
+    filled = complete_config(config).to_diff_dict()
+    renamed = {"rope_parameters"} if _ROTARY & config.keys() else set()
+    said = [key for key in (*config, *renamed) if key not in _ROTARY and key not in _NOT_THE_SHAPE]
+    values = {key: filled.get(key, config.get(key)) for key in said}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+_ROTARY = {"rope_theta", "rope_scaling"}
+"""What transformers 5 calls `rope_parameters`."""
+
+
+def complete_config(config: Mapping[str, Any]) -> Any:
+    """The configuration as an object of transformers. Raises PlanError where it takes it for none."""
+    from transformers import CONFIG_MAPPING
+
+    values = json.loads(json.dumps(config))  # transformers takes nested tables for its own
+    model_type = values.pop("model_type")
+    check_sizes(model_type, SimpleNamespace(**values), PlanError)  # before transformers divides by them
+    with _errors_on_one_line(model_type):
+        filled = CONFIG_MAPPING[model_type](
+            **{key: value for key, value in values.items() if key not in _NOT_THE_SHAPE}
+        )
+    check_sizes(model_type, filled, PlanError)
+    return filled
+
+
+def build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
+    """Build a configuration's model for training, on the current default device.
+
+    Args:
+        config: with its "model_type".
+        attention: transformers' name of the implementation: "sdpa" or "eager".
+
+    Raises:
+        PlanError: transformers cannot build it.
+    """
+    filled = complete_config(config)
+    if getattr(filled, "use_cache", None):
+        filled.use_cache = False  # keys and values kept for generation are no part of a training step
+    with _errors_on_one_line(config["model_type"]):
+        model: nn.Module = _model_class(filled)(filled, attention)
+    return model.train()
+
+
+@contextmanager
+def _errors_on_one_line(model_type: str) -> Iterator[None]:
+    """Errors of transformers as a PlanError of one line."""
+    try:
+        yield
+    except Exception as error:  # transformers does not check values: any exception may come
+        if "scaled_dot_product_attention" in str(error):
+            raise PlanError(
+                f'{model_type} has no fused attention in transformers: plan it with attention "eager"'
+            ) from error
+        raise PlanError(f"transformers cannot build this {model_type}: {one_line(error, with_type=True)}") from error
+
+
+def _model_class(config: Any) -> Callable[[Any, str], nn.Module]:
+    """How to build a configuration: with the class that it names, else the first head that there is for its type."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        named = getattr(transformers, name, None)
+        if named is not None:
+            return lambda filled, attention: named._from_config(filled, attn_implementation=attention)
+    for name in _AUTO_CLASSES:
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            return lambda filled, attention: auto.from_config(filled, attn_implementation=attention)
+    raise ValueError(f"it has no model for {type(config).__name__}")
+
+
+_LEAST = {
+    "num_hidden_layers": 0,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "hidden_size": 1,
+    "intermediate_size": 1,
+    "vocab_size": 1,
+}
+
+
+def check_sizes(model_type: str, config: object, error: type[UserError]) -> None:
+    """Raise `error` for a configuration that no model of the type can have; see `impossible_size`."""
+    if wrong := impossible_size(config):
+        raise error(f"there is no such {model_type}: {wrong}")
+
+
+def impossible_size(config: object) -> str | None:
+    """What is wrong with a configuration's counts and widths, in a few words; None if nothing is.
+
+    config: any transformers configuration; sizes that it does not have, or has by layer, are left alone.
+    """
+    counts = {name: value for name in _LEAST if type(value := getattr(config, name, None)) is int}
+    for name, value in counts.items():
+        if value < _LEAST[name]:
+            return f"{name}={value} is less than {_LEAST[name]}"
+    heads, shared = counts.get("num_attention_heads"), counts.get("num_key_value_heads")
+    if heads is not None and shared is not None and heads % shared:
+        return f"num_attention_heads={heads} is no multiple of num_key_value_heads={shared}"
+    return None

@@ -1,0 +1,89 @@
+"""Forecasts of many jobs of one model, with as few dry runs as that takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recording import Recording
+from shardwise.plan.dry_run.step import record
+from shardwise.plan.models.source import ModelSource
+from shardwise.plan.simulate.forecast import Forecast, forecast_of
+from shardwise.plan.simulate.scaling import SMALLEST, scaled
+
+STEADY = 3
+"""Micro-batches of a step after which nothing new happens."""
+_KEPT = 2
+"""Recordings of a kind that are kept to make others from."""
+
+
+class Evaluator:
+    """Forecasts jobs of one model. A job that differs from two recorded ones in its micro-batch alone is not recorded:
+    its recording is made from theirs (`scaling`)."""
+
+    def __init__(self, source: ModelSource, scale: bool = True) -> None:
+        """
+        Args:
+            source: the model.
+            scale: whether recordings may be made from others.
+        """
+        self._source = source
+        self._scale = scale
+        self._kind: Job | None = None
+        self._kept: list[Recording] = []
+        """Of jobs of this kind."""
+        self.recorded = 0
+        """Dry runs so far."""
+
+    def __call__(self, job: Job) -> Forecast:
+        """A job's forecast, without the events that it was read off: of hundreds they would fill the memory."""
+        whole = self.whole(job)
+        return replace(whole, recording=replace(whole.recording, events=()))
+
+    def whole(self, job: Job) -> Forecast:
+        """A job's forecast, events and timeline included.
+
+        From the third on, every micro-batch of a step holds as much and takes as long as the one before it. So longer
+        accumulations are forecast from steps of two and three micro-batches, and have the timeline of three.
+        """
+        if job.accumulation <= STEADY or not self._scale:
+            return forecast_of(self.recording(job))
+        two, three = (forecast_of(self.recording(replace(job, accumulation=n))) for n in (STEADY - 1, STEADY))
+        return _longer(two, three, job)
+
+    def recording(self, job: Job) -> Recording:
+        """A job's recording, made from others where that is exact.
+
+        Raises:
+            PlanError: the model cannot be built or run dry.
+        """
+        kind = replace(job, micro_batch=1)
+        if kind != self._kind:  # a search takes one kind after the other; old recordings are only in the way
+            self._kind, self._kept = kind, []
+        kept = self._kept
+        if self._scale and len(kept) == _KEPT:
+            made = scaled(kept[0], kept[1], job.micro_batch)
+            if made is not None:
+                return made
+        recording = record(self._source.builder(job.attention), job)
+        self.recorded += 1
+        if job.micro_batch >= SMALLEST and len(kept) < _KEPT:
+            kept.append(recording)
+        return recording
+
+
+def _longer(two: Forecast, three: Forecast, job: Job) -> Forecast:
+    """The forecast of a longer accumulation: each further micro-batch adds as much as the third."""
+    more = job.accumulation - STEADY
+    step_time_s = three.step_time_s + more * (three.step_time_s - two.step_time_s)
+    faster = job.accumulation / STEADY * three.step_time_s / step_time_s
+    return replace(
+        three,
+        job=job,
+        step_time_s=step_time_s,
+        tokens_per_s_per_gpu=three.tokens_per_s_per_gpu * faster,
+        mfu=three.mfu * faster,
+        exposed_comm_s=three.exposed_comm_s + more * (three.exposed_comm_s - two.exposed_comm_s),
+        bytes_sent_per_rank=three.bytes_sent_per_rank + more * (three.bytes_sent_per_rank - two.bytes_sent_per_rank),
+        flops_per_rank=three.flops_per_rank + more * (three.flops_per_rank - two.flops_per_rank),
+    )

@@ -1,0 +1,319 @@
+"""Search: which configurations fit, which of them is best, what holds each back, and why the others fall out."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+from shardwise.errors import PlanError
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.search.space import Family
+from shardwise.plan.simulate.forecast import Forecast
+
+Evaluate = Callable[[Job], Forecast]
+
+WAITING_SHARE = 0.2
+"""Of a step that waits for the network, from which on the network is what holds a configuration back."""
+
+
+LARGEST_CLUSTER_NODES = 4096
+"""Where the search for a cluster gives up."""
+
+
+class Objective(enum.Enum):
+    """What is best."""
+
+    TOKENS_PER_S = "tokens_per_s"
+    """The most tokens a second and GPU."""
+    MEMORY = "memory"
+    """The least memory."""
+    MICRO_BATCH = "micro_batch"
+    """The largest micro-batch, then the most tokens a second."""
+
+    @classmethod
+    def parse(cls, value: Objective | str) -> Objective:
+        """A member from itself or its name. Raises PlanError."""
+        if isinstance(value, cls):
+            return value
+        names = [member.value for member in cls]
+        if value not in names:
+            raise PlanError(f"objective={value!r}: one of {', '.join(names)}")
+        return cls(value)
+
+    def key(self, forecast: Forecast) -> tuple[float, ...]:
+        """Smaller is better; ties go to what needs less memory."""
+        if self is Objective.MEMORY:
+            return (needed_bytes(forecast), -forecast.tokens_per_s_per_gpu)
+        speed = (-forecast.tokens_per_s_per_gpu, needed_bytes(forecast))
+        return speed if self is Objective.TOKENS_PER_S else (-forecast.job.micro_batch, *speed)
+
+
+class Verdict(enum.Enum):
+    """What a search found out about one configuration."""
+
+    FITS = "fits"
+    TOO_LARGE = "too large"
+    """The forecast needs more than there is."""
+    IMPLIED = "too large, as a smaller batch is"
+    """Not forecast: a smaller micro-batch holds more live bytes than there are, and a larger one never holds fewer."""
+    SLOWER = "slower"
+    """Not forecast: the same without recomputation fits, and recomputation only adds work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One configuration and the search's verdict on it."""
+
+    job: Job
+    verdict: Verdict
+    forecast: Forecast | None
+    """None where the verdict follows without one."""
+    limited_by: str
+    """What holds it back, or why it falls out: memory, network, compute; or a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exploration:
+    """All configurations of a search."""
+
+    candidates: tuple[Candidate, ...]
+    """Those that fit first, best first; then those that do not, the nearest first; then those not forecast."""
+    budget_bytes: int | None
+    """Of one GPU, for everything; None: the device's usable bytes."""
+    left_out: tuple[tuple[Job, str], ...] = ()
+    """As `SearchSpace.left_out`."""
+
+    @property
+    def fitting(self) -> list[Candidate]:
+        """Best first."""
+        return [candidate for candidate in self.candidates if candidate.verdict is Verdict.FITS]
+
+    @property
+    def best(self) -> Forecast | None:
+        return self.fitting[0].forecast if self.fitting else None
+
+
+def needed_bytes(forecast: Forecast) -> int:
+    """Everything that a GPU must have: reserved bytes, the device's context, NCCL's buffers."""
+    return forecast.reserved_memory_bytes + forecast.context_bytes + forecast.nccl_bytes
+
+
+def available_bytes(forecast: Forecast, budget_bytes: int | None = None) -> int:
+    """Bytes that a GPU has for `needed_bytes`: its usable bytes, or the budget where that is less."""
+    return forecast.usable_bytes if budget_bytes is None else min(budget_bytes, forecast.usable_bytes)
+
+
+def explore_family(
+    family: Family, evaluate: Evaluate, budget_bytes: int | None, objective: Objective
+) -> Iterator[Candidate]:
+    """Judge a family's configurations one after the other, and forecast only those that need it.
+
+    Two rules, both exact, spare forecasts. Live bytes do not fall when the micro-batch grows, so nothing
+    larger fits where live bytes alone exceed the budget. Recomputation adds kernels to the same order of events, so it
+    is never faster than the same batch without it; the search for speed leaves it out where that fits.
+    """
+    fitting: set[tuple[int, int]] = set()
+    for mode in family.modes:
+        hopeless: list[Job] = []
+        for batch in family.batches:
+            job = family.job(mode, *batch)
+            smaller = next((other for other in hopeless if _implies(other, job)), None)
+            if smaller is not None:
+                yield Candidate(job, Verdict.IMPLIED, None, f"as micro-batch {smaller.micro_batch}, or more")
+            elif mode != "none" and batch in fitting and objective is Objective.TOKENS_PER_S:
+                yield Candidate(job, Verdict.SLOWER, None, "fits without recomputing, which is faster")
+            else:
+                candidate = judge(evaluate(job), budget_bytes)
+                if candidate.verdict is Verdict.FITS and mode == "none":
+                    fitting.add(batch)
+                if candidate.forecast is not None and _is_hopeless(candidate.forecast, budget_bytes):
+                    hopeless.append(job)
+                yield candidate
+
+
+def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
+    """Whether a forecast fits, and what holds it back."""
+    needs, has = needed_bytes(forecast), available_bytes(forecast, budget_bytes)
+    if needs > has:
+        return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why_too_large(forecast, has))
+    return Candidate(forecast.job, Verdict.FITS, forecast, _slowed_by(forecast))
+
+
+_SINGULAR = {"optimizer": "the optimizer takes", "other": "other memory takes"}
+"""Kinds of memory that are no plural."""
+
+
+def why_too_large(forecast: Forecast, has_bytes: int) -> str:
+    """The bytes needed, the bytes available and the kind of memory that takes most, in words."""
+    kind, largest = max(forecast.memory.items(), key=lambda item: item[1])
+    needs = needed_bytes(forecast)
+    return f"needs {gib(needs)} of {gib(has_bytes)} GiB; {_SINGULAR.get(kind, f'{kind} take')} {gib(largest)}"
+
+
+def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: int | None) -> Exploration:
+    """Put candidates in order. Where the next larger micro-batch does not fit, memory is what holds one back."""
+    everything = list(candidates)
+    larger_fails = {
+        _family_key(candidate.job)
+        for candidate in everything
+        if candidate.verdict in (Verdict.TOO_LARGE, Verdict.IMPLIED)
+    }
+
+    def order(candidate: Candidate) -> tuple[float, ...]:
+        if candidate.forecast is None:
+            return (2.0,)
+        if candidate.verdict is Verdict.FITS:
+            return (0.0, *objective.key(candidate.forecast))
+        return (1.0, needed_bytes(candidate.forecast))
+
+    ordered = sorted(everything, key=order)
+    settled = [
+        replace(candidate, limited_by="memory")
+        if candidate.verdict is Verdict.FITS
+        and candidate.limited_by == "compute"
+        and _family_key(candidate.job) in larger_fails
+        and _is_largest(candidate.job, everything)
+        else candidate
+        for candidate in ordered
+    ]
+    return Exploration(tuple(settled), budget_bytes)
+
+
+def nothing_fits(exploration: Exploration) -> PlanError:
+    """The error for a search without a single configuration that fits: what came nearest, and what would help."""
+    nearest = next(candidate for candidate in exploration.candidates if candidate.forecast is not None)
+    forecast, job = nearest.forecast, nearest.job
+    assert forecast is not None
+    has = available_bytes(forecast, exploration.budget_bytes)
+    return PlanError(
+        f"nothing fits {_gpus(job)}: the nearest, {describe(job)}, {why_too_large(forecast, has)}; {ways_out(job)}"
+    )
+
+
+def ways_out(job: Job) -> str:
+    """What to change where a job does not fit, as far as the job itself shows."""
+    ways = []
+    if job.micro_batch > 1:
+        ways.append("a smaller micro-batch")
+    if job.recomputation.every == 0:
+        ways.append("activation checkpointing")
+    if not job.strategy.sharded or job.strategy.keeps_params or job.strategy.replicated:
+        ways.append("full_shard")
+    return f"use {', '.join([*ways, 'more GPUs'])} or a GPU with more memory"
+
+
+def largest_micro_batch(evaluate: Evaluate, job: Job, budget_bytes: int | None = None) -> Forecast | None:
+    """The largest micro-batch with which a job fits: doubled until it does not, then bisected.
+
+    Returns:
+        Its forecast; None where not even one sequence fits.
+    """
+
+    def with_batch(size: int) -> Candidate:
+        return judge(evaluate(replace(job, micro_batch=size)), budget_bytes)
+
+    low, high, best = 0, 1, None
+    while (candidate := with_batch(high)).verdict is Verdict.FITS:
+        best, low, high = candidate.forecast, high, high * 2
+    return _bisect(low, high, best, with_batch, fits_below=True)
+
+
+def smallest_cluster(evaluate: Evaluate, job: Job, budget_bytes: int | None = None) -> Forecast | None:
+    """The fewest GPUs on which a job fits: within one node first, then whole nodes.
+
+    Args:
+        job: its `gpus_per_node` is a full node; its `nodes`, its `shard_group` and a number of ranks to reshard to are
+            not looked at.
+
+    Returns:
+        The forecast there; None where `LARGEST_CLUSTER_NODES` nodes are too few.
+    """
+    full = job.gpus_per_node
+    resharding = job.reshard_after_forward if isinstance(job.reshard_after_forward, bool) else None
+
+    def with_size(size: int) -> Candidate:
+        """Sizes count GPUs up to a full node, nodes beyond it."""
+        nodes, gpus = (1, size) if size <= full else (size - full + 1, full)
+        smaller = replace(job, nodes=nodes, gpus_per_node=gpus, shard_group=None, reshard_after_forward=resharding)
+        return judge(evaluate(smaller), budget_bytes)
+
+    low, nodes = 0, 1
+    while (candidate := with_size(full + nodes - 1)).verdict is not Verdict.FITS:
+        low, nodes = full + nodes - 1, nodes * 2
+        if nodes > LARGEST_CLUSTER_NODES:
+            return None
+    return _bisect(low, full + nodes - 1, candidate.forecast, with_size, fits_below=False)
+
+
+def describe(job: Job) -> str:
+    """A job in a few words: strategy, batch, recomputation."""
+    group = f" in groups of {job.shard_group}" if job.shard_group is not None else ""
+    steps = f" x {job.accumulation}" if job.accumulation > 1 else ""
+    mode = job.activation_checkpointing
+    return f"{job.strategy.value}{group} with micro-batch {job.micro_batch}{steps}, {RECOMPUTES.get(mode, mode)}"
+
+
+RECOMPUTES = {
+    "none": "nothing recomputed",
+    "full": "all blocks recomputed",
+    "selective-ops": "cheap operations recomputed",
+}
+
+
+def gib(nbytes: float) -> str:
+    """Bytes in GiB, with as many digits as are of interest."""
+    size = nbytes / 2**30
+    return f"{size:,.1f}" if size >= 0.1 or not size else f"{size:.4f}"
+
+
+def _gpus(job: Job) -> str:
+    count = job.world_size
+    return f"{count} x {getattr(job.gpu, 'name', job.gpu)}"
+
+
+def _bisect(
+    low: int, high: int, best: Forecast | None, judged: Callable[[int], Candidate], fits_below: bool
+) -> Forecast | None:
+    """The forecast of the last size that fits, where one of `low` and `high` does. `best` is the one known so far."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        candidate = judged(middle)
+        fits = candidate.verdict is Verdict.FITS
+        best = candidate.forecast if fits else best
+        low, high = (middle, high) if fits is fits_below else (low, middle)
+    return best
+
+
+def _is_hopeless(forecast: Forecast, budget_bytes: int | None) -> bool:
+    """Whether live bytes alone are too many, whatever the allocator does."""
+    live = forecast.peak_memory_bytes + forecast.context_bytes + forecast.nccl_bytes
+    return live > available_bytes(forecast, budget_bytes)
+
+
+def _implies(smaller: Job, larger: Job) -> bool:
+    """Whether live bytes of one batch bound those of another from below: accumulated gradients stay from the second
+    micro-batch on, so a job that accumulates says nothing about one that does not."""
+    return smaller.micro_batch <= larger.micro_batch and (smaller.accumulation == 1 or larger.accumulation > 1)
+
+
+def _slowed_by(forecast: Forecast) -> str:
+    return "network" if forecast.exposed_comm_s > WAITING_SHARE * forecast.step_time_s else "compute"
+
+
+def _family_key(job: Job) -> tuple[object, ...]:
+    """What jobs have in common that differ in their batches alone. A device may be an object that cannot be hashed."""
+    alike = (getattr(job, field.name) for field in fields(job) if field.name not in _APART)
+    return (str(getattr(job.gpu, "name", job.gpu)), *alike)
+
+
+_APART = {"micro_batch", "accumulation", "gpu", "interconnect", "units"}
+
+
+def _is_largest(job: Job, everything: Sequence[Candidate]) -> bool:
+    return not any(
+        other.verdict is Verdict.FITS
+        and other.job.micro_batch > job.micro_batch
+        and _family_key(other.job) == _family_key(job)
+        for other in everything
+    )

@@ -1,0 +1,103 @@
+"""What a run is, and what it cannot be."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import ConfigError, PlanError
+from shardwise.plan.dry_run.job import Job, with_sequences
+from shardwise.plan.models.source import resolve
+from shardwise.plan.simulate.forecast import forecast
+from shardwise.policy.recomputation import Recomputation
+
+
+def test_defaults() -> None:
+    job = Job()
+    assert job.strategy is sw.Strategy.FULL_SHARD
+    assert (job.world_size, job.shard_ranks, job.replicas, job.tokens_per_rank) == (8, 8, 1, 2048)
+    assert job.precision == sw.Precision()
+    assert Job(precision=None) == job  # type: ignore[arg-type]
+    assert not job.on_cpu
+    assert Job(gpu="cpu").on_cpu
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shard_group", "shards", "replicas"),
+    [
+        ("no_shard", None, 1, 32),
+        ("shard_grad_op", None, 32, 1),
+        ("full_shard", None, 32, 1),
+        ("hybrid_shard", None, 8, 4),
+        ("hybrid_shard", 16, 16, 2),
+        ("hybrid_shard_zero2", 4, 4, 8),
+    ],
+)
+def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: int) -> None:
+    job = Job(nodes=4, strategy=strategy, shard_group=shard_group)
+    assert (job.shard_ranks, job.replicas) == (shards, replicas)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategy": "full_shrad"}, "did you mean 'full_shard'"),
+        ({"nodes": 0}, "nodes=0: a whole number from 1 on"),
+        ({"micro_batch": 1.5}, "micro_batch=1.5: a whole number"),
+        ({"slots": 1}, "slots=1: a whole number from 2 on"),
+        ({"optimizer": "adamv"}, "optimizer='adamv': one of adamw, adamw-foreach.*; did you mean adam"),
+        ({"attention": "flash"}, "one of sdpa, eager"),
+        ({"loss": "chunk"}, "did you mean chunked"),
+        ({"engine": "fsdp"}, "one of shardwise, fsdp1, fsdp2, deepspeed"),
+        ({"compile": "yes"}, "compile='yes': True or False"),
+        ({"activation_checkpointing": "every-0"}, "choose one of none, full"),
+        ({"precision": "bf16"}, "pass sw.Precision"),
+        ({"shard_group": 4}, "is for strategy='hybrid_shard'"),
+        ({"shard_group": 3, "strategy": "hybrid_shard"}, "does not divide 8 ranks .* 1, 2, 4, 8"),
+        ({"reshard_after_forward": 3}, "does not divide the shard group of 8 ranks; use one of 1, 2, 4, 8"),
+        ({"microbatch": 2}, "unknown argument 'microbatch'; there are gpu, .*; did you mean micro_batch"),
+    ],
+)
+def test_mistakes(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        Job.of(**arguments)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "parsed"),
+    [
+        ("none", Recomputation(0, False)),
+        ("full", Recomputation(1, False)),
+        ("selective-ops", Recomputation(1, True)),
+        ("every-3", Recomputation(3, False)),
+    ],
+)
+def test_activation_checkpointing(mode: str, parsed: Recomputation) -> None:
+    assert Job(activation_checkpointing=mode).recomputation == parsed
+
+
+@pytest.mark.parametrize(("model", "seq_len"), [("gpt2", 1024), ("llama-3-8b", 2048), ("vit-l-16", 2048)])
+def test_left_out_it_is_what_the_model_takes(model: str, seq_len: int) -> None:
+    assert with_sequences(resolve(model), {"nodes": 2}) == {"nodes": 2, "seq_len": seq_len}
+    assert with_sequences(resolve(model), {"seq_len": None})["seq_len"] == seq_len
+    assert with_sequences(resolve(model), {"seq_len": [256, 512]})["seq_len"] == [256, 512]
+
+
+def test_longer_than_the_model_takes_is_refused() -> None:
+    line = "seq_len=2048 is more than the model's max_position_embeddings=1024; lower seq_len"
+    for asked in (2048, [512, 2048]):
+        with pytest.raises(PlanError, match=line):
+            with_sequences(resolve("gpt2"), {"seq_len": asked})
+    with pytest.raises(PlanError, match=line):
+        forecast("gpt2", seq_len=2048)
+
+
+def test_the_signature_names_every_argument() -> None:
+    parameters = inspect.signature(forecast).parameters
+    assert list(parameters) == ["model", *(choice.name for choice in fields(Job))]
+    assert (parameters["seq_len"].default, parameters["gpu"].default) == (2048, "h100-sxm-80gb")

@@ -1,0 +1,255 @@
+"""A dry run says what the real engine does: memory to the byte, collectives in order, a step that ends as it began."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.recording import RecordingCollectives
+from shardwise.engine.shard import require_engine
+from shardwise.errors import ConfigError, PlanError
+from shardwise.layout.flat import round_up
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recording import (
+    Allocate,
+    Collective,
+    Free,
+    Kernel,
+    KernelKind,
+    Recording,
+    StepPhase,
+    UnitMark,
+    Wait,
+)
+from shardwise.plan.dry_run.step import record
+from tests.engine.cases import CASES, FP32, MIXED, Case
+from tests.engine.rig import Net, recording, seeded
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPools
+
+STATE = ("param_shards", "gathered_slots", "grad_shards", "reduce_slots", "optimizer", "buffers")
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64, "vocab_size": 100}
+
+
+class Regression(Net):
+    """Says what it takes and returns its loss."""
+
+    def example_inputs(self, micro_batch: int, seq_len: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(micro_batch, 4)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x)
+        return output.float().square().mean()
+
+
+def gpt2(**options: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**{**GPT2, **options})
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def job_of(case: Case, precision: sw.Precision, **options: Any) -> Job:
+    return Job(
+        gpu="cpu",
+        gpus_per_node=case.shards if case.replicas > 1 and case.shards > 1 else case.world_size,
+        nodes=case.replicas if case.replicas > 1 and case.shards > 1 else 1,
+        strategy=case.strategy,  # type: ignore[arg-type]
+        reshard_after_forward=case.reshard,
+        precision=precision,
+        **{"micro_batch": 5, **options},
+    )
+
+
+def state_of(recorded: Recording) -> dict[str, int]:
+    held: Counter[str] = Counter()
+    for event in recorded.events:
+        if isinstance(event, Allocate) and event.phase is StepPhase.SETUP:
+            held[event.kind] += event.nbytes
+    return {kind: held[kind] for kind in STATE}
+
+
+def traffic_of(recorded: Recording) -> list[tuple[str, str, int]]:
+    """Of the step: group, op, bytes sent by this rank."""
+    sent = []
+    for event in recorded.events:
+        if isinstance(event, Collective):
+            times = 2 if event.op == "all_reduce" else 1
+            sent.append((event.group, event.op, times * event.nbytes * (event.ranks - 1) // event.ranks))
+    return sent
+
+
+def real(case: Case, precision: sw.Precision) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
+    with recording():
+        model = case.shard(seeded(lambda: Regression(3)), precision=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    mesh = require_engine(model).mesh
+    groups = {"shard": mesh.shard, "replicate": mesh.replicate, "secondary": mesh.secondary}
+    recorded = {name: group for name, group in groups.items() if isinstance(group, RecordingCollectives)}
+    for _ in range(2):
+        start = {name: len(group.events) for name, group in recorded.items()}
+        model(torch.ones(5, 4)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = [
+        (name, "all_reduce" if event.op == "control" else event.op, event.bytes_sent)
+        for name, group in recorded.items()
+        for event in group.events[start[name] :]
+        if event.op in {"all_gather", "reduce_scatter", "all_reduce", "control"}
+    ]
+    return {kind: sw.memory(model).peak[kind] for kind in STATE}, sent
+
+
+@pytest.mark.parametrize("precision", [FP32, MIXED], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_engine_memory_and_traffic(ranks: RankPools, case: Case, precision: sw.Precision) -> None:
+    """To the byte, on the first and the last rank; the collectives of each group in their order."""
+    of_ranks = ranks(case.world_size).run(real, case, precision)
+    for rank in (0, case.world_size - 1):
+        state, sent = of_ranks[rank]
+        recorded = record(lambda: Regression(3), job_of(case, precision), rank)
+        assert state_of(recorded) == state
+        dry = traffic_of(recorded)
+        for group in ("shard", "replicate", "secondary"):
+            assert [event for event in dry if event[0] == group] == [event for event in sent if event[0] == group]
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective-ops", "every-2"])
+@pytest.mark.parametrize("gpu", ["cpu", "h100-sxm-80gb"])
+def test_a_step_ends_as_it_began(gpu: str, mode: str) -> None:
+    """Blocks live once, are freed once, and those of the beginning stay; every collective is waited for once."""
+    job = Job(gpu=gpu, seq_len=16, activation_checkpointing=mode, precision=MIXED, accumulation=2)
+    events = record(gpt2, job).events
+    born = [event.block for event in events if isinstance(event, Allocate)]
+    freed = [event.block for event in events if isinstance(event, Free)]
+    setup = [event.block for event in events if isinstance(event, Allocate) and event.phase is StepPhase.SETUP]
+    assert len(set(born)) == len(born)
+    assert len(set(freed)) == len(freed)
+    assert set(born) - set(freed) == set(setup)
+    alive: set[int] = set()
+    for event in events:
+        if isinstance(event, Allocate):
+            alive.add(event.block)
+        elif isinstance(event, Free):
+            alive.remove(event.block)
+    issued = [event.number for event in events if isinstance(event, Collective)]
+    assert [event.number for event in events if isinstance(event, Wait)] != []
+    assert sorted(event.number for event in events if isinstance(event, Wait)) == issued
+    assert {event.phase for event in events if isinstance(event, Kernel)} == {
+        StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER, *([StepPhase.RECOMPUTE] if mode != "none" else []),
+    }  # fmt: skip
+
+
+def test_marks_tell_a_units_life() -> None:
+    events = record(gpt2, Job(gpu="cpu", seq_len=16)).events
+    block = [
+        (event.what, event.phase) for event in events if isinstance(event, UnitMark) and event.unit == "transformer.h.1"
+    ]
+    assert block == [
+        ("gather", StepPhase.FORWARD),
+        ("release", StepPhase.FORWARD),
+        ("gather", StepPhase.BACKWARD),
+        ("grads", StepPhase.BACKWARD),
+        ("release", StepPhase.BACKWARD),
+        ("reduced", StepPhase.BACKWARD),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "units_behind"), [("hybrid_shard", 2), ("hybrid_shard_zero2", 2), ("no_shard", 1)]
+)
+def test_replicas_are_waited_for_units_later(strategy: str, units_behind: int) -> None:
+    """A unit's sum over replicas is handed out right behind its sum in the shard group, and waited for when the
+    backward of so many further units is over."""
+    job = Job(seq_len=16, gpus_per_node=2, nodes=2, strategy=strategy)  # type: ignore[arg-type]
+    events = record(lambda: gpt2(n_layer=6), job).events
+    waited = {event.number: at for at, event in enumerate(events) if isinstance(event, Wait)}
+    over = {e.unit: at for at, e in enumerate(events) if isinstance(e, UnitMark) and e.what == "grads"}
+    summed = {
+        event.unit: at
+        for at, event in enumerate(events)
+        if isinstance(event, Collective) and event.op == "all_reduce" and event.unit in over and event.nbytes > 1000
+    }
+    assert set(summed) == set(over)
+    products = [(at, e) for at, e in enumerate(events) if isinstance(e, Kernel) and e.kind is KernelKind.MATMUL]
+    computed = {".".join(kernel.module.split(".")[1:3]): at for at, kernel in products}
+    for at in summed.values():
+        assert not any(isinstance(event, Kernel) for event in events[at - 1 : at])
+    for layer in range(5, units_behind - 1, -1):
+        at = waited[events[summed[f"transformer.h.{layer}"]].number]  # type: ignore[union-attr]
+        assert at > computed[f"h.{layer - units_behind}"]
+    last = max(at for at, event in enumerate(events) if isinstance(event, UnitMark) and event.what == "reduced")
+    assert all(event.phase is not StepPhase.OPTIMIZER for event in events[:last] if isinstance(event, Kernel))
+
+
+def test_kernels_are_counted_and_named() -> None:
+    """Matrix products of a GPT: three times forward's 2 * parameters * tokens, and attention in its module."""
+    recorded = record(gpt2, Job(seq_len=64, micro_batch=2, precision=MIXED))
+    kernels = [event for event in recorded.events if isinstance(event, Kernel)]
+    tokens = 128
+    matrices = 12 * 32 * 32 * 3 + 32 * 100
+    assert sum(kernel.flops for kernel in kernels if kernel.kind is KernelKind.MATMUL) == 3 * 2 * matrices * tokens
+    for kernel in kernels:
+        if kernel.kind is KernelKind.MATMUL and kernel.matmul is not None:
+            batch, m, n, k = kernel.matmul
+            assert kernel.flops == 2 * batch * m * n * k
+    attention = [kernel for kernel in kernels if kernel.kind is KernelKind.ATTENTION]
+    assert Counter((kernel.module, kernel.phase) for kernel in attention) == {
+        (f"transformer.h.{layer}.attn", phase): 1
+        for layer in range(3)
+        for phase in (StepPhase.FORWARD, StepPhase.BACKWARD)
+    }
+    square = 2 * 2 * 2 * 2 * 64 * 64 * 16  # two products, 2 flops, batch and heads, scores, width
+    assert [kernel.flops for kernel in attention[:3]] == [square // 2] * 3
+    assert [kernel.flops for kernel in attention[3:]] == [square // 2 * 5 // 2] * 3
+    assert {kernel.dtype for kernel in attention} == {"bf16"}
+
+
+def test_facts() -> None:
+    facts = record(gpt2, Job(gpu="cpu", seq_len=16, precision=MIXED)).facts
+    assert (facts.name, facts.layers, facts.width, facts.sequence) == ("GPT2LMHeadModel", 3, 32, 16)
+    assert facts.params == facts.trainable == sum(p.numel() for p in gpt2().parameters())
+    assert facts.embeddings == 64 * 32  # positions; the tokens' are the head's
+    of_ranks = 8 * 64  # each rank's slice of a reduce slot begins on 64 bytes
+    assert facts.unit_reduce_bytes["transformer.h.0"] == round_up(2 * facts.unit_bytes["transformer.h.0"], of_ranks)
+
+
+class Deciding(nn.Module):
+    """Looks at its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x.float()[..., None].expand(-1, -1, 4))
+        return y.sum() if y.sum() > 0 else -y.sum()
+
+
+class Twofold(Deciding):
+    """Returns nothing that a loss could be taken of."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, self.linear(x.float()[..., None].expand(-1, -1, 4))
+
+
+def test_models_that_cannot_be_planned() -> None:
+    job = Job(gpu="cpu", seq_len=4)
+    with pytest.raises(PlanError, match="decides by its tensors' values"):
+        record(Deciding, job)
+    with pytest.raises(PlanError, match="Twofold returned tuple and no loss"):
+        record(Twofold, job)
+    with pytest.raises(PlanError, match="cannot be run dry: ValueError: expected 4D input"):
+        record(lambda: nn.BatchNorm2d(4), job)
+    with pytest.raises(PlanError, match="rank=8: there are ranks 0 to 7"):
+        record(gpt2, job, rank=8)
+    with pytest.raises(ConfigError, match="no such module"):
+        record(gpt2, Job(gpu="cpu", units={nn.Conv2d}))

@@ -1,0 +1,163 @@
+"""The table and the page, on forecasts by formula; the page in a browser where there is one."""
+
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.plan.report.rendering import COLOURS, WIDTH, page_html, table_text, write_page
+from shardwise.plan.report.report import amount
+from shardwise.policy.kinds import KINDS
+from tests.plan.doubles import report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine; .ci/run installs it where it can"
+)
+VOID = {"meta", "br", "hr", "img", "rect", "line", "i"}
+
+
+def test_the_table_is_readable_at_80_columns() -> None:
+    shown = table_text(report(gpus_per_node=8, nodes=64))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    header = next(line for line in lines if line.startswith("strategy"))
+    assert header.split() == ["strategy", "batch", "recompute", "GiB", "s/step", "tokens/s", "MFU", "limit"]
+    rows = lines[lines.index(header) + 1 :]
+    speeds = [float(row.split()[5].replace(",", "")) for row in rows[:10]]
+    assert speeds == sorted(speeds, reverse=True)
+    why = "no_shard, micro-batch 1, recompute full: needs 115.0 of 80.0 GiB; the optimizer takes 64.0"
+    assert why in " ".join(shown.split())
+    for name in ("full_shard", "shard_grad_op", "hybrid_shard/16", "hybrid_shard_zero2/256"):
+        assert any(row.startswith(name) for row in rows), "the best of every strategy is shown"
+
+
+def test_a_bar_adds_up_to_what_is_needed() -> None:
+    for bar in report(gpus_per_node=8).bars:
+        assert sum(bar.parts.values()) == bar.needs_bytes
+        assert bar.fits == (bar.needs_bytes <= bar.has_bytes)
+
+
+def test_every_kind_of_memory_has_a_colour_of_its_own() -> None:
+    assert set(KINDS) <= COLOURS.keys()
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+class Balanced(HTMLParser):
+    """Raises where tags do not close in order; collects what refers to elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [str(value) for name, value in attrs if name in {"src", "href", "action", "srcset"}]
+        if tag not in VOID or tag == "i":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID or tag == "i":
+            assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
+    page = page_html(report(gpus_per_node=8))
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    assert parser.references == []
+    assert not re.search(r"@import|url\(|<script|<link|<img", page)
+    assert "&lt;measured&gt;" in page
+    for section in ("answer", "memory", "table", "timeline", "fallen", "config", "assumptions"):
+        assert f'<section id="{section}">' in page
+
+
+def test_a_page_with_a_price_shows_what_it_comes_to() -> None:
+    assert "cost of" not in page_html(report(gpus_per_node=8))
+    shown = report(gpus_per_node=8, price_per_hour=2.0)
+    assert shown.best is not None
+    assert shown.best.cost is not None
+    page = page_html(shown)
+    assert "<dt>cost of a day</dt><dd>384.00</dd>" in page
+    assert f"<dt>cost of a million tokens</dt><dd>{amount(shown.best.cost.per_million_tokens)}</dd>" in page
+
+
+def test_amounts_of_money() -> None:
+    assert [amount(n) for n in (0.000321, 0.25, 1.0, 12.345, 98765.4)] == [
+        "0.000321", "0.25", "1.00", "12.35", "98,765.40"
+    ]  # fmt: skip
+
+
+def test_a_page_where_nothing_fits() -> None:
+    page = page_html(report(gpus_per_node=1, strategy="no_shard", micro_batch=[1, 2]))
+    assert "Nothing fits" in page
+    assert '<section id="table">' not in page
+    assert "115.0 of 80.0 GiB: too large" in page
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot write .*: No such file or directory"):
+        write_page(report(gpus_per_node=8), tmp_path / "nowhere" / "page.html")
+
+
+MEASURE = """<script>
+addEventListener("load", () => {
+  const wide = [...document.querySelectorAll("main *")].filter(e => !e.closest(".wide, pre") &&
+    e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+    .map(e => e.tagName + " " + e.textContent.slice(0, 40));
+  const bars = [...document.querySelectorAll("#memory svg")].map(s => [...s.querySelectorAll("rect")].slice(1)
+    .reduce((sum, r) => sum + r.getBoundingClientRect().width, 0) / s.getBoundingClientRect().width);
+  const small = [...document.querySelectorAll("td, p, dd, li, span")]
+    .filter(e => parseFloat(getComputedStyle(e).fontSize) < 12);
+  document.title = JSON.stringify({width: innerWidth, scroll: document.documentElement.scrollWidth, wide, bars,
+    small: small.length, requests: performance.getEntriesByType("resource").length, stacked:
+    getComputedStyle(document.querySelector(".stack tr:last-child")).display});
+});
+</script>"""
+
+
+@in_browser
+@pytest.mark.parametrize(("width", "stacked"), [(1280, "table-row"), (390, "grid")])
+def test_the_page_in_a_browser(width: int, stacked: str, tmp_path: Path) -> None:
+    """Chromium lays the page out: nothing sticks out, bars are as long as their bytes, nothing was fetched."""
+    import json
+
+    shown = report(gpus_per_node=8)
+    page = tmp_path / "page.html"
+    # A frame, because a headless window is never narrower than 500 pixels.
+    inner = page_html(shown).replace("</head>", MEASURE + "</head>")
+    (tmp_path / "inner.html").write_text(inner)
+    page.write_text(
+        f'<iframe id="f" src="inner.html" width="{width}" height="3000" style="border:0"></iframe><script>'
+        'const f = document.getElementById("f"); addEventListener("load", () => setTimeout(() => '
+        "{ const p = document.createElement('pre'); p.id = 'found'; p.textContent = f.contentDocument.title; "
+        "document.body.append(p); }, 300));</script>"
+    )
+    assert CHROMIUM is not None
+    ended = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
+            f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom", page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(tmp_path)},
+    )  # fmt: skip
+    match = re.search(r'<pre id="found">(.*?)</pre>', ended.stdout, re.DOTALL)
+    assert match is not None, ended.stderr[-2000:]
+    found = json.loads(match[1].replace("&amp;", "&"))
+    assert found["width"] == width
+    assert found["scroll"] <= width
+    assert found["wide"] == []
+    assert found["small"] == 0
+    assert found["requests"] == 0
+    assert found["stacked"] == stacked
+    scale = max(max(bar.needs_bytes, bar.has_bytes) for bar in shown.bars)
+    assert found["bars"] == pytest.approx([bar.needs_bytes / scale for bar in shown.bars], abs=0.01)

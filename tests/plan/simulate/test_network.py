@@ -1,0 +1,74 @@
+from dataclasses import replace
+
+import pytest
+
+from shardwise.plan.hardware.devices import Measured, find_device, find_interconnect
+from shardwise.plan.simulate.network import Cluster, GroupTopology, bytes_sent, measured_seconds
+
+H100 = find_device("h100-sxm-80gb")
+GIB = 2**30
+
+
+def cluster(nodes: int, interconnect: str = "800gbps", gpus_per_node: int = 8, efficiency: float = 1.0) -> Cluster:
+    return Cluster(H100, find_interconnect(interconnect), gpus_per_node, nodes, efficiency)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "group", "ranks", "placed"),
+    [
+        (4, "shard", 32, GroupTopology(32, 4, 1)),
+        (4, "shard", 8, GroupTopology(8, 1, 1)),
+        (4, "shard", 4, GroupTopology(4, 1, 2)),
+        (4, "shard", 16, GroupTopology(16, 2, 1)),
+        (4, "replicate", 4, GroupTopology(4, 4, 8)),  # shard groups of a node: one rank of each node
+        (4, "replicate", 8, GroupTopology(8, 4, 4)),  # shard groups of half a node: two of each
+        (4, "replicate", 2, GroupTopology(2, 2, 8)),  # shard groups of two nodes
+        (1, "replicate", 8, GroupTopology(8, 1, 1)),  # nothing sharded
+        (4, "replicate", 32, GroupTopology(32, 4, 1)),
+    ],
+)
+def test_where_groups_lie(nodes: int, group: str, ranks: int, placed: GroupTopology) -> None:
+    assert cluster(nodes).place(group, ranks) == placed
+
+
+def test_a_ring_in_a_node_is_as_fast_as_its_links() -> None:
+    seconds = cluster(1).seconds("all_gather", 8 * GIB, "shard", 8)
+    assert seconds == pytest.approx(7 * GIB / 450e9 + 7 * 1.9e-6)
+
+
+def test_between_nodes_all_adapters_of_a_node_are_the_narrowest_link() -> None:
+    seconds = cluster(2).seconds("reduce_scatter", 16 * GIB, "shard", 16)
+    assert seconds == pytest.approx(15 * GIB / 100e9 + 14 * 1.9e-6 + 4e-6)
+
+
+def test_replicate_groups_share_their_nodes_adapters() -> None:
+    whole = cluster(2, efficiency=0.5).seconds("all_reduce", GIB, "replicate", 2)
+    assert whole == pytest.approx(2 * (GIB / 2) / (100e9 / 8 * 0.5), rel=1e-4)
+
+
+def test_small_messages_cost_their_hops_and_an_all_reduce_takes_the_tree() -> None:
+    small = cluster(64)
+    ring = small.seconds("all_gather", 512, "shard", 512)
+    assert ring == pytest.approx(448 * 1.9e-6 + 63 * 4e-6, rel=1e-3)
+    assert small.seconds("all_reduce", 512, "shard", 512) < ring / 4
+
+
+def test_a_group_of_one_costs_nothing() -> None:
+    assert cluster(1).seconds("all_reduce", GIB, "replicate", 1) == 0.0
+    assert bytes_sent("all_reduce", GIB, 1) == 0
+
+
+def test_bytes_sent() -> None:
+    assert bytes_sent("all_gather", 800, 8) == 700
+    assert bytes_sent("all_reduce", 800, 8) == 1400
+
+
+def test_measured_collectives_replace_the_data_sheet() -> None:
+    points = ((1000.0, 1e-5), (1e6, 1e-3))
+    measured = replace(H100, measured=Measured(collectives={"all_gather": points}, ranks=2))
+    here = Cluster(measured, find_interconnect("800gbps"), 2, 1)
+    assert here.seconds("all_gather", 1e6, "shard", 2) == pytest.approx(1e-3)
+    assert here.seconds("all_gather", 1e6, "shard", 4) == pytest.approx(1.5e-3)  # three quarters pass instead of half
+    assert measured_seconds(points, 10) == 1e-5
+    assert measured_seconds(points, 500_500) == pytest.approx(5.05e-4)
+    assert measured_seconds(points, 4e6) == pytest.approx(4e-3)
