@@ -23,7 +23,7 @@ from shardwise.checkpoint import latest, verify
 from shardwise.checkpoint.format.local_tensor import piece_of
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.ranks import save_thread
-from shardwise.checkpoint.ranks.file_barrier import Correspondence
+from shardwise.checkpoint.ranks.file_barrier import FileBarrier
 from shardwise.checkpoint.staging import Copies, HostMemory
 from shardwise.errors import CheckpointError
 from shardwise.sharded.parameter import ShardedParameter
@@ -291,8 +291,8 @@ def _die(run: Path) -> None:
 
 def test_a_silent_rank_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_TIMEOUT_S", "0.2")
-    company = Correspondence(LocalDirectory(tmp_path), 0, 2)
-    with pytest.raises(CheckpointError, match=r"not done after 0\.2 s"), company.together("x", seen=lambda: False):
+    barrier = FileBarrier(LocalDirectory(tmp_path), 0, 2)
+    with pytest.raises(CheckpointError, match=r"not done after 0\.2 s"), barrier.together("x", seen=lambda: False):
         pass
 
 

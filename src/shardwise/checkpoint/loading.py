@@ -17,8 +17,8 @@ from shardwise.checkpoint.format.local_tensor import DTYPES, give_extra_state, p
 from shardwise.checkpoint.format.matching import Matched, Wanted, match
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.io.storage import Location, check_location
-from shardwise.checkpoint.names.place import Place
-from shardwise.checkpoint.ranks.consensus import Peers, settle
+from shardwise.checkpoint.names.index_map import Place
+from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
 
@@ -72,7 +72,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     check_location(path, "sw.checkpoint.load(path, model, ...)")
     engine = require_engine(model)
     peers = Peers(engine.mesh)
-    settle(peers)
+    wait_for_last_save(peers)
     doing = f"{os.fspath(path)} cannot be loaded"
     with peers.together(doing):
         reading = _Reading(Contents.of(path))

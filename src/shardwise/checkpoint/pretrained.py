@@ -22,7 +22,7 @@ from shardwise.checkpoint.format.matching import Matched, match, shown
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.names.transformers_names import find, is_transformers
-from shardwise.checkpoint.ranks.consensus import Peers, settle
+from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
 from shardwise.modules.deferred_init.materialize import left_blank
@@ -77,7 +77,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     check_location(path, "sw.checkpoint.load_pretrained(path, model)")
     engine = require_engine(model)
     peers = Peers(engine.mesh)
-    settle(peers)
+    wait_for_last_save(peers)
     where = os.fspath(path)
     with peers.together(f"{where} cannot be loaded"):
         weights = _Weights.at(path)

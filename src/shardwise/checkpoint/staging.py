@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.format.local_tensor import Piece
-from shardwise.checkpoint.io.room import room
+from shardwise.checkpoint.io.direct import huge_page_buffer
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.layout.flat import round_up
 from shardwise.sharded.snapshot import Snapshot
@@ -94,4 +94,4 @@ def _room(nbytes: int, pinned: bool) -> Tensor:
     """A fresh small page costs more than to fill it."""
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.frombuffer(room(nbytes), dtype=torch.uint8)
+    return torch.frombuffer(huge_page_buffer(nbytes), dtype=torch.uint8)

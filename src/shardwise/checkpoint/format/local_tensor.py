@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.names.index_runs import Runs
-from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.checkpoint.names.transformers_names import places_to_write, stored_first
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.engine.shard import require_engine
@@ -76,7 +75,7 @@ class Piece:
         """The tensors that it is written to, each perhaps in part."""
         return [StoredTensor(place.name, NAMES[self.tensor.dtype], place.shape) for place in self.places]
 
-    def held_at(self, place: Place) -> Runs:
+    def held_at(self, place: Place) -> IndexMap:
         """From elements of the stored tensor to those of `self.tensor`, flattened, that lie on this rank."""
         return place.runs.within(*self.held).moved(here=-self.start).inverse()
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from shardwise.checkpoint.io.checksums import Region
 from shardwise.checkpoint.io.storage import Directory, Location, Source, directory_of
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, UnreadableError
@@ -32,17 +33,7 @@ NAME = "manifest.json"
 _FORMAT = 1
 _KEYS = {"format", "checksum", "files", "joined", "sum"}
 _CHECKSUM = "xxh3_64"
-_REGION_BYTES = 256 * 2**20
-"""Regions grow to about this, as long as what is written continues them."""
 _CHUNK_BYTES = 8 * 2**20
-
-
-class Region(NamedTuple):
-    """Bytes [start, stop) of a file and their checksum, 16 hexadecimal digits."""
-
-    start: int
-    stop: int
-    sum: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +67,6 @@ class Manifest:
 
     files: Mapping[str, FileRecord]
     joined: Mapping[str, JoinedFile] = field(default_factory=dict)
-
-
-class RegionSums:
-    """Checksums of bytes as they are written: whatever continues the last bytes belongs to their region."""
-
-    def __init__(self) -> None:
-        self._done: list[Region] = []
-        self._hash = xxhash.xxh3_64()
-        self._start = self._stop = 0
-
-    def add(self, start: int, data: Any) -> None:
-        """`data` (a buffer) has been written at byte `start`."""
-        if start != self._stop or self._stop - self._start >= _REGION_BYTES:
-            self._close()
-            self._start = self._stop = start
-        self._hash.update(data)
-        self._stop += memoryview(data).nbytes
-
-    def regions(self) -> list[Region]:
-        """All of them, in the order of writing."""
-        self._close()
-        self._start = self._stop
-        return list(self._done)
-
-    def _close(self) -> None:
-        if self._stop > self._start:
-            self._done.append(Region(self._start, self._stop, self._hash.hexdigest()))
-        self._hash.reset()
 
 
 def record_of(data: bytes) -> FileRecord:

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.checkpoint.format.local_tensor import DTYPES, Piece, pieces_to_read
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import find
 from shardwise.errors import CheckpointError, UsageError
 

@@ -16,7 +16,7 @@ import xxhash
 
 from shardwise.checkpoint.format.local_tensor import Piece
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.ranks.consensus import Peers
 
 STEM = "by_rank"
@@ -30,7 +30,7 @@ def differing(pieces: Iterable[Piece], peers: Peers) -> list[Piece]:
     whole = [piece for piece in pieces if piece.is_whole and piece.tensor.numel()]
     if not whole or peers.world_size == 1:
         return []
-    alike = peers.alike([_checksum(piece) for piece in whole])
+    alike = peers.equal_on_all_ranks([_checksum(piece) for piece in whole])
     rows = [_row(piece, peers) for piece, same in zip(whole, alike, strict=True) if not same]
     return [replace(row, tensor=row.tensor.reshape(-1)) for row in rows]
 

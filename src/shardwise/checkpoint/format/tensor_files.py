@@ -17,7 +17,6 @@ from torch import Tensor
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.local_tensor import DTYPES, Piece
-from shardwise.checkpoint.format.manifest import Region
 from shardwise.checkpoint.format.safetensors_layout import (
     LENGTH_BYTES,
     RESERVED,
@@ -28,11 +27,11 @@ from shardwise.checkpoint.format.safetensors_layout import (
     parse,
     split,
 )
+from shardwise.checkpoint.io.checksums import Region
 from shardwise.checkpoint.io.range_reader import Buffers, RangeReader
 from shardwise.checkpoint.io.range_writer import Ranges, RangeWriter
 from shardwise.checkpoint.io.storage import Directory, Source
-from shardwise.checkpoint.names.index_runs import Runs
-from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.errors import CheckpointError, UsageError
 
 METADATA = {"format": "pt"}
@@ -137,7 +136,7 @@ def write(
 
 def to_write(files: TensorFiles, pieces: Iterable[Piece], headers: bool) -> Iterator[tuple[str, Ranges]]:
     """The files that `pieces`, and the `headers`, have bytes in, each with these."""
-    by_name: dict[str, list[tuple[Piece, Runs]]] = {}
+    by_name: dict[str, list[tuple[Piece, IndexMap]]] = {}
     for piece in pieces:
         for place in piece.places:
             runs = piece.held_at(place)
@@ -149,7 +148,7 @@ def to_write(files: TensorFiles, pieces: Iterable[Piece], headers: bool) -> Iter
             yield name, _ranges(layout, own, headers)
 
 
-def _ranges(layout: TensorFile, own: Iterable[tuple[str, Piece, Runs]], header: bool) -> Ranges:
+def _ranges(layout: TensorFile, own: Iterable[tuple[str, Piece, IndexMap]], header: bool) -> Ranges:
     if header:
         yield 0, layout.header
     for tensor, piece, runs in own:
@@ -157,7 +156,7 @@ def _ranges(layout: TensorFile, own: Iterable[tuple[str, Piece, Runs]], header: 
             yield layout.byte_range(tensor, start, start).start, data
 
 
-def _chunks(piece: Piece, runs: Runs) -> Iterator[tuple[int, memoryview]]:
+def _chunks(piece: Piece, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
     """Elements of a stored tensor and their bytes, without a copy where they lie in this process's memory in order."""
     flat = piece.tensor.reshape(-1)
     for part in runs.stretches(_step(flat, runs)):
@@ -165,14 +164,14 @@ def _chunks(piece: Piece, runs: Runs) -> Iterator[tuple[int, memoryview]]:
         yield int(part.here[0]), _bytes(values.contiguous())
 
 
-def _at(flat: Tensor, part: Runs) -> Tensor:
+def _at(flat: Tensor, part: IndexMap) -> Tensor:
     """The elements there: a view of them where they are one run."""
     if len(part) == 1:
         return flat[int(part.there[0]) : int(part.there[0] + part.length[0])]
     return flat[torch.from_numpy(part.elements()).to(flat.device)]
 
 
-def _step(flat: Tensor, runs: Runs) -> int:
+def _step(flat: Tensor, runs: IndexMap) -> int:
     """Elements to take at once; where they are gathered their numbers, 8 bytes each, are staged too."""
     return max(1, _CHUNK_BYTES // (flat.itemsize if len(runs) == 1 else flat.itemsize + 8))
 
@@ -285,7 +284,7 @@ def _fill(reader: RangeReader, layout: TensorFile, piece: Piece, place: Place, p
     return Read(runs.numel * dtype.itemsize, staged_bytes)
 
 
-def _put(chunk: Tensor, flat: Tensor, part: Runs) -> int:
+def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
     """Copy what was read to where it belongs. Returns the bytes that were staged for that, the chunk among them."""
     if len(part) == 1:
         _at(flat, part).copy_(chunk)

@@ -18,7 +18,7 @@ from shardwise.checkpoint.interchange.to_pt import write_pt
 from shardwise.checkpoint.interchange.to_safetensors import write_checkpoint, write_hugging_face
 from shardwise.checkpoint.interchange.tree import sort_out
 from shardwise.checkpoint.io.storage import Location, is_url
-from shardwise.checkpoint.publish.consolidation import join
+from shardwise.checkpoint.publish.consolidation import consolidate
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.suggest import nearest_path
@@ -85,7 +85,7 @@ def convert(  # noqa: PLR0913 - options of a command
         carried = dataclasses.replace(carried, files=_given_files(Path(files_from)))
     try:
         if kind is Kind.PARTS and goal is Kind.SHARDWISE and not model_only:
-            join(source, end)
+            consolidate(source, end)
         else:
             _write(carried, end, goal, flat, max_file_bytes)
     except OSError as error:

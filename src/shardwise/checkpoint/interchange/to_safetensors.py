@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.format import manifest, names_json, tensor_files, training_json
-from shardwise.checkpoint.format.manifest import FileRecord, Manifest, RegionSums
+from shardwise.checkpoint.format.manifest import FileRecord, Manifest
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.interchange.carried import Carried, Tensors
+from shardwise.checkpoint.io.checksums import RegionSums
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.publish import commit
 

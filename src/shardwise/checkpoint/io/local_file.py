@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.checkpoint.io.pages import PAGE_BYTES, REFUSALS
+from shardwise.checkpoint.io.direct import PAGE_BYTES, REFUSALS
 
 
 class LocalFile:

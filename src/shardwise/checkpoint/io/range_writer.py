@@ -19,11 +19,9 @@ from typing import Self
 
 import numpy as np
 
-from shardwise.checkpoint.format.manifest import Region, RegionSums
-from shardwise.checkpoint.io import writeback
-from shardwise.checkpoint.io.pages import PAGE_BYTES, REFUSALS, cut
-from shardwise.checkpoint.io.room import room
-from shardwise.checkpoint.io.thread_pool import Crew
+from shardwise.checkpoint.io.checksums import Region, RegionSums
+from shardwise.checkpoint.io.direct import PAGE_BYTES, REFUSALS, begin_writeback, cut_at_pages, huge_page_buffer
+from shardwise.checkpoint.io.thread_pool import ThreadPool
 from shardwise.layout.ranges import Range
 
 Ranges = Iterator[tuple[int, bytes | memoryview]]
@@ -48,8 +46,8 @@ class RangeWriter:
     """
 
     def __init__(self) -> None:
-        self._crew = Crew(_BUFFERS - 1)
-        memory = room(_BUFFERS * _BUFFER_BYTES)
+        self._pool = ThreadPool(_BUFFERS - 1)
+        memory = huge_page_buffer(_BUFFERS * _BUFFER_BYTES)
         self._free = [memory[i * _BUFFER_BYTES :][:_BUFFER_BYTES] for i in range(_BUFFERS)]
         self._busy: deque[tuple[Future[int], memoryview]] = deque()
         self._files: list[_File] = []
@@ -57,11 +55,11 @@ class RangeWriter:
         """In all, and past the page cache."""
 
     def __enter__(self) -> Self:
-        self._crew.__enter__()
+        self._pool.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._crew.__exit__(*error)
+        self._pool.__exit__(*error)
         while self._files:
             self._files.pop().close()
 
@@ -98,20 +96,20 @@ class RangeWriter:
 
     def sync(self) -> None:
         """Have everything on disk that was written."""
-        for future in [self._crew.give(os.fsync, file.fd) for file in self._files]:
+        for future in [self._pool.submit(os.fsync, file.fd) for file in self._files]:
             future.result()
         while self._files:
             self._files.pop().close()
 
     def _put(self, file: _File, window: _Window) -> None:
         """Have what is in a window written, now or with the rest of what is kept."""
-        pages = cut(window.start, window.stop)
+        pages = cut_at_pages(window.start, window.stop)
         if file.is_direct and pages.whole.length >= _LEAST_BYTES:
             for edge in (pages.head, pages.tail):
                 file.keep(edge.start, window.at(edge))
-            job = self._crew.give(file.write_pages, pages.whole.start, window.at(pages.whole))
+            job = self._pool.submit(file.write_pages, pages.whole.start, window.at(pages.whole))
         elif window.stop - window.start >= _LEAST_BYTES:
-            job = self._crew.give(file.write, window.start, window.at(Range(window.start, window.stop)))
+            job = self._pool.submit(file.write, window.start, window.at(Range(window.start, window.stop)))
         else:
             file.keep(window.start, window.at(Range(window.start, window.stop)))
             self._free.append(window.memory)
@@ -195,7 +193,7 @@ class _File:
         """
         with self._cached:
             _write_at(self.fd, start, data)
-        writeback.begin(self.fd, start, len(data))
+        begin_writeback(self.fd, start, len(data))
         return 0
 
     def write_pages(self, start: int, data: memoryview) -> int:

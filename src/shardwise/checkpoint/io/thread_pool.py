@@ -11,7 +11,7 @@ from typing import Any, Self
 _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
-class Crew:
+class ThreadPool:
     """A context manager: leaving it waits for what was given. Jobs begin in the order of giving.
 
     Not a concurrent.futures executor: these take nothing any more once the interpreter waits for its threads to end,
@@ -34,7 +34,7 @@ class Crew:
         for thread in self._threads:
             thread.join()
 
-    def give(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Have `function(*arguments)` called; the future has what it returned or raised."""
         future: Future[Any] = Future()
         self._jobs.put((future, function, arguments))

@@ -2,7 +2,7 @@
 
 For storage that can neither write a range of a file nor rename. A rank's file holds, one after another, the byte ranges
 that it would have written into the files of the first layout; the manifest says which byte of these lies where. So they
-are read like the first layout's, by byte range, and `joining.join` makes these of them.
+are read like the first layout's, by byte range, and `consolidation.consolidate` makes these of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shardwise.checkpoint.format import manifest
-from shardwise.checkpoint.format.manifest import FileRecord, JoinedFile, Manifest, Part, RegionSums
+from shardwise.checkpoint.format.manifest import FileRecord, JoinedFile, Manifest, Part
 from shardwise.checkpoint.format.tensor_files import to_write
+from shardwise.checkpoint.io.checksums import RegionSums
 from shardwise.checkpoint.io.remote import RemoteDirectory
-from shardwise.checkpoint.publish.target import NOTE, Kind, Written, remove_notes
+from shardwise.checkpoint.publish.target import NOTE, FileSet, Written, remove_notes
 from shardwise.errors import CheckpointError, UnreadableError
 
 BEGUN = f"{NOTE}begun"
@@ -23,7 +24,7 @@ BEGUN = f"{NOTE}begun"
 
 
 @dataclass(frozen=True, slots=True)
-class InParts:
+class PerRankFiles:
     """A Target wherever fsspec writes."""
 
     directory: RemoteDirectory
@@ -47,11 +48,13 @@ class InParts:
         self.directory.make()
         self.directory.write(BEGUN, b"{}\n")
 
-    def create(self, kinds: Sequence[Kind]) -> None:
+    def create(self, file_sets: Sequence[FileSet]) -> None:
         """There is no room to be made in advance."""
 
-    def write(self, kinds: Sequence[Kind], rank: int) -> Written:
-        files = [kind_file for kind in kinds for kind_file in to_write(kind.files, kind.pieces, headers=rank == 0)]
+    def write(self, file_sets: Sequence[FileSet], rank: int) -> Written:
+        files = [
+            named for file_set in file_sets for named in to_write(file_set.files, file_set.pieces, headers=rank == 0)
+        ]
         if not files:
             return Written()
         own, offset, sums, written = f"rank-{rank:05d}.bin", 0, RegionSums(), Written()
@@ -67,12 +70,12 @@ class InParts:
         written.regions[own] = sums.regions()
         return written
 
-    def commit(self, kinds: Sequence[Kind], written: Written, documents: Mapping[str, bytes]) -> None:
+    def commit(self, file_sets: Sequence[FileSet], written: Written, documents: Mapping[str, bytes]) -> None:
         records = {name: FileRecord(found[-1].stop, tuple(found)) for name, found in written.regions.items()}
         for name, data in documents.items():
             self.directory.write(name, data)
             records[name] = manifest.record_of(data)
-        layouts = {name: layout for kind in kinds for name, layout in kind.files.files.items()}
+        layouts = {name: layout for file_set in file_sets for name, layout in file_set.files.files.items()}
         joined = {name: JoinedFile(layout.nbytes, tuple(written.parts[name])) for name, layout in layouts.items()}
         manifest.write(self.directory, Manifest(records, joined))
         with suppress(OSError):  # it is a checkpoint now, whatever lies beside it

@@ -12,13 +12,13 @@ from shardwise.checkpoint.format.manifest import FileRecord, Manifest
 from shardwise.checkpoint.io.range_writer import RangeWriter
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.publish import commit
-from shardwise.checkpoint.publish.target import Kind, Written, remove_notes
+from shardwise.checkpoint.publish.target import FileSet, Written, remove_notes
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class InPlace:
+class SharedFiles:
     """A Target on a file system that every rank sees."""
 
     path: Path
@@ -41,27 +41,27 @@ class InPlace:
     def begin(self) -> None:
         commit.begin(self.path)
 
-    def create(self, kinds: Sequence[Kind]) -> None:
-        for kind in kinds:
-            tensor_files.create(self._partial, kind.files)
+    def create(self, file_sets: Sequence[FileSet]) -> None:
+        for file_set in file_sets:
+            tensor_files.create(self._partial, file_set.files)
 
-    def write(self, kinds: Sequence[Kind], rank: int) -> Written:
+    def write(self, file_sets: Sequence[FileSet], rank: int) -> Written:
         written, headers = Written(), rank == 0
         with RangeWriter() as writer:
-            for kind in kinds:
-                regions = tensor_files.write(self._partial, kind.files, kind.pieces, headers, writer)
+            for file_set in file_sets:
+                regions = tensor_files.write(self._partial, file_set.files, file_set.pieces, headers, writer)
                 written.regions.update(regions)
             writer.sync()
         mib, direct_mib = writer.written_bytes / 2**20, writer.direct_bytes / 2**20
         _log.info("%s: rank %d wrote %.1f MiB, %.1f of them past the page cache", self, rank, mib, direct_mib)
         return written
 
-    def commit(self, kinds: Sequence[Kind], written: Written, documents: Mapping[str, bytes]) -> None:
+    def commit(self, file_sets: Sequence[FileSet], written: Written, documents: Mapping[str, bytes]) -> None:
         directory = self.messages
         remove_notes(directory)
         records = {}
-        for kind in kinds:
-            for name, layout in kind.files.files.items():
+        for file_set in file_sets:
+            for name, layout in file_set.files.files.items():
                 records[name] = FileRecord(layout.nbytes, tuple(written.regions[name]))
         for name, data in documents.items():
             directory.write(name, data)

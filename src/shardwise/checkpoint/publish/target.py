@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from shardwise.checkpoint.format.local_tensor import Piece
-from shardwise.checkpoint.format.manifest import Part, Region
+from shardwise.checkpoint.format.manifest import Part
 from shardwise.checkpoint.format.tensor_files import TensorFiles
+from shardwise.checkpoint.io.checksums import Region
 from shardwise.checkpoint.io.storage import Directory
 
 NOTE = "."
@@ -16,8 +17,8 @@ NOTE = "."
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """The files of one kind (`model*`, `optimizer*`) and what this rank writes of them."""
+class FileSet:
+    """The files of one stem (`model*`, `optimizer*`) and what this rank writes of them."""
 
     files: TensorFiles
     pieces: Sequence[Piece]
@@ -64,13 +65,13 @@ class Target(Protocol):
         Raises CheckpointError if there is something that a save did not leave.
         """
 
-    def create(self, kinds: Sequence[Kind]) -> None:
+    def create(self, file_sets: Sequence[FileSet]) -> None:
         """Make room, so that a disk without any says so now. Rank 0's."""
 
-    def write(self, kinds: Sequence[Kind], rank: int) -> Written:
+    def write(self, file_sets: Sequence[FileSet], rank: int) -> Written:
         """Write this rank's pieces, rank 0 also headers, and have them on disk."""
 
-    def commit(self, kinds: Sequence[Kind], written: Written, documents: Mapping[str, bytes]) -> None:
+    def commit(self, file_sets: Sequence[FileSet], written: Written, documents: Mapping[str, bytes]) -> None:
         """Write the small files, the manifest last, and make it a checkpoint. Rank 0's, when all ranks have written."""
 
     def is_committed(self) -> bool:

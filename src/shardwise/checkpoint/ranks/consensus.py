@@ -48,7 +48,7 @@ class Peers:
         """All ranks leave the block, or all raise: whoever failed its own error, the others a PeerError with it.
 
         No collective may be inside. What the operating system says becomes a CheckpointError that begins with `doing`.
-        `seen` is not asked: see Company.
+        `seen` is not asked: see Barrier.
         """
         failure: Exception | None = None
         try:
@@ -67,7 +67,7 @@ class Peers:
             raise failure
         raise PeerError(f"rank {rank} failed: {said}")
 
-    def first_says(self, number: int) -> int:
+    def broadcast_from_rank0(self, number: int) -> int:
         """Rank 0's number (not negative) on every rank."""
         return self._highest([number if self.is_first else 0])[0]
 
@@ -78,7 +78,7 @@ class Peers:
         if highest != 2**_POSITIVE_BITS - lowest:
             raise MismatchError(otherwise)
 
-    def alike(self, numbers: list[int]) -> list[bool]:
+    def equal_on_all_ranks(self, numbers: list[int]) -> list[bool]:
         """For each of equally many numbers, in [0, 2^62), whether it is the same on every rank."""
         highest = self._highest([*numbers, *(2**_POSITIVE_BITS - number for number in numbers)])
         return [high == 2**_POSITIVE_BITS - low for high, low in zip(highest, highest[len(numbers) :], strict=False)]
@@ -97,7 +97,7 @@ class Peers:
         return [int(value) for value in values.tolist()]
 
 
-def settle(peers: Peers) -> None:
+def wait_for_last_save(peers: Peers) -> None:
     """Wait for the asynchronous save before. Collective. Raises CheckpointError on every rank if it failed."""
     try:
         with peers.together("the last asynchronous save failed"):

@@ -24,12 +24,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
 _FAILED = ".failed-"
 
 
-def leave(messages: Directory, name: str, note: Mapping[str, Any]) -> None:
+def write_note(messages: Directory, name: str, note: Mapping[str, Any]) -> None:
     """Write a note for other ranks to read."""
     messages.write(name, json.dumps(note).encode(), durable=False)
 
 
-def note(messages: Directory, name: str) -> dict[str, Any] | None:
+def read_note(messages: Directory, name: str) -> dict[str, Any] | None:
     """What a rank has left under a name; None until all of it is there."""
     try:
         left: dict[str, Any] = json.loads(messages.read(name))
@@ -38,7 +38,7 @@ def note(messages: Directory, name: str) -> dict[str, Any] | None:
     return left
 
 
-class Company(Protocol):
+class Barrier(Protocol):
     """The ranks of a save."""
 
     rank: int
@@ -53,7 +53,7 @@ class Company(Protocol):
         """
 
 
-class Correspondence:
+class FileBarrier:
     """One save's messages. Local: nothing here is a collective."""
 
     def __init__(self, messages: Directory, rank: int, world_size: int) -> None:
@@ -72,27 +72,27 @@ class Correspondence:
         """Whether this rank writes what there is one of."""
         return self.rank == 0
 
-    def introduce(self) -> None:
+    def announce_process(self) -> None:
         """Say which process this rank is."""
-        leave(self._messages, _process(self.rank), {"machine": machine(), "process": _process_now()})
+        write_note(self._messages, _process(self.rank), {"machine": machine(), "process": _process_now()})
 
-    def meet(self) -> None:
-        """Learn which processes of this machine to look after; after every rank's `introduce`."""
+    def learn_processes(self) -> None:
+        """Learn which processes of this machine to look after; after every rank's `announce_process`."""
         for rank in range(self.world_size):
-            left = note(self._messages, _process(rank))
+            left = read_note(self._messages, _process(rank))
             if left is not None and left["machine"] == machine():
                 self._processes[rank] = tuple(left["process"])
 
     @contextmanager
     def together(self, doing: str, seen: Callable[[], bool]) -> Iterator[None]:
-        """See Company. A rank that is gone, or silent for half an hour (SHARDWISE_TIMEOUT_S), has failed."""
+        """See Barrier. A rank that is gone, or silent for half an hour (SHARDWISE_TIMEOUT_S), has failed."""
         try:
             yield
         except Exception as error:
             self._raise_others()  # if one has failed before, that is the cause
             said = f"{doing}: {error}" if isinstance(error, OSError) else str(error)
             with suppress(OSError):  # as is to be expected where the disk is full; the others will lose patience
-                leave(self._messages, f"{_FAILED}{self.rank}", {"said": said})
+                write_note(self._messages, f"{_FAILED}{self.rank}", {"said": said})
             raise CheckpointError(said) from error
         self._await(seen)
 
@@ -113,7 +113,7 @@ class Correspondence:
         """Raise PeerError if another rank has said that it failed."""
         for name in self._messages.names():
             if name.startswith(_FAILED) and name != f"{_FAILED}{self.rank}":
-                left = note(self._messages, name)
+                left = read_note(self._messages, name)
                 if left is not None:
                     raise PeerError(f"rank {name.removeprefix(_FAILED)} failed: {left['said']}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _verdicts(kind: str, work: Path, **options: Any) -> list[dict[str, Any]]:
