@@ -30,6 +30,7 @@ from shardwise.plan.search.workers import explore_in_processes
 from shardwise.plan.simulate.cost import Cost
 from shardwise.plan.simulate.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Forecast
 from shardwise.plan.simulate.trace import draw
+from shardwise.policy.precision import SHORT_NAMES
 from shardwise.policy.strategy import Strategy
 
 PARALLEL_FROM = 12
@@ -163,7 +164,7 @@ def setting(job: Job) -> str:
     """What all jobs of a search have in common, in a line."""
     precision = job.precision
     dtypes = "/".join(
-        _SHORT.get(str(name), "as stored") for name in (precision.param, precision.reduce, precision.master)
+        SHORT_NAMES.get(str(name), "as stored") for name in (precision.param, precision.reduce, precision.master)
     )
     words = [
         f"{job.world_size} x {getattr(job.gpu, 'name', job.gpu)}" + (f" on {job.nodes} nodes" if job.nodes > 1 else ""),
@@ -177,15 +178,12 @@ def setting(job: Job) -> str:
     return ", ".join(words)
 
 
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-
-
 def assumptions(forecast: Forecast) -> Iterator[tuple[str, str]]:
     """(what, its value and where that is from) of everything that a forecast takes for granted."""
     job = forecast.job
     hardware = find_device(job.gpu)  # type: ignore[arg-type]
     interconnect = find_interconnect(job.interconnect or hardware.interconnect)  # type: ignore[arg-type]
-    dtype = _SHORT.get(str(job.precision.param or job.precision.master), "fp32")
+    dtype = SHORT_NAMES.get(str(job.precision.param or job.precision.master), "fp32")
     yield "device", hardware.title
     figures = {
         "usable memory": (hardware.usable_bytes, f"{gib(hardware.usable_bytes.value)} GiB"),

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 
 from shardwise.errors import ConfigError
 
-_ALIASES = {
-    "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16", "half": "float16",
-    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp64": "float64", "float64": "float64",
-}  # fmt: skip
+SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+"""Short names of dtypes, by torch's names."""
+_ALIASES = {"half": "float16"}
+for _name, _short in SHORT_NAMES.items():
+    _ALIASES.update({_short: _name, _name: _name})
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from shardwise.plan.simulate.roofline import DEFAULT, Roofline
 from shardwise.plan.simulate.timeline import Timeline, simulate
 from shardwise.plan.simulate.trace import write_trace
 from shardwise.policy.kinds import KINDS
+from shardwise.policy.precision import SHORT_NAMES
 
 MIB = 2**20
 CONTEXT_BYTES = 512 * MIB
@@ -167,7 +168,7 @@ def forecast_of(recording: Recording) -> Forecast:
     usable = int(hardware.usable_bytes.value)
     timeline = _timeline(recording)
     tokens_per_s = facts.tokens_per_rank(job) / timeline.step_time_s
-    compute = _SHORT.get(str(job.precision.param or job.precision.master), "fp32")
+    compute = SHORT_NAMES.get(str(job.precision.param or job.precision.master), "fp32")
     dimensions = Dimensions(facts.params - _idle_params(recording), facts.embeddings, facts.layers, facts.width)
     return Forecast(
         job=job,
@@ -201,9 +202,6 @@ def _idle_params(recording: Recording) -> int:
             groups, _, n, k = event.matmul
             idle += groups * n * k - event.flops / (2 * tokens)
     return round(idle / recording.job.accumulation)
-
-
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 def _listed_price(hardware: Hardware) -> float | None:
