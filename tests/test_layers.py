@@ -23,6 +23,18 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 SELF = {"jax": {"errors", "layout", "policy", "checkpoint"}}  # beside the layers
+# What each folder of a package may import of that package; "." is the modules that lie in the package itself.
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "checkpoint": {
+        "io": set(),
+        "names": {"io"},
+        "ranks": {"io", "names"},
+        "format": {"io", "names", "ranks"},
+        "publish": {"io", "names", "ranks", "format"},
+        ".": {"io", "names", "ranks", "format", "publish"},
+        "interchange": {"io", "names", "ranks", "format", "publish", "."},
+    },
+}
 NO_TORCH = {"errors", "suggest", "layout", "policy"}
 TOP = "the package itself"
 
@@ -75,6 +87,51 @@ def allowed(own: str | None, target: str) -> bool:
     return own in LEVEL and target in LEVEL and LEVEL[target] < LEVEL[own]
 
 
+def room_of(name: str, package: str) -> str | None:
+    """The folder of a package that a dotted name belongs to; None for names outside of the package."""
+    parts = name.split(".")
+    if parts[:2] != ["shardwise", package]:
+        return None
+    return parts[2] if len(parts) > 2 and parts[2] in ROOMS[package] else "."
+
+
+def room_violations(source: str, module: str) -> list[str]:
+    """Every import of a module that does not follow the order of its package's folders."""
+    package = package_of(module)
+    if package not in ROOMS or module == f"shardwise.{package}.__init__":
+        return []
+    own = room_of(module, package)
+    assert own is not None
+    found = []
+    for name in imports_of(source, module):
+        target = room_of(name, package)
+        if target is not None and target not in {own, *ROOMS[package][own]}:
+            found.append(f"{module} imports {name}: {own} may not import {target}")
+    return found
+
+
+def circle_in(imports: dict[str, set[str]]) -> list[str]:
+    """The modules of a circle of imports, the first one again at its end; empty where there is none.
+
+    Args:
+        imports: by module, the modules that it imports.
+    """
+    done: set[str] = set()
+
+    def search(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(imports.get(module, ())):
+            if circle := search(target, [*path, module]):
+                return circle
+        done.add(module)
+        return []
+
+    return next((circle for module in sorted(imports) if (circle := search(module, []))), [])
+
+
 MODULES = {
     ".".join(("shardwise", *path.relative_to(ROOT).with_suffix("").parts)): path for path in sorted(ROOT.rglob("*.py"))
 }
@@ -83,6 +140,27 @@ MODULES = {
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module: str) -> None:
     assert violations(MODULES[module].read_text(encoding="utf-8"), module) == []
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if package_of(module) in ROOMS])
+def test_imports_follow_the_order_of_the_folders(module: str) -> None:
+    assert room_violations(MODULES[module].read_text(encoding="utf-8"), module) == []
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_every_folder_has_a_place_in_the_order(package: str) -> None:
+    folders = {path.name for path in (ROOT / package).iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    assert folders == ROOMS[package].keys() - {"."}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_no_circle_of_imports(package: str) -> None:
+    imports = {}
+    for module, path in MODULES.items():
+        if package_of(module) == package and not module.endswith(".__init__"):
+            names = imports_of(path.read_text(encoding="utf-8"), module)
+            imports[module] = {part for name in names for part in (name, name.rpartition(".")[0]) if part in MODULES}
+    assert circle_in(imports) == []
 
 
 def test_every_package_has_a_layer() -> None:
@@ -119,3 +197,21 @@ def test_an_import_that_points_up_or_aside_is_found(module: str, source: str) ->
 )
 def test_an_import_that_points_down_is_fine(module: str, source: str) -> None:
     assert violations(source, module) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("shardwise.checkpoint.io.range_writer", "from shardwise.checkpoint.format.manifest import write"),
+        ("shardwise.checkpoint.names.index_map", "if TYPE_CHECKING:\n    from shardwise.checkpoint.saving import save"),
+        ("shardwise.checkpoint.format.manifest", "def f():\n    from shardwise.checkpoint.publish import commit"),
+        ("shardwise.checkpoint.saving", "from shardwise.checkpoint.interchange import convert"),
+    ],
+)
+def test_an_import_against_the_order_of_the_folders_is_found(module: str, source: str) -> None:
+    assert len(room_violations(source, module)) == 1
+
+
+def test_a_circle_of_imports_is_found() -> None:
+    assert circle_in({"a": {"b", "c"}, "b": {"d"}, "c": {"a"}, "d": set()}) == ["a", "c", "a"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from io import UnsupportedOperation
 from typing import Any
 
-from shardwise.checkpoint.io.storage import Source
 from shardwise.errors import UsageError
 
 _READ_BYTES = 32 * 2**20
@@ -78,7 +77,7 @@ class RemoteDirectory:
         return bytes(self.fs.cat_file(self._path(name)))
 
     @contextmanager
-    def open(self, name: str) -> Iterator[Source]:
+    def open(self, name: str) -> Iterator[_RemoteSource]:
         yield _RemoteSource(self.fs, self._path(name))
 
     def write(self, name: str, data: bytes, durable: bool = True) -> None:
