@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.format import optimizer_state, per_rank_buffers, tensor_files, training_json
+from shardwise.checkpoint.format import optimizer_state, per_rank_buffers, random_state, tensor_files, training_json
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.local_tensor import DTYPES, give_extra_state, piece_of
+from shardwise.checkpoint.format.local_tensor import DTYPES, piece_of
 from shardwise.checkpoint.format.matching import Matched, Wanted, match
+from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.io.storage import Location, check_location
 from shardwise.checkpoint.names.index_map import Place
@@ -97,7 +98,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             reading.restore(optimizer)
             states = reading.training["rng"]
             if len(states) == peers.world_size:
-                training_json.restore_random_state(states[peers.rank], engine.mesh.device)
+                random_state.restore(states[peers.rank], engine.mesh.device)
     mib, direct_mib = sum(read.read_bytes for read in done) / 2**20, sum(read.direct_bytes for read in done) / 2**20
     _log.info("%s: rank %d read %.1f MiB, %.1f of them past the page cache", path, peers.rank, mib, direct_mib)
     return reading.result()

@@ -16,8 +16,16 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.format import manifest, names_json, per_rank_buffers, tensor_files, training_json
-from shardwise.checkpoint.format.local_tensor import Piece, pieces_to_write
+from shardwise.checkpoint.format import (
+    manifest,
+    names_json,
+    per_rank_buffers,
+    random_state,
+    tensor_files,
+    training_json,
+)
+from shardwise.checkpoint.format.local_tensor import Piece
+from shardwise.checkpoint.format.model_state import pieces_to_write
 from shardwise.checkpoint.format.optimizer_state import optimizer_state
 from shardwise.checkpoint.io.remote import RemoteDirectory
 from shardwise.checkpoint.io.storage import Location, check_location, is_url
@@ -29,7 +37,7 @@ from shardwise.checkpoint.publish.target import FileSet, Target, Written
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
 from shardwise.checkpoint.ranks.file_barrier import Barrier, FileBarrier, read_note, write_note
-from shardwise.checkpoint.staging import Copies, HostMemory
+from shardwise.checkpoint.staging import HostMemory
 from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError, UsageError
@@ -67,11 +75,10 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
         optimizer: of the model's parameters; its state, groups and options are saved by fqn.
         step: of the training, not negative.
         extra: a dict of anything else that a resumed run needs, as JSON; `load` returns it. Rank 0's is saved.
-        asynchronous: copy this rank's bytes to host memory, which is kept for the next time, and return; a thread
-            writes them. Whatever is saved is as it was at the call: optimizer state on the CPU that nobody else has an
-            alias of is copied by the thread, first of all, and until then whoever wants it, for a step or to look at
-            it, waits. The next call of this package waits for the save and raises what went wrong; so does the end of
-            the program, which then has status 1.
+        asynchronous: copy this rank's bytes to host memory, which is kept for the next save, and return; a thread
+            writes them. A step taken right after the call does not change what is saved. The next call of this package
+            waits for the thread and raises its error. So end a program with `sw.checkpoint.wait(model)`: an error
+            that nobody has waited for is printed at exit, and does not change the program's exit status.
         max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
         files: small ones to go along, by name: a tokenizer's, for example. Rank 0's are saved.
 
@@ -121,7 +128,7 @@ class _Writing:
     """One save, decided upon: everything that there is to write, and where."""
 
     target: Target
-    file_sets: list[FileSet]
+    file_sets: list[FileSet[Piece]]
     training: dict[str, Any]
     """Of training.json, what rank 0 knows. "optimizer" is the same on every rank."""
     rng: dict[str, Any]
@@ -136,12 +143,10 @@ class _Writing:
         headers = [(name, file.header) for file_set in self.file_sets for name, file in file_set.files.files.items()]
         return f"{headers}|{self.training['optimizer']}"
 
-    def run(self, barrier: Barrier, copies: Copies | None = None) -> None:
-        """Write and commit, with the others; first of all finish the `copies` of what is to be written."""
+    def run(self, barrier: Barrier) -> None:
+        """Write and commit. Every rank must call this."""
         messages, doing = self.target.messages, f"{self.target} cannot be written"
         with barrier.together(doing, seen=lambda: read_note(messages, _CREATED) is not None):
-            if copies is not None:
-                copies.finish()
             if barrier.is_first:
                 self.target.create(self.file_sets)
                 write_note(messages, _CREATED, {})
@@ -223,7 +228,7 @@ def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: 
     document = None if state is None else state.document
     device = require_engine(model).mesh.device
     whole = [piece for found in pieces.values() for piece in found if piece.is_whole]
-    return _Writing(target, file_sets, {"optimizer": document}, training_json.random_state(device), whole, documents)
+    return _Writing(target, file_sets, {"optimizer": document}, random_state.capture(device), whole, documents)
 
 
 def _names(model: nn.Module, pieces: list[Piece]) -> dict[str, bytes]:
@@ -267,16 +272,14 @@ def _start(writing: _Writing, peers: Peers, memory: HostMemory) -> None:
     with peers.together(f"{target} cannot be written"):
         barrier.announce_process()
         copies = memory.copy([piece for file_set in writing.file_sets for piece in file_set.pieces])
-        each = iter(copies.pieces)
+        each = iter(copies)
         file_sets = [replace(file_set, pieces=[next(each) for _ in file_set.pieces]) for file_set in writing.file_sets]
     with peers.together(f"{target} cannot be written"):
         barrier.learn_processes()
     copied = replace(writing, file_sets=file_sets)
     job = save_thread.Job(
         what=str(target),
-        begin=copies.begin,
-        run=lambda: copied.run(barrier, copies),
-        leave=copies.leave,
+        run=lambda: copied.run(barrier),
         discard=target.discard if peers.is_first else lambda: None,
     )
     save_thread.start(job, peers.together(f"{target} cannot be written"))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.checkpoint.format.local_tensor import DTYPES, Piece, pieces_to_read
+from shardwise.checkpoint.format.local_tensor import DTYPES, Piece
+from shardwise.checkpoint.format.model_state import pieces_to_read
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import find

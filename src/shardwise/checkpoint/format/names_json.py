@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.local_tensor import Piece
 from shardwise.checkpoint.format.manifest import check_file, reading
+from shardwise.checkpoint.format.tensor_files import WritablePiece
 from shardwise.checkpoint.names.index_map import IndexMap, Place, tile
 from shardwise.errors import CheckpointError
 
@@ -39,12 +39,12 @@ class Named:
     """Where its elements are stored."""
 
 
-def of_pieces(pieces: Iterable[Piece]) -> list[Named]:
+def of_pieces(pieces: Iterable[WritablePiece]) -> list[Named]:
     """Those of a model that are worth a word. Places and shapes are global, so any rank's will do."""
     return [Named(piece.names, piece.shape, piece.places) for piece in pieces if not _is_plain(piece)]
 
 
-def _is_plain(piece: Piece) -> bool:
+def _is_plain(piece: WritablePiece) -> bool:
     if len(piece.names) > 1 or len(piece.places) > 1 or len(piece.places[0].runs) > 1:
         return False
     (place,) = piece.places

@@ -1,4 +1,4 @@
-"""The safetensors files of one kind (`model*`, `optimizer*`): planned, written and read by byte range."""
+"""The safetensors files of one stem (`model*`, `optimizer*`): planned, written and read by byte range. No torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import NamedTuple, Protocol
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.local_tensor import DTYPES, Piece
 from shardwise.checkpoint.format.safetensors_layout import (
     LENGTH_BYTES,
     RESERVED,
@@ -35,8 +31,50 @@ from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.errors import CheckpointError, UsageError
 
 METADATA = {"format": "pt"}
-_CHUNK_BYTES = 32 * 2**20
-"""Staged at once where a piece cannot be written, or read into, as it lies in memory."""
+
+
+class WritablePiece(Protocol):
+    """The part of a tensor that this process writes: a range of its elements, row-major."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the model's state_dict; several are tied."""
+
+    @property
+    def name(self) -> str:
+        """The first of `names`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global."""
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The stored tensors that hold its elements."""
+
+    @property
+    def stored(self) -> Sequence[StoredTensor]:
+        """The stored tensors, whole, in the order of `places`."""
+
+    def held_at(self, place: Place) -> IndexMap:
+        """Map the elements of a stored tensor that this process holds to its own, flattened, counted from its first."""
+
+    def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
+        """Yield (first element of the stored tensor, bytes of the elements from there on), in the order of `runs`."""
+
+
+class ReadablePiece(Protocol):
+    """The part of a tensor that this process reads."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank reads all of it."""
+
+    def begin_overwrite(self) -> bool:
+        """Note that the elements are about to change. Returns whether there are any."""
+
+    def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
+        """Read the elements of one place, cast to the piece's dtype. They may be there only after `reader.finish()`."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +109,7 @@ class TensorFiles:
         return {f"{self.stem}.safetensors.index.json": (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
 
 
-def plan(stem: str, pieces: Sequence[Piece], max_file_bytes: int) -> TensorFiles:
+def plan(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -> TensorFiles:
     """Lay tensors out in files of at most `max_file_bytes`. The same on every rank.
 
     Raises UsageError for a stored tensor that is made of tensors of several dtypes.
@@ -125,7 +163,7 @@ def _allocate(fd: int, nbytes: int) -> None:
 
 
 def write(
-    directory: Path, files: TensorFiles, pieces: Iterable[Piece], headers: bool, writer: RangeWriter
+    directory: Path, files: TensorFiles, pieces: Iterable[WritablePiece], headers: bool, writer: RangeWriter
 ) -> dict[str, list[Region]]:
     """Write all of `pieces`, and the `headers`, in their final place. Local. On disk after `writer.sync()`.
 
@@ -134,9 +172,9 @@ def write(
     return {name: writer.write(directory / name, ranges) for name, ranges in to_write(files, pieces, headers)}
 
 
-def to_write(files: TensorFiles, pieces: Iterable[Piece], headers: bool) -> Iterator[tuple[str, Ranges]]:
+def to_write(files: TensorFiles, pieces: Iterable[WritablePiece], headers: bool) -> Iterator[tuple[str, Ranges]]:
     """The files that `pieces`, and the `headers`, have bytes in, each with these."""
-    by_name: dict[str, list[tuple[Piece, IndexMap]]] = {}
+    by_name: dict[str, list[tuple[WritablePiece, IndexMap]]] = {}
     for piece in pieces:
         for place in piece.places:
             runs = piece.held_at(place)
@@ -148,36 +186,12 @@ def to_write(files: TensorFiles, pieces: Iterable[Piece], headers: bool) -> Iter
             yield name, _ranges(layout, own, headers)
 
 
-def _ranges(layout: TensorFile, own: Iterable[tuple[str, Piece, IndexMap]], header: bool) -> Ranges:
+def _ranges(layout: TensorFile, own: Iterable[tuple[str, WritablePiece, IndexMap]], header: bool) -> Ranges:
     if header:
         yield 0, layout.header
     for tensor, piece, runs in own:
-        for start, data in _chunks(piece, runs):
+        for start, data in piece.chunks(runs):
             yield layout.byte_range(tensor, start, start).start, data
-
-
-def _chunks(piece: Piece, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
-    """Elements of a stored tensor and their bytes, without a copy where they lie in this process's memory in order."""
-    flat = piece.tensor.reshape(-1)
-    for part in runs.stretches(_step(flat, runs)):
-        values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # else their bytes say something else
-        yield int(part.here[0]), _bytes(values.contiguous())
-
-
-def _at(flat: Tensor, part: IndexMap) -> Tensor:
-    """The elements there: a view of them where they are one run."""
-    if len(part) == 1:
-        return flat[int(part.there[0]) : int(part.there[0] + part.length[0])]
-    return flat[torch.from_numpy(part.elements()).to(flat.device)]
-
-
-def _step(flat: Tensor, runs: IndexMap) -> int:
-    """Elements to take at once; where they are gathered their numbers, 8 bytes each, are staged too."""
-    return max(1, _CHUNK_BYTES // (flat.itemsize if len(runs) == 1 else flat.itemsize + 8))
-
-
-def _bytes(flat: Tensor) -> memoryview:
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -231,7 +245,10 @@ class Read(NamedTuple):
 
 
 def read(
-    contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tuple[Piece, Place]], past_cache: bool = False
+    contents: Contents | Directory,
+    files: TensorFiles,
+    wanted: Iterable[tuple[ReadablePiece, Place]],
+    past_cache: bool = False,
 ) -> Read:
     """Fill pieces with the elements stored at the places given, cast to the pieces' dtypes. Local.
 
@@ -240,10 +257,9 @@ def read(
     past_cache: read that way what is not in the page cache. Right where nobody on this machine is going to read the
         same elements soon. What all ranks hold is read through it.
     """
-    by_file: dict[str, list[tuple[Piece, Place]]] = {}
+    by_file: dict[str, list[tuple[ReadablePiece, Place]]] = {}
     for piece, place in wanted:
-        torch.autograd.graph.increment_version(piece.tensor)  # also of empty ones: ranks must see the same change
-        if piece.tensor.numel():
+        if piece.begin_overwrite():
             by_file.setdefault(files.file_of(place.name), []).append((piece, place))
     read_bytes = peak_staged_bytes = direct_bytes = 0
     buffers = Buffers()
@@ -252,7 +268,7 @@ def read(
         try:
             with manifest.reading(path), contents.open(file) as source, RangeReader(source, buffers) as reader:
                 for piece, place in sorted(pieces, key=lambda item: layout.starts[item[1].name]):
-                    done = _fill(reader, layout, piece, place, past_cache and not piece.is_whole)
+                    done = piece.fill(reader, layout, place, past_cache and not piece.is_whole)
                     read_bytes += done.read_bytes
                     peak_staged_bytes = max(peak_staged_bytes, done.peak_staged_bytes)
                 reader.finish()
@@ -260,36 +276,3 @@ def read(
         except EOFError as error:
             raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
     return Read(read_bytes, peak_staged_bytes, direct_bytes)
-
-
-def _fill(reader: RangeReader, layout: TensorFile, piece: Piece, place: Place, past_cache: bool) -> Read:
-    """Fill a piece with its elements of one place; what needs no staging is there after `reader.finish()`."""
-    dtype, target = DTYPES[layout.tensors[place.name].dtype], piece.tensor
-    flat = target.view(-1) if target.is_contiguous() else target.flatten()  # one, or a copy
-    runs = piece.held_at(place)
-    as_stored = flat.dtype == dtype and flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
-    in_place = target.is_contiguous() and len(runs) == 1 and as_stored
-    step = max(1, runs.numel) if in_place else _step(torch.empty(0, dtype=dtype, device="cpu"), runs)
-    staged_bytes = 0
-    for part in runs.stretches(step):
-        chunk = _at(flat, part) if in_place else torch.empty(part.numel, dtype=dtype, device="cpu")
-        start = int(part.here[0])
-        reader.ask(layout.byte_range(place.name, start, start).start, _bytes(chunk), past_cache)
-        if not in_place:
-            reader.finish()
-            staged_bytes = max(staged_bytes, _put(chunk, flat, part))
-    if not target.is_contiguous():
-        target.copy_(flat.view(target.shape))
-        staged_bytes += flat.nbytes
-    return Read(runs.numel * dtype.itemsize, staged_bytes)
-
-
-def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
-    """Copy what was read to where it belongs. Returns the bytes that were staged for that, the chunk among them."""
-    if len(part) == 1:
-        _at(flat, part).copy_(chunk)
-        return chunk.nbytes
-    elements = torch.from_numpy(part.elements())
-    cast = chunk.to(flat.device, flat.dtype)
-    flat[elements.to(flat.device)] = cast
-    return chunk.nbytes + elements.nbytes + (cast.nbytes if cast is not chunk else 0)

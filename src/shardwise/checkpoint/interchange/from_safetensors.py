@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.checkpoint.format import manifest, names_json, per_rank_buffers, tensor_files, training_json
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.hugging_face import weights_of
-from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format.local_tensor import DTYPES, bytes_of
 from shardwise.checkpoint.format.safetensors_layout import TensorFile
 from shardwise.checkpoint.interchange.carried import Carried, Run, parts
 from shardwise.checkpoint.io.storage import Directory, LocalDirectory, Location, Source
@@ -42,7 +42,7 @@ class SafetensorsTensors:
         if values.numel():
             try:
                 with manifest.reading(path), self._place.open(file) as source:
-                    source.read_at(layout.byte_range(name, start, stop).start, values.view(torch.uint8).numpy().data)
+                    source.read_at(layout.byte_range(name, start, stop).start, bytes_of(values))
             except EOFError as error:
                 raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
             except (FileNotFoundError, NotADirectoryError):

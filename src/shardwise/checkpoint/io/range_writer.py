@@ -21,6 +21,7 @@ import numpy as np
 
 from shardwise.checkpoint.io.checksums import Region, RegionSums
 from shardwise.checkpoint.io.direct import PAGE_BYTES, REFUSALS, begin_writeback, cut_at_pages, huge_page_buffer
+from shardwise.checkpoint.io.local_file import write_at
 from shardwise.checkpoint.io.thread_pool import ThreadPool
 from shardwise.layout.ranges import Range
 
@@ -192,7 +193,7 @@ class _File:
         Returns the bytes that went past it: none.
         """
         with self._cached:
-            _write_at(self.fd, start, data)
+            write_at(self.fd, start, data)
         begin_writeback(self.fd, start, len(data))
         return 0
 
@@ -222,12 +223,5 @@ class _File:
 
     def write_kept(self) -> None:
         for start, data in self._kept:
-            _write_at(self.fd, start, data)
+            write_at(self.fd, start, data)
         self._kept, self._kept_bytes = [], 0
-
-
-def _write_at(fd: int, start: int, data: memoryview | bytes) -> None:
-    view = memoryview(data)
-    while view.nbytes:
-        count = os.pwrite(fd, view, start)
-        view, start = view[count:], start + count

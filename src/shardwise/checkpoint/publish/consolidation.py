@@ -15,6 +15,7 @@ from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.manifest import FileRecord, Manifest, Part
 from shardwise.checkpoint.io.checksums import RegionSums
+from shardwise.checkpoint.io.local_file import write_at
 from shardwise.checkpoint.io.storage import LocalDirectory, Location, is_url
 from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.ranks import save_thread
@@ -136,6 +137,4 @@ class _Consolidation:
             data = chunk[inside.start - offset : inside.stop - offset]
             start = part.start + inside.start - part.offset
             self._sums[name].add(start, data)
-            while data.nbytes:
-                count = os.pwrite(self._fds[name], data, start)
-                data, start = data[count:], start + count
+            write_at(self._fds[name], start, data)

@@ -7,7 +7,7 @@ are read like the first layout's, by byte range, and `consolidation.consolidate`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from shardwise.checkpoint.format.manifest import FileRecord, JoinedFile, Manifes
 from shardwise.checkpoint.format.tensor_files import to_write
 from shardwise.checkpoint.io.checksums import RegionSums
 from shardwise.checkpoint.io.remote import RemoteDirectory
-from shardwise.checkpoint.publish.target import NOTE, FileSet, Written, remove_notes
+from shardwise.checkpoint.publish.target import NOTE, FileSets, Written, remove_notes
 from shardwise.errors import CheckpointError, UnreadableError
 
 BEGUN = f"{NOTE}begun"
@@ -48,10 +48,10 @@ class PerRankFiles:
         self.directory.make()
         self.directory.write(BEGUN, b"{}\n")
 
-    def create(self, file_sets: Sequence[FileSet]) -> None:
+    def create(self, file_sets: FileSets) -> None:
         """There is no room to be made in advance."""
 
-    def write(self, file_sets: Sequence[FileSet], rank: int) -> Written:
+    def write(self, file_sets: FileSets, rank: int) -> Written:
         files = [
             named for file_set in file_sets for named in to_write(file_set.files, file_set.pieces, headers=rank == 0)
         ]
@@ -70,7 +70,7 @@ class PerRankFiles:
         written.regions[own] = sums.regions()
         return written
 
-    def commit(self, file_sets: Sequence[FileSet], written: Written, documents: Mapping[str, bytes]) -> None:
+    def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
         records = {name: FileRecord(found[-1].stop, tuple(found)) for name, found in written.regions.items()}
         for name, data in documents.items():
             self.directory.write(name, data)

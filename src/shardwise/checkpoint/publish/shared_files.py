@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from shardwise.checkpoint.format.manifest import FileRecord, Manifest
 from shardwise.checkpoint.io.range_writer import RangeWriter
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.publish import commit
-from shardwise.checkpoint.publish.target import FileSet, Written, remove_notes
+from shardwise.checkpoint.publish.target import FileSets, Written, remove_notes
 
 _log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ class SharedFiles:
     def begin(self) -> None:
         commit.begin(self.path)
 
-    def create(self, file_sets: Sequence[FileSet]) -> None:
+    def create(self, file_sets: FileSets) -> None:
         for file_set in file_sets:
             tensor_files.create(self._partial, file_set.files)
 
-    def write(self, file_sets: Sequence[FileSet], rank: int) -> Written:
+    def write(self, file_sets: FileSets, rank: int) -> Written:
         written, headers = Written(), rank == 0
         with RangeWriter() as writer:
             for file_set in file_sets:
@@ -56,7 +56,7 @@ class SharedFiles:
         _log.info("%s: rank %d wrote %.1f MiB, %.1f of them past the page cache", self, rank, mib, direct_mib)
         return written
 
-    def commit(self, file_sets: Sequence[FileSet], written: Written, documents: Mapping[str, bytes]) -> None:
+    def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
         directory = self.messages
         remove_notes(directory)
         records = {}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from shardwise.checkpoint.format.local_tensor import Piece
 from shardwise.checkpoint.format.manifest import Part
-from shardwise.checkpoint.format.tensor_files import TensorFiles
+from shardwise.checkpoint.format.tensor_files import TensorFiles, WritablePiece
 from shardwise.checkpoint.io.checksums import Region
 from shardwise.checkpoint.io.storage import Directory
 
@@ -16,12 +15,18 @@ NOTE = "."
 """What ranks have to say to one another lies in files whose names begin so; they are removed before the commit."""
 
 
+P_co = TypeVar("P_co", bound=WritablePiece, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class FileSet:
+class FileSet(Generic[P_co]):
     """The files of one stem (`model*`, `optimizer*`) and what this rank writes of them."""
 
     files: TensorFiles
-    pieces: Sequence[Piece]
+    pieces: Sequence[P_co]
+
+
+FileSets = Sequence[FileSet[WritablePiece]]
 
 
 @dataclass(slots=True)
@@ -65,13 +70,13 @@ class Target(Protocol):
         Raises CheckpointError if there is something that a save did not leave.
         """
 
-    def create(self, file_sets: Sequence[FileSet]) -> None:
+    def create(self, file_sets: FileSets) -> None:
         """Make room, so that a disk without any says so now. Rank 0's."""
 
-    def write(self, file_sets: Sequence[FileSet], rank: int) -> Written:
+    def write(self, file_sets: FileSets, rank: int) -> Written:
         """Write this rank's pieces, rank 0 also headers, and have them on disk."""
 
-    def commit(self, file_sets: Sequence[FileSet], written: Written, documents: Mapping[str, bytes]) -> None:
+    def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
         """Write the small files, the manifest last, and make it a checkpoint. Rank 0's, when all ranks have written."""
 
     def is_committed(self) -> bool:
