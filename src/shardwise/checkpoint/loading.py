@@ -1,4 +1,4 @@
-"""`load`: every rank reads the bytes of its own fragments, whoever wrote them."""
+"""`load`: every rank reads the bytes of its own fragments, at any world size."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
         CheckpointError: no checkpoint, a damaged one, none or another kind of optimizer in it, or entries that are
             missing, unexpected, of another shape or another kind of numbers: all named, before anything is overwritten.
             UsageError: something in the model's state_dict that cannot be read into. MismatchError: ranks load
-            different things. On every rank, whoever failed.
+            different things. On every rank, whichever failed.
 
     Sizes, headers and `training.json` are checked, checksums of tensors are not: `verify` reads everything. Each rank
     reads only its own bytes.
@@ -135,7 +135,7 @@ _UNKNOWN = "unknown"
 
 
 class _Reading:
-    """What is to be read from one checkpoint, compared with what is there."""
+    """One load: the checkpoint's tensors and options, matched with the model's and the optimizer's."""
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
@@ -245,7 +245,7 @@ class _Reading:
         self._matched.raise_differences(self.contents, "strict=False loads what fits and reports the rest")
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Put options and what was read into the optimizer."""
+        """Put the options and the state that was read into the optimizer."""
         for group, saved in self._options:
             optimizer_state.restore_options(group, saved)
         for state in self._states:

@@ -85,7 +85,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     Raises:
         CheckpointError: `path` exists, it cannot be written, or not all ranks see it; or the asynchronous save before
             failed, and nothing else was done. UsageError: something that cannot be saved. MismatchError: ranks want
-            to save different things. On every rank, whoever failed; then what was at `path` before is still there.
+            to save different things. On every rank, whichever failed; then `path` is as it was before.
 
     No weights travel between ranks: each writes the byte ranges of its own fragments, replicas sharing the work.
     """
@@ -118,7 +118,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
 def wait(model: nn.Module) -> None:
     """Wait until no asynchronous save is under way. Every rank of the model must call this.
 
-    Raises CheckpointError if the last one failed. On every rank, whoever failed.
+    Raises CheckpointError if the last one failed. On every rank, whichever failed.
     """
     wait_for_last_save(Peers(require_engine(model).mesh))
 
@@ -172,7 +172,7 @@ class _Writing:
 
 
 def _report(rank: int) -> str:
-    """What a rank has to say to rank 0: what it wrote, and its random states."""
+    """The name of a rank's note to rank 0: the regions that it wrote, and its random states."""
     return f".rank-{rank}"
 
 

@@ -41,6 +41,7 @@ class Piece:
 
     @property
     def name(self) -> str:
+        """The name under which it is written: the first of `names`."""
         return self.names[0]
 
     @property

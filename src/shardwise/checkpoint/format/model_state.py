@@ -22,9 +22,9 @@ _EXTRA_STATE = "_extra_state"
 def pieces_to_write(model: nn.Module) -> list[Piece]:
     """Everything that is saved of the model's state_dict, tied tensors once, with places in the model's files.
 
-    Raises UsageError, naming it, for what is no tensor, is a copy that a load could not give back, or has no byte
-    ranges of its own in such files; and inside a forward, a backward or sw.unsharded, where modules do not hold the
-    sharded parameters.
+    Raises UsageError, naming it, for an entry that is no tensor, is a copy that a load could not give back, or has no
+    byte ranges of its own in such files; and inside a forward, a backward or sw.unsharded, where modules do not hold
+    the sharded parameters.
     """
     tensors = _tensors(model, set(getattr(model, "_keys_to_ignore_on_save", None) or ()))
     places = places_to_write(model, {names[0]: tuple(tensor.shape) for names, tensor in tensors})
@@ -37,7 +37,7 @@ def pieces_to_read(model: nn.Module) -> list[Piece]:
 
 
 def give_extra_state(model: nn.Module, pieces: Iterable[Piece]) -> None:
-    """Hand what was read as a module's extra state to its `set_extra_state`. Local."""
+    """Call `set_extra_state` of the modules whose extra state was read. No communication."""
     for piece in pieces:
         for name in piece.names:
             module = _taker_of_extra_state(model, name)
@@ -82,7 +82,7 @@ def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str],
 
 
 class _Own:
-    """The tensors whose memory is a module's: what is written to them stays in the model."""
+    """The tensors whose memory belongs to a module: a write to them changes the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

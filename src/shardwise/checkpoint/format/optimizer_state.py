@@ -55,7 +55,7 @@ def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str,
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
-    """Everything that the optimizer knows. Local; shares its tensors' memory.
+    """Everything that the optimizer knows. No communication; shares its tensors' memory.
 
     Raises UsageError, naming it, for state or an option that can be saved neither as JSON nor as a tensor of its
     parameter's shape, and for state of anything but a parameter.
@@ -156,7 +156,7 @@ def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
 
 
 def room_for(parameter: Tensor, dtype: torch.dtype, present: object) -> Tensor:
-    """A state tensor of a parameter's shape, cut alike; its numbers are still to come.
+    """Uninitialised state with the parameter's shape and sharding.
 
     `present`: what the optimizer has there; used again if it is like that, so that state is not held twice.
     """

@@ -58,14 +58,17 @@ class StoredTensor:
 
     @property
     def item_bytes(self) -> int:
+        """Bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def numel(self) -> int:
+        """Elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
         return self.numel * self.item_bytes
 
 

@@ -144,7 +144,7 @@ def lay_out_files(stem: str, tensors: tuple[StoredTensor, ...], max_file_bytes: 
 
 
 def create(directory: Path, files: TensorFiles) -> None:
-    """Make the files in their full size, so that a disk without room says so now. One rank does it."""
+    """Make the files in their full size, so that a full disk is an error now. One rank does it."""
     for name, layout in files.files.items():
         fd = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -165,9 +165,9 @@ def _allocate(fd: int, nbytes: int) -> None:
 def write(
     directory: Path, files: TensorFiles, pieces: Iterable[WritablePiece], headers: bool, writer: RangeWriter
 ) -> dict[str, list[Region]]:
-    """Write all of `pieces`, and the `headers`, in their final place. Local. On disk after `writer.sync()`.
+    """Write all of `pieces`, and the `headers`, in their final place. No communication. On disk after `writer.sync()`.
 
-    Returns, by file, the checksums of what was written.
+    Returns the checksums of the written bytes by file.
     """
     return {name: writer.write(directory / name, ranges) for name, ranges in to_write(files, pieces, headers)}
 
@@ -218,7 +218,7 @@ def stem_of(name: str) -> str:
 
 
 def read_layout(path: str, source: Source, nbytes: int) -> TensorFile:
-    """What a safetensors file's header says. Raises CheckpointError, naming the file, if it cannot be right."""
+    """The layout in a safetensors file's header. Raises CheckpointError, naming the file, if it cannot be right."""
     try:
         prefix = _read_bytes(source, 0, min(LENGTH_BYTES, nbytes))
         header = prefix + _read_bytes(source, LENGTH_BYTES, header_bytes(prefix, nbytes) - LENGTH_BYTES)
@@ -234,10 +234,10 @@ def _read_bytes(source: Source, start: int, nbytes: int) -> bytes:
 
 
 class Read(NamedTuple):
-    """What `read` did on this rank."""
+    """Statistics of a `read` on this rank."""
 
     read_bytes: int
-    """Of elements; of what lies between them none counts."""
+    """Of elements; bytes between them do not count."""
     peak_staged_bytes: int
     """Most memory held at one time for what could not be read into a piece as it lies."""
     direct_bytes: int = 0
@@ -250,12 +250,12 @@ def read(
     wanted: Iterable[tuple[ReadablePiece, Place]],
     past_cache: bool = False,
 ) -> Read:
-    """Fill pieces with the elements stored at the places given, cast to the pieces' dtypes. Local.
+    """Fill pieces with the elements stored at the places given, cast to the pieces' dtypes. No communication.
 
     Each rank reads the bytes of its own elements; past the page cache whole pages, with the few that lie between.
 
-    past_cache: read that way what is not in the page cache. Right where nobody on this machine is going to read the
-        same elements soon. What all ranks hold is read through it.
+    past_cache: read pages that are not cached past the page cache. Right where no other process of this machine is
+        going to read the same elements soon. Pieces that all ranks hold are read through the cache all the same.
     """
     by_file: dict[str, list[tuple[ReadablePiece, Place]]] = {}
     for piece, place in wanted:

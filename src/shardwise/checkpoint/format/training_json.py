@@ -1,4 +1,4 @@
-"""`training.json`: what is not a tensor. Step, optimizer groups and scalars by fqn, random states, extra. No torch."""
+"""`training.json`: everything but tensors. Step, optimizer groups and scalars by fqn, random states. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def package_version() -> str:
 
 
 def check_json(value: object, what: str) -> None:
-    """Raise UsageError, naming what is in its way, unless JSON gives the value back as it is."""
+    """Raise UsageError, naming the obstacle, unless JSON gives the value back as it is."""
     if not _survives(value):
         raise UsageError(
             f"{what} cannot be saved as JSON: {_fault(value)}; use dicts with string keys, lists, strings, numbers, "

@@ -36,6 +36,7 @@ class SafetensorsTensors:
         self.stored = {name: layout.tensors[name] for name, (_, layout) in self._files.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `Tensors`."""
         file, layout = self._files[name]
         values = torch.empty(stop - start, dtype=DTYPES[self.stored[name].dtype], device="cpu")
         path = f"{self._place}/{file}"
@@ -50,6 +51,7 @@ class SafetensorsTensors:
         return values
 
     def runs(self, name: str) -> Iterator[Run]:
+        """See `Tensors`."""
         return parts(self, name)
 
 

@@ -45,6 +45,7 @@ class Rearranged:
     made: Mapping[str, Sequence[_Part]]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `Tensors`."""
         if name not in self.made:
             return self.source.read(name, start, stop)
         stored = self.stored[name]
@@ -64,6 +65,7 @@ class Rearranged:
         return found
 
     def runs(self, name: str) -> Iterator[Run]:
+        """See `Tensors`."""
         return parts(self, name) if name in self.made else self.source.runs(name)
 
 

@@ -45,6 +45,7 @@ class SavedTensor:
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether its elements follow one another in the file, row-major."""
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def stored(self, name: str) -> StoredTensor:

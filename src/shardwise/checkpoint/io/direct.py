@@ -20,7 +20,7 @@ PAGE_BYTES = max(4096, mmap.PAGESIZE)
 """Disks ask for multiples of 512 or 4096 bytes, and what goes past the page cache must not share a page with what does
 not: who writes the page back would write the old bytes of its neighbour."""
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-"""What a file system says that does not let them."""
+"""Errors of file systems that do not support direct I/O."""
 _HUGE_BYTES = 2 * 2**20
 _LEAST_WRITEBACK_BYTES = 2**20
 """Less than that is left to fsync: asking costs more than it brings."""
@@ -28,7 +28,7 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write dirty pages, do not wait
 
 
 class Pages(NamedTuple):
-    """A range of bytes in three: whole pages, and what lies before and after them in pages that others may write to."""
+    """A range of bytes in three: whole pages, and the ends before and after them in pages that others may write to."""
 
     head: Range
     whole: Range
@@ -48,7 +48,7 @@ def huge_page_buffer(nbytes: int) -> memoryview:
     if nbytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
     mapping = mmap.mmap(-1, nbytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without
+    with suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     address = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
     start = -address % _HUGE_BYTES

@@ -42,14 +42,17 @@ class LocalFile:
         self._trying = threading.Lock()
 
     def close(self) -> None:
+        """Close all descriptors and the mapping."""
         os.close(self._fd)
         if self._direct is not None:
             self._direct.close()
 
     def read_at(self, start: int, into: memoryview) -> None:
+        """See `storage.Source`."""
         read_at(self._fd, start, into)
 
     def read_pages(self, start: int, into: memoryview) -> int:
+        """See `storage.Source`."""
         with self._trying:
             if not self._is_tried:
                 self._is_tried = True

@@ -41,11 +41,12 @@ class Buffers:
         return self._free.get()
 
     def give_back(self, buffer: memoryview) -> None:
+        """Return a buffer that `take` gave."""
         self._free.put(buffer)
 
 
 class RangeReader:
-    """Reads ranges of one file. A context manager; what was asked for is there after `finish`."""
+    """Reads ranges of one file. A context manager; all requested bytes are there after `finish`."""
 
     def __init__(self, source: Source, buffers: Buffers) -> None:
         self._source = source
@@ -54,7 +55,7 @@ class RangeReader:
         self._asked: deque[Future[int]] = deque()
         self._window: _Window | None = None
         self.direct_bytes = 0
-        """That came past the page cache, of what was asked for."""
+        """Requested bytes that came past the page cache."""
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -124,7 +125,7 @@ class _Window:
         return follows and start < self.base + _BUFFER_BYTES and past_cache == self.past_cache
 
     def add(self, start: int, into: memoryview) -> int:
-        """Take what there is room for of a range. Returns its bytes."""
+        """Take as much of a range as fits. Returns the bytes taken."""
         step = min(into.nbytes, self.base + _BUFFER_BYTES - start)
         self.ranges.append((start, into[:step]))
         self.stop = start + step

@@ -43,7 +43,7 @@ _STEP_BYTES = 512 * 2**10
 class RangeWriter:
     """Writes one rank's ranges of one file after another. A context manager.
 
-    Files stay open until they are on disk: what goes wrong with a write is said to who had the file open then.
+    Files stay open until they are on disk: the kernel reports a failed write only to descriptors that were open then.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class RangeWriter:
     def write(self, path: Path, ranges: Iterable[tuple[int, bytes | memoryview]]) -> list[Region]:
         """Write `ranges`, in order and apart from one another, to a file that is there. On disk after `sync`.
 
-        Returns the checksums of what was written. Raises OSError, perhaps only in a later call.
+        Returns the checksums of the written bytes. Raises OSError, perhaps only in a later call.
         """
         if len(self._files) == _MOST_OPEN:
             self.sync()
@@ -103,7 +103,7 @@ class RangeWriter:
             self._files.pop().close()
 
     def _put(self, file: _File, window: _Window) -> None:
-        """Have what is in a window written, now or with the rest of what is kept."""
+        """Submit a window's bytes for writing, or keep them for `write_kept` if they are few."""
         pages = cut_at_pages(window.start, window.stop)
         if file.is_direct and pages.whole.length >= _LEAST_BYTES:
             for edge in (pages.head, pages.tail):

@@ -1,4 +1,4 @@
-"""Threads that do what they are given while their owner does something else."""
+"""A pool of threads that works inside a thread of its own at interpreter exit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class ThreadPool:
-    """A context manager: leaving it waits for what was given. Jobs begin in the order of giving.
+    """A context manager: exit waits for the submitted jobs. Jobs start in the order of submission.
 
     Not a concurrent.futures executor: these take nothing any more once the interpreter waits for its threads to end,
     and an asynchronous save may be one of them.

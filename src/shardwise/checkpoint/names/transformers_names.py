@@ -119,13 +119,13 @@ class Found:
 
 
 def find(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
-    """Match stored tensors with a model's, as `from_pretrained` would: renamed, split and stacked. Local.
+    """Match stored tensors with a model's, as `from_pretrained` would: renamed, split and stacked. No communication.
 
     Args:
         shapes: of the model's tensors, global, by every name that state_dict has for them.
         stored: shapes in the files, by name.
 
-    Raises CheckpointError, naming it, for a tensor that transformers would compute from what is stored, not copy.
+    Raises CheckpointError, naming it, for a tensor that transformers would compute from stored tensors, not copy.
     """
     if is_transformers(model):
         try:

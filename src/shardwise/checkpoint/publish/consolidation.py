@@ -26,7 +26,7 @@ _CHUNK_BYTES = 8 * 2**20
 
 
 def consolidate(source: Location, target: str | os.PathLike[str]) -> None:
-    """Write the checkpoint `source` again as ordinary safetensors files. Local: one process does it.
+    """Write the checkpoint `source` again as ordinary safetensors files. No communication: one process does it.
 
     Args:
         source: the path or URL of a checkpoint that was saved to a URL.

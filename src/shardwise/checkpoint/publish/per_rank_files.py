@@ -34,13 +34,16 @@ class PerRankFiles:
 
     @property
     def name(self) -> str:
+        """See `Target`."""
         return self.directory.url.rpartition("/")[2]
 
     @property
     def messages(self) -> RemoteDirectory:
+        """See `Target`."""
         return self.directory
 
     def begin(self) -> None:
+        """See `Target`."""
         names = self.directory.names()
         if names and (manifest.NAME in names or BEGUN not in names):
             raise CheckpointError(f"{self} exists already: save to another URL, or remove it first")
@@ -52,6 +55,7 @@ class PerRankFiles:
         """There is no room to be made in advance."""
 
     def write(self, file_sets: FileSets, rank: int) -> Written:
+        """See `Target`."""
         files = [
             named for file_set in file_sets for named in to_write(file_set.files, file_set.pieces, headers=rank == 0)
         ]
@@ -71,6 +75,7 @@ class PerRankFiles:
         return written
 
     def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
+        """See `Target`."""
         records = {name: FileRecord(found[-1].stop, tuple(found)) for name, found in written.regions.items()}
         for name, data in documents.items():
             self.directory.write(name, data)
@@ -82,6 +87,7 @@ class PerRankFiles:
             remove_notes(self.directory)
 
     def is_committed(self) -> bool:
+        """See `Target`."""
         try:
             return manifest.is_there(self.directory)
         except UnreadableError:  # who asks asks again

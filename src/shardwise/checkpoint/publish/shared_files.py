@@ -28,10 +28,12 @@ class SharedFiles:
 
     @property
     def name(self) -> str:
+        """See `Target`."""
         return self.path.name
 
     @property
     def messages(self) -> LocalDirectory:
+        """See `Target`."""
         return LocalDirectory(self._partial)
 
     @property
@@ -39,13 +41,16 @@ class SharedFiles:
         return commit.partial_of(self.path)
 
     def begin(self) -> None:
+        """See `Target`."""
         commit.begin(self.path)
 
     def create(self, file_sets: FileSets) -> None:
+        """See `Target`."""
         for file_set in file_sets:
             tensor_files.create(self._partial, file_set.files)
 
     def write(self, file_sets: FileSets, rank: int) -> Written:
+        """See `Target`."""
         written, headers = Written(), rank == 0
         with RangeWriter() as writer:
             for file_set in file_sets:
@@ -57,6 +62,7 @@ class SharedFiles:
         return written
 
     def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
+        """See `Target`."""
         directory = self.messages
         remove_notes(directory)
         records = {}
@@ -70,7 +76,9 @@ class SharedFiles:
         commit.commit(self.path)
 
     def is_committed(self) -> bool:
+        """See `Target`."""
         return LocalDirectory(self.path).has(manifest.NAME)
 
     def discard(self) -> None:
+        """See `Target`."""
         commit.discard(self.path)

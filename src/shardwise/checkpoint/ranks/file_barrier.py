@@ -1,4 +1,4 @@
-"""The ranks of one save that tell one another through files how far they are: what a thread does without collectives.
+"""A barrier made of files, for the thread of an asynchronous save, which may not use collectives.
 
 The training goes on in the same processes and on the same process groups, so a thread may not use these; and a group of
 its own would be gone when the script destroys its process groups while the last save is still being written. The ranks
@@ -30,7 +30,7 @@ def write_note(messages: Directory, name: str, note: Mapping[str, Any]) -> None:
 
 
 def read_note(messages: Directory, name: str) -> dict[str, Any] | None:
-    """What a rank has left under a name; None until all of it is there."""
+    """Read a note. Returns None until all of it is there."""
     try:
         left: dict[str, Any] = json.loads(messages.read(name))
     except (FileNotFoundError, ValueError):
@@ -45,16 +45,20 @@ class Barrier(Protocol):
     world_size: int
 
     @property
-    def is_first(self) -> bool: ...
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
 
     def together(self, doing: str, seen: Callable[[], bool]) -> AbstractContextManager[None]:
-        """All ranks do what is in the block. A rank leaves when `seen` says that what it must wait for was done; all
-        raise if any of them failed.
+        """Either all ranks exit the block or all raise.
+
+        Args:
+            doing: the beginning of the message for an OSError.
+            seen: whether the work that this rank has to wait for is done. A rank exits when it returns True.
         """
 
 
 class FileBarrier:
-    """One save's messages. Local: nothing here is a collective."""
+    """The notes of one save. No communication but through files."""
 
     def __init__(self, messages: Directory, rank: int, world_size: int) -> None:
         """
@@ -69,7 +73,7 @@ class FileBarrier:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what there is one of."""
+        """Whether this is rank 0, which writes headers, small files and the manifest."""
         return self.rank == 0
 
     def announce_process(self) -> None:
@@ -110,7 +114,7 @@ class FileBarrier:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _raise_others(self) -> None:
-        """Raise PeerError if another rank has said that it failed."""
+        """Raise PeerError if another rank has left a note that it failed."""
         for name in self._messages.names():
             if name.startswith(_FAILED) and name != f"{_FAILED}{self.rank}":
                 left = read_note(self._messages, name)
