@@ -72,17 +72,6 @@ def test_checkpoints_are_timed_beside_dcp(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-@pytest.mark.slow
-def test_runs_are_killed_at_random_moments(tmp_path: Path) -> None:
-    arguments = ["--moments=3", "--places=0", "--saves=synchronous", "--out", str(tmp_path / "crashes.json")]
-    done = _run("crashes.py", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: Any = _result(tmp_path)
-    (verdicts,) = result["kills"].values()
-    assert [verdict["kill"]["victims"] for verdict in verdicts] == [[0], [1], [0, 1]]
-    assert all(verdict["hit"] and not verdict["problems"] for verdict in verdicts)
-
-
 def test_unknown_engine_is_one_line() -> None:
     done = _run("peers.py", "--engines", "fsdp3")
     assert done.returncode == 1

@@ -1,6 +1,6 @@
 """Runs of two real ranks that save every step, killed where one is told, and started again.
 
-    python -m tests.checkpoint.crash_lab KIND DIRECTORY       # one line of JSON for each kill
+    python -m tests.checkpoint.crash_lab KIND DIRECTORY   # one line of JSON for each kill; KIND: of KINDS, or "moments"
 
 A lab is a process that has imported everything and forks the ranks of each run, so that a run takes a fraction of a
 second. What the ranks do is what the trainer does: `Checkpoints.resume`, then a step and `Checkpoints.save` in turn.
@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import pickle
+import random
 import select
 import shutil
 import signal
@@ -442,6 +443,42 @@ def whole_run(lab: Lab, setting: Setting) -> Run:
     return whole
 
 
+VICTIMS = ((0,), (1,), (0, 1))
+"""Of kills at random moments, in turn."""
+
+
+def at_random(work: Path, moments: int, seed: int = 0, **options: Any) -> Iterator[Verdict]:
+    """Kill so many runs, of larger checkpoints, at random moments of their training and saving."""
+    lab, generator = Lab(work), random.Random(seed)
+    setting = Setting(work / "checkpoints", width=100_000, steps=6, **options)
+    began_s = time.monotonic()
+    whole = whole_run(lab, setting)
+    length_s = time.monotonic() - began_s
+    judged = 0
+    while judged < moments:
+        victims, after_s = VICTIMS[judged % len(VICTIMS)], generator.uniform(0.0, length_s)
+        shutil.rmtree(setting.directory, ignore_errors=True)
+        crashed = lab.run(setting, outside=_killer(victims, after_s))
+        if not all(crashed.endings):  # else it had ended before
+            judged += 1
+            yield judge(lab, setting, whole, crashed, {"victims": victims, "after_s": after_s})
+
+
+def _killer(victims: tuple[int, ...], after_s: float) -> Outside:
+    """Kill ranks so long after the first of them has begun to train."""
+
+    def kill(shared: Shared, pids: list[int]) -> list[int]:
+        while not shared.said(victims[0]).startswith(("training", "saving")):
+            time.sleep(0.001)
+        time.sleep(after_s)
+        for victim in victims:
+            shared.set(victim, Shared.KILLED_NS, time.monotonic_ns())
+            os.kill(pids[victim], signal.SIGKILL)
+        return list(victims)
+
+    return kill
+
+
 KINDS: dict[str, tuple[int, bool]] = {
     "rank-0": (0, False),
     "rank-1": (1, False),
@@ -451,8 +488,9 @@ KINDS: dict[str, tuple[int, bool]] = {
 
 
 def main(kind: str, work: str, options: str = "{}") -> None:
-    leader, everybody = KINDS[kind]
-    for verdict in everywhere(Path(work), leader, everybody, **json.loads(options)):
+    given = json.loads(options)
+    found = at_random(Path(work), **given) if kind == "moments" else everywhere(Path(work), *KINDS[kind], **given)
+    for verdict in found:
         print(json.dumps(asdict(verdict)), flush=True)
 
 

@@ -39,7 +39,7 @@ def load(name: str, case: Case, path: Path, meta: bool) -> tuple[dict[str, Tenso
     architecture = ARCHITECTURES[name]
     model = built(architecture, meta)
     with unwarned(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.checkpoint.format.tensor_files._CHUNK_BYTES", 200)
+        patch.setattr("shardwise.checkpoint.format.local_tensor._CHUNK_BYTES", 200)
         if meta:
             with blank_for(path, model):
                 case.shard(model)

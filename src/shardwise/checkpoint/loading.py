@@ -1,4 +1,4 @@
-"""`load`: every rank reads the bytes of its own fragments, whoever wrote them."""
+"""`load`: every rank reads the bytes of its own fragments, at any world size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.format import optimizer_state, per_rank_buffers, tensor_files, training_json
+from shardwise.checkpoint.format import optimizer_state, per_rank_buffers, random_state, tensor_files, training_json
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.local_tensor import DTYPES, give_extra_state, piece_of
+from shardwise.checkpoint.format.local_tensor import DTYPES, piece_of
 from shardwise.checkpoint.format.matching import Matched, Wanted, match
+from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.io.storage import Location, check_location
-from shardwise.checkpoint.names.place import Place
-from shardwise.checkpoint.ranks.consensus import Peers, settle
+from shardwise.checkpoint.names.index_map import Place
+from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
 
@@ -64,7 +65,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
         CheckpointError: no checkpoint, a damaged one, none or another kind of optimizer in it, or entries that are
             missing, unexpected, of another shape or another kind of numbers: all named, before anything is overwritten.
             UsageError: something in the model's state_dict that cannot be read into. MismatchError: ranks load
-            different things. On every rank, whoever failed.
+            different things. On every rank, whichever failed.
 
     Sizes, headers and `training.json` are checked, checksums of tensors are not: `verify` reads everything. Each rank
     reads only its own bytes.
@@ -72,7 +73,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     check_location(path, "sw.checkpoint.load(path, model, ...)")
     engine = require_engine(model)
     peers = Peers(engine.mesh)
-    settle(peers)
+    wait_for_last_save(peers)
     doing = f"{os.fspath(path)} cannot be loaded"
     with peers.together(doing):
         reading = _Reading(Contents.of(path))
@@ -97,7 +98,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             reading.restore(optimizer)
             states = reading.training["rng"]
             if len(states) == peers.world_size:
-                training_json.restore_random_state(states[peers.rank], engine.mesh.device)
+                random_state.restore(states[peers.rank], engine.mesh.device)
     mib, direct_mib = sum(read.read_bytes for read in done) / 2**20, sum(read.direct_bytes for read in done) / 2**20
     _log.info("%s: rank %d read %.1f MiB, %.1f of them past the page cache", path, peers.rank, mib, direct_mib)
     return reading.result()
@@ -134,7 +135,7 @@ _UNKNOWN = "unknown"
 
 
 class _Reading:
-    """What is to be read from one checkpoint, compared with what is there."""
+    """One load: the checkpoint's tensors and options, matched with the model's and the optimizer's."""
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
@@ -244,7 +245,7 @@ class _Reading:
         self._matched.raise_differences(self.contents, "strict=False loads what fits and reports the rest")
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Put options and what was read into the optimizer."""
+        """Put the options and the state that was read into the optimizer."""
         for group, saved in self._options:
             optimizer_state.restore_options(group, saved)
         for state in self._states:

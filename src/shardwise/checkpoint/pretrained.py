@@ -1,4 +1,4 @@
-"""`load_pretrained`: a Hugging Face directory, whoever wrote it, straight into shards."""
+"""`load_pretrained`: a Hugging Face directory straight into shards."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from shardwise.checkpoint.format import manifest, tensor_files
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.hugging_face import INDEX, SINGLE, weights_of
-from shardwise.checkpoint.format.local_tensor import give_extra_state
 from shardwise.checkpoint.format.matching import Matched, match, shown
+from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.names.transformers_names import find, is_transformers
-from shardwise.checkpoint.ranks.consensus import Peers, settle
+from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError
 from shardwise.modules.deferred_init.materialize import left_blank
@@ -70,14 +70,14 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
         CheckpointError: no such directory, a damaged one, only pickles in it, quantized weights, tied weights that
             differ, or names, shapes and kinds of numbers that do not fit: all named, before anything is overwritten.
             UsageError: something in the model's state_dict that cannot be read into. MismatchError: ranks read files
-            whose headers differ. On every rank, whoever failed.
+            whose headers differ. On every rank, whichever failed.
 
     Each rank reads the bytes of its own elements and no others, in place where dtypes agree, else 32 MiB at a time.
     """
     check_location(path, "sw.checkpoint.load_pretrained(path, model)")
     engine = require_engine(model)
     peers = Peers(engine.mesh)
-    settle(peers)
+    wait_for_last_save(peers)
     where = os.fspath(path)
     with peers.together(f"{where} cannot be loaded"):
         weights = _Weights.at(path)
@@ -112,8 +112,8 @@ def blank_for(path: Location, model: nn.Module) -> Iterator[None]:
             sw.shard(model)
         load_pretrained(path, model)
 
-    What the directory lacks is initialised as ever. Local. Raises CheckpointError as `load_pretrained` does for the
-    directory itself.
+    Tensors that the directory lacks are initialised as ever. No communication. Raises CheckpointError as
+    `load_pretrained` does for the directory itself.
     """
     named: dict[int, list[str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -142,7 +142,7 @@ class _Weights:
 
     @property
     def sums(self) -> str:
-        """What a checkpoint's manifest says of its files; nothing of another directory's."""
+        """The manifest of a checkpoint as text; empty for any other directory."""
         return str(self.opened.manifest) if isinstance(self.opened, Contents) else ""
 
     @classmethod
@@ -189,7 +189,7 @@ def _refuse_quantized(directory: Directory, configuration: dict[str, Any]) -> No
 
 
 def _excuse(model: nn.Module, weights: _Weights, matched: Matched) -> str:
-    """Take what may be missing or unexpected out of `matched`. Returns what is to be said of heads, if anything.
+    """Take what may be missing or unexpected out of `matched`. Returns a warning about heads, or "".
 
     Heads stay in the result, where `strict` does not see them.
     """

@@ -16,20 +16,28 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.format import manifest, names_json, per_rank_buffers, tensor_files, training_json
-from shardwise.checkpoint.format.local_tensor import Piece, pieces_to_write
+from shardwise.checkpoint.format import (
+    manifest,
+    names_json,
+    per_rank_buffers,
+    random_state,
+    tensor_files,
+    training_json,
+)
+from shardwise.checkpoint.format.local_tensor import Piece
+from shardwise.checkpoint.format.model_state import pieces_to_write
 from shardwise.checkpoint.format.optimizer_state import optimizer_state
 from shardwise.checkpoint.io.remote import RemoteDirectory
 from shardwise.checkpoint.io.storage import Location, check_location, is_url
 from shardwise.checkpoint.names.transformers_names import is_transformers
 from shardwise.checkpoint.publish import commit
-from shardwise.checkpoint.publish.per_rank_files import InParts
-from shardwise.checkpoint.publish.shared_files import InPlace
-from shardwise.checkpoint.publish.target import Kind, Target, Written
+from shardwise.checkpoint.publish.per_rank_files import PerRankFiles
+from shardwise.checkpoint.publish.shared_files import SharedFiles
+from shardwise.checkpoint.publish.target import FileSet, Target, Written
 from shardwise.checkpoint.ranks import save_thread
-from shardwise.checkpoint.ranks.consensus import Peers, settle
-from shardwise.checkpoint.ranks.file_barrier import Company, Correspondence, leave, note
-from shardwise.checkpoint.staging import Copies, HostMemory
+from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
+from shardwise.checkpoint.ranks.file_barrier import Barrier, FileBarrier, read_note, write_note
+from shardwise.checkpoint.staging import HostMemory
 from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine
 from shardwise.errors import CheckpointError, UsageError
@@ -67,25 +75,24 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
         optimizer: of the model's parameters; its state, groups and options are saved by fqn.
         step: of the training, not negative.
         extra: a dict of anything else that a resumed run needs, as JSON; `load` returns it. Rank 0's is saved.
-        asynchronous: copy this rank's bytes to host memory, which is kept for the next time, and return; a thread
-            writes them. Whatever is saved is as it was at the call: optimizer state on the CPU that nobody else has an
-            alias of is copied by the thread, first of all, and until then whoever wants it, for a step or to look at
-            it, waits. The next call of this package waits for the save and raises what went wrong; so does the end of
-            the program, which then has status 1.
+        asynchronous: copy this rank's bytes to host memory, which is kept for the next save, and return; a thread
+            writes them. A step taken right after the call does not change what is saved. The next call of this package
+            waits for the thread and raises its error. So end a program with `sw.checkpoint.wait(model)`: an error
+            that nobody has waited for is printed at exit, and does not change the program's exit status.
         max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
         files: small ones to go along, by name: a tokenizer's, for example. Rank 0's are saved.
 
     Raises:
         CheckpointError: `path` exists, it cannot be written, or not all ranks see it; or the asynchronous save before
             failed, and nothing else was done. UsageError: something that cannot be saved. MismatchError: ranks want
-            to save different things. On every rank, whoever failed; then what was at `path` before is still there.
+            to save different things. On every rank, whichever failed; then `path` is as it was before.
 
     No weights travel between ranks: each writes the byte ranges of its own fragments, replicas sharing the work.
     """
     check_location(path, "sw.checkpoint.save(path, model, ...)")
     engine = require_engine(model)
     peers = Peers(engine.mesh)
-    settle(peers)
+    wait_for_last_save(peers)
     with peers.together("the checkpoint cannot be saved"):
         _check(step, extra, max_file_bytes)
         target = _target(path)
@@ -95,7 +102,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     peers.agree(f"{target.name}|{step}|{bool(asynchronous)}|{writing.describe()}", _DISAGREE)
     rows = per_rank_buffers.differing(writing.whole, peers)
     if rows:
-        writing.kinds.append(Kind(tensor_files.plan(per_rank_buffers.STEM, rows, max_file_bytes), rows))
+        writing.file_sets.append(FileSet(tensor_files.plan(per_rank_buffers.STEM, rows, max_file_bytes), rows))
     try:
         _begin(target, peers)
         if asynchronous:
@@ -111,9 +118,9 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
 def wait(model: nn.Module) -> None:
     """Wait until no asynchronous save is under way. Every rank of the model must call this.
 
-    Raises CheckpointError if the last one failed. On every rank, whoever failed.
+    Raises CheckpointError if the last one failed. On every rank, whichever failed.
     """
-    settle(Peers(require_engine(model).mesh))
+    wait_for_last_save(Peers(require_engine(model).mesh))
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class _Writing:
     """One save, decided upon: everything that there is to write, and where."""
 
     target: Target
-    kinds: list[Kind]
+    file_sets: list[FileSet[Piece]]
     training: dict[str, Any]
     """Of training.json, what rank 0 knows. "optimizer" is the same on every rank."""
     rng: dict[str, Any]
@@ -133,41 +140,39 @@ class _Writing:
 
     def describe(self) -> str:
         """What must be the same on every rank."""
-        headers = [(name, file.header) for kind in self.kinds for name, file in kind.files.files.items()]
+        headers = [(name, file.header) for file_set in self.file_sets for name, file in file_set.files.files.items()]
         return f"{headers}|{self.training['optimizer']}"
 
-    def run(self, company: Company, copies: Copies | None = None) -> None:
-        """Write and commit, with the others; first of all finish the `copies` of what is to be written."""
+    def run(self, barrier: Barrier) -> None:
+        """Write and commit. Every rank must call this."""
         messages, doing = self.target.messages, f"{self.target} cannot be written"
-        with company.together(doing, seen=lambda: note(messages, _CREATED) is not None):
-            if copies is not None:
-                copies.finish()
-            if company.is_first:
-                self.target.create(self.kinds)
-                leave(messages, _CREATED, {})
-        with company.together(doing, seen=lambda: not company.is_first or None not in self._reports(company)):
-            written = self.target.write(self.kinds, company.rank)
-            leave(messages, _report(company.rank), {**written.to_json(), "rng": self.rng})
-        with company.together(doing, seen=self.target.is_committed):
-            if company.is_first:
-                self._commit(company)
+        with barrier.together(doing, seen=lambda: read_note(messages, _CREATED) is not None):
+            if barrier.is_first:
+                self.target.create(self.file_sets)
+                write_note(messages, _CREATED, {})
+        with barrier.together(doing, seen=lambda: not barrier.is_first or None not in self._reports(barrier)):
+            written = self.target.write(self.file_sets, barrier.rank)
+            write_note(messages, _report(barrier.rank), {**written.to_json(), "rng": self.rng})
+        with barrier.together(doing, seen=self.target.is_committed):
+            if barrier.is_first:
+                self._commit(barrier)
 
-    def _reports(self, company: Company) -> list[dict[str, Any] | None]:
-        return [note(self.target.messages, _report(rank)) for rank in range(company.world_size)]
+    def _reports(self, barrier: Barrier) -> list[dict[str, Any] | None]:
+        return [read_note(self.target.messages, _report(rank)) for rank in range(barrier.world_size)]
 
-    def _commit(self, company: Company) -> None:
-        reports = self._reports(company)
+    def _commit(self, barrier: Barrier) -> None:
+        reports = self._reports(barrier)
         missing = [rank for rank, report in enumerate(reports) if report is None]
         if missing:
             raise CheckpointError(f"{self.target} cannot be written: the report of rank {missing[0]} is not there")
         found = [report for report in reports if report is not None]
         training = training_json.describe(rng=[report["rng"] for report in found], **self.training)
         documents = {**self.documents, training_json.NAME: training_json.encode(training)}
-        self.target.commit(self.kinds, Written.of_ranks(found), documents)
+        self.target.commit(self.file_sets, Written.of_ranks(found), documents)
 
 
 def _report(rank: int) -> str:
-    """What a rank has to say to rank 0: what it wrote, and its random states."""
+    """The name of a rank's note to rank 0: the regions that it wrote, and its random states."""
     return f".rank-{rank}"
 
 
@@ -197,7 +202,7 @@ def _target(path: Location) -> Target:
     if "\0" in os.fspath(path):
         raise UsageError(f"{refusal}: no name has a null character in it")
     absolute = Path(os.path.abspath(path))  # noqa: PTH100 - not through links: the last name is what is renamed
-    target = InParts(RemoteDirectory.of(os.fspath(path))) if is_url(path) else InPlace(absolute)
+    target = PerRankFiles(RemoteDirectory.of(os.fspath(path))) if is_url(path) else SharedFiles(absolute)
     if not target.name:
         raise UsageError(f"{refusal}: it is the root of the file system; save to a directory below it")
     if target.name.endswith((commit.PARTIAL, commit.DAMAGED)):
@@ -214,14 +219,16 @@ def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: 
     state = None if optimizer is None else optimizer_state(model, optimizer)
     if state is not None:
         pieces["optimizer"] = state.pieces
-    kinds = [Kind(tensor_files.plan(stem, found, max_file_bytes), _own(found, peers)) for stem, found in pieces.items()]
+    file_sets = [
+        FileSet(tensor_files.plan(stem, found, max_file_bytes), _own(found, peers)) for stem, found in pieces.items()
+    ]
     documents = {**_configuration(model), **_names(model, pieces["model"])} if peers.is_first else {}
-    for kind in kinds:
-        documents.update(kind.files.index)
+    for file_set in file_sets:
+        documents.update(file_set.files.index)
     document = None if state is None else state.document
     device = require_engine(model).mesh.device
     whole = [piece for found in pieces.values() for piece in found if piece.is_whole]
-    return _Writing(target, kinds, {"optimizer": document}, training_json.random_state(device), whole, documents)
+    return _Writing(target, file_sets, {"optimizer": document}, random_state.capture(device), whole, documents)
 
 
 def _names(model: nn.Module, pieces: list[Piece]) -> dict[str, bytes]:
@@ -242,11 +249,11 @@ def _own(pieces: list[Piece], peers: Peers) -> list[Piece]:
 
 def _begin(target: Target, peers: Peers) -> None:
     """Have the place, and every rank see it."""
-    token = f".token-{peers.first_says(secrets.randbits(62)):x}"
+    token = f".token-{peers.broadcast_from_rank0(secrets.randbits(62)):x}"
     with peers.together(f"{target} cannot be written"):
         if peers.is_first:
             target.begin()
-            leave(target.messages, token, {})
+            write_note(target.messages, token, {})
     with peers.together(f"{target} cannot be written"):
         deadline = time.monotonic() + _SIGHT_S
         while token not in target.messages.names():
@@ -261,20 +268,18 @@ def _begin(target: Target, peers: Peers) -> None:
 def _start(writing: _Writing, peers: Peers, memory: HostMemory) -> None:
     """Copy what this rank writes, and write the copy in a thread."""
     target = writing.target
-    company = Correspondence(target.messages, peers.rank, peers.world_size)
+    barrier = FileBarrier(target.messages, peers.rank, peers.world_size)
     with peers.together(f"{target} cannot be written"):
-        company.introduce()
-        copies = memory.copy([piece for kind in writing.kinds for piece in kind.pieces])
-        each = iter(copies.pieces)
-        kinds = [replace(kind, pieces=[next(each) for _ in kind.pieces]) for kind in writing.kinds]
+        barrier.announce_process()
+        copies = memory.copy([piece for file_set in writing.file_sets for piece in file_set.pieces])
+        each = iter(copies)
+        file_sets = [replace(file_set, pieces=[next(each) for _ in file_set.pieces]) for file_set in writing.file_sets]
     with peers.together(f"{target} cannot be written"):
-        company.meet()
-    copied = replace(writing, kinds=kinds)
+        barrier.learn_processes()
+    copied = replace(writing, file_sets=file_sets)
     job = save_thread.Job(
         what=str(target),
-        begin=copies.begin,
-        run=lambda: copied.run(company, copies),
-        leave=copies.leave,
+        run=lambda: copied.run(barrier),
         discard=target.discard if peers.is_first else lambda: None,
     )
     save_thread.start(job, peers.together(f"{target} cannot be written"))

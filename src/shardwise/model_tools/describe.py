@@ -14,6 +14,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.shard import require_engine
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.unit import Unit
+from shardwise.policy.precision import SHORT_NAMES
 from shardwise.sharded.placement import Placement
 
 T = TypeVar("T")
@@ -133,9 +134,8 @@ def _parameters(group: Group) -> Iterable[ParameterPlace]:
 
 
 def _short(dtype: object) -> str:
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
     name = str(dtype).removeprefix("torch.")
-    return names.get(name, name)
+    return SHORT_NAMES.get(name, name)
 
 
 # What is alike ----------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 
 from shardwise.errors import ConfigError
 
-_SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
-_ALIASES = {"half": "float16"} | {alias: name for name, short in _SHORT_NAMES.items() for alias in (name, short)}
+SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+"""Short names of dtypes, by torch's names."""
+_ALIASES = {"half": "float16"} | {alias: name for name, short in SHORT_NAMES.items() for alias in (name, short)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,4 +53,4 @@ def dtype_name(value: object, where: str) -> str | None:
 def short_dtype_name(dtype: object) -> str | None:
     """The short name ("bf16", "fp8") of a torch dtype or of its name; None for any other, such as integers and None."""
     name = str(dtype).removeprefix("torch.")
-    return "fp8" if name.startswith("float8_") else _SHORT_NAMES.get(name)
+    return "fp8" if name.startswith("float8_") else SHORT_NAMES.get(name)

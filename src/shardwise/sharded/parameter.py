@@ -198,8 +198,7 @@ class ShardedParameter(Tensor):
 
     def without_autograd(self) -> Self:
         """An alias: the same piece, as `detach()` and `.data` give it."""
-        local = self.local  # first: see HeldParameter
-        alias = type(self)(local, self.placement)
+        alias = type(self)(self.local, self.placement)
         origin = alias._origin = self if self._origin is None else self._origin
         origin._aliases = [*(held for held in origin._aliases if held() is not None), weakref.ref(alias)]
         return alias

@@ -25,8 +25,7 @@ from shardwise.checkpoint.format import manifest, names_json
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.rearranged import as_in_memory, as_stored
 from shardwise.checkpoint.io.storage import LocalDirectory
-from shardwise.checkpoint.names.index_runs import Runs, Strided
-from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.names.index_map import IndexMap, Place, Strided
 from shardwise.errors import CheckpointError
 from tests.checkpoint.interchange.sources import whole
 from tests.checkpoint.states import State, everything
@@ -201,7 +200,7 @@ def test_permuted_tensors(sizes: list[int], data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(sizes))))
     tensor = torch.arange(float(torch.Size(sizes).numel())).view(sizes)
     moved = tensor.permute(order).contiguous()
-    runs = Runs.paired(sizes, Strided(0, tensor.stride()), Strided(0, _strides(moved, order)))
+    runs = IndexMap.paired(sizes, Strided(0, tensor.stride()), Strided(0, _strides(moved, order)))
     named = [names_json.Named(("a", "b"), tuple(sizes), (Place("c", tuple(moved.shape), runs),))]
     (again,) = names_json.decode(names_json.encode(named))
     assert (again.names, again.shape, again.places[0].shape) == (("a", "b"), tuple(sizes), tuple(moved.shape))
@@ -224,7 +223,7 @@ def _strides(moved: torch.Tensor, order: list[int]) -> tuple[int, ...]:
 
 
 def test_a_transposed_matrix_is_a_few_numbers() -> None:
-    runs = Runs.paired((700, 900), Strided(0, (900, 1)), Strided(0, (1, 700)))
+    runs = IndexMap.paired((700, 900), Strided(0, (900, 1)), Strided(0, (1, 700)))
     text = names_json.encode([names_json.Named(("a",), (700, 900), (Place("b", (900, 700), runs),))])
     assert len(text) < 700 * 40
 

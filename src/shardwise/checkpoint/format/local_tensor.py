@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.names.index_runs import Runs
-from shardwise.checkpoint.names.place import Place
-from shardwise.checkpoint.names.transformers_names import places_to_write, stored_first
+from shardwise.checkpoint.format.safetensors_layout import TORCH_NAMES, StoredTensor, TensorFile
+from shardwise.checkpoint.format.tensor_files import Read
+from shardwise.checkpoint.io.range_reader import RangeReader
+from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.checkpoint.ranks.consensus import Peers
-from shardwise.engine.shard import require_engine
-from shardwise.engine.state_dicts import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.layout.ranges import Range, share
 from shardwise.sharded.parameter import ShardedParameter
 
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""By safetensors' names."""
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
+"""By the names in safetensors files."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""And theirs for torch's."""
-_EXTRA_STATE = "_extra_state"
-"""What torch calls the entry of a module with a `get_extra_state`."""
+_CHUNK_BYTES = 32 * 2**20
+"""Staged at once where a piece cannot be written, or read into, as it lies in memory."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to make, and training waits for them
@@ -59,11 +38,10 @@ class Piece:
     """Not sharded: rank 0's is written, and every rank reads all of it."""
     places: tuple[Place, ...]
     """Where its elements are written: of most tensors the whole of one with its name."""
-    holder: ShardedParameter | None = None
-    """What alone has the memory: whoever wants it can be made to wait while it is copied. See `sharded.snapshot`."""
 
     @property
     def name(self) -> str:
+        """The name under which it is written: the first of `names`."""
         return self.names[0]
 
     @property
@@ -76,7 +54,7 @@ class Piece:
         """The tensors that it is written to, each perhaps in part."""
         return [StoredTensor(place.name, NAMES[self.tensor.dtype], place.shape) for place in self.places]
 
-    def held_at(self, place: Place) -> Runs:
+    def held_at(self, place: Place) -> IndexMap:
         """From elements of the stored tensor to those of `self.tensor`, flattened, that lie on this rank."""
         return place.runs.within(*self.held).moved(here=-self.start).inverse()
 
@@ -90,11 +68,72 @@ class Piece:
         if not elements.length:
             return None
         flat = self.tensor.reshape(-1)[elements.start - self.start : elements.stop - self.start]
-        return Piece(self.names, self.shape, flat, elements.start, False, self.places, self.holder)
+        return Piece(self.names, self.shape, flat, elements.start, False, self.places)
 
     def with_tensor(self, tensor: Tensor) -> Piece:
         """The same piece with its numbers elsewhere. (`dataclasses.replace` takes five times as long.)"""
         return Piece(self.names, self.shape, tensor, self.start, self.is_whole, self.places)
+
+    def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
+        """See `WritablePiece`. Without a copy where the elements lie in this process's memory in order."""
+        flat = self.tensor.reshape(-1)
+        for part in runs.stretches(_step(flat.itemsize, runs)):
+            values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # else their bytes say something else
+            yield int(part.here[0]), bytes_of(values.contiguous())
+
+    def begin_overwrite(self) -> bool:
+        """See `ReadablePiece`. Empty pieces too get a new version: all ranks must see the same change."""
+        torch.autograd.graph.increment_version(self.tensor)
+        return bool(self.tensor.numel())
+
+    def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
+        """See `ReadablePiece`. Elements that need no staging are there after `reader.finish()`."""
+        dtype, target = DTYPES[layout.tensors[place.name].dtype], self.tensor
+        flat = target.view(-1) if target.is_contiguous() else target.flatten()  # one, or a copy
+        runs = self.held_at(place)
+        as_stored = flat.dtype == dtype and flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
+        in_place = target.is_contiguous() and len(runs) == 1 and as_stored
+        step = max(1, runs.numel) if in_place else _step(dtype.itemsize, runs)
+        staged_bytes = 0
+        for part in runs.stretches(step):
+            chunk = _at(flat, part) if in_place else torch.empty(part.numel, dtype=dtype, device="cpu")
+            start = int(part.here[0])
+            reader.ask(layout.byte_range(place.name, start, start).start, bytes_of(chunk), past_cache)
+            if not in_place:
+                reader.finish()
+                staged_bytes = max(staged_bytes, _put(chunk, flat, part))
+        if not target.is_contiguous():
+            target.copy_(flat.view(target.shape))
+            staged_bytes += flat.nbytes
+        return Read(runs.numel * dtype.itemsize, staged_bytes)
+
+
+def _at(flat: Tensor, part: IndexMap) -> Tensor:
+    """The elements there: a view of them where they are one run."""
+    if len(part) == 1:
+        return flat[int(part.there[0]) : int(part.there[0] + part.length[0])]
+    return flat[torch.from_numpy(part.elements()).to(flat.device)]
+
+
+def _step(item_bytes: int, runs: IndexMap) -> int:
+    """Elements to take at once; where they are gathered their indices, 8 bytes each, are staged too."""
+    return max(1, _CHUNK_BYTES // (item_bytes if len(runs) == 1 else item_bytes + 8))
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a 1-D, contiguous tensor on the CPU. Shared, not copied."""
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
+    """Copy elements that were read to their places. Returns the bytes that were staged, the chunk among them."""
+    if len(part) == 1:
+        _at(flat, part).copy_(chunk)
+        return chunk.nbytes
+    elements = torch.from_numpy(part.elements())
+    cast = chunk.to(flat.device, flat.dtype)
+    flat[elements.to(flat.device)] = cast
+    return chunk.nbytes + elements.nbytes + (cast.nbytes if cast is not chunk else 0)
 
 
 def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | None = None) -> Piece:
@@ -108,93 +147,3 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
     if isinstance(tensor, ShardedParameter):
         return Piece(tuple(names), tuple(tensor.shape), tensor.local.detach(), tensor.fragment.start, False, places)
     return Piece(tuple(names), tuple(tensor.shape), tensor.detach(), 0, True, places)
-
-
-def pieces_to_write(model: nn.Module) -> list[Piece]:
-    """Everything that is saved of the model's state_dict, tied tensors once, with places in the model's files.
-
-    Raises UsageError, naming it, for what is no tensor, is a copy that a load could not give back, or has no byte
-    ranges of its own in such files; and inside a forward, a backward or sw.unsharded, where modules do not hold the
-    sharded parameters.
-    """
-    tensors = _tensors(model, set(getattr(model, "_keys_to_ignore_on_save", None) or ()))
-    places = places_to_write(model, {names[0]: tuple(tensor.shape) for names, tensor in tensors})
-    return [piece_of(names, tensor, places[names[0]]) for names, tensor in tensors]
-
-
-def pieces_to_read(model: nn.Module) -> list[Piece]:
-    """Everything in the model's state_dict, tied tensors once. Raises UsageError as `pieces_to_write` does."""
-    return [piece_of(names, tensor) for names, tensor in _tensors(model, set())]
-
-
-def give_extra_state(model: nn.Module, pieces: Iterable[Piece]) -> None:
-    """Hand what was read as a module's extra state to its `set_extra_state`. Local."""
-    for piece in pieces:
-        for name in piece.names:
-            module = _taker_of_extra_state(model, name)
-            if module is not None:
-                module.set_extra_state(piece.tensor)
-
-
-def _taker_of_extra_state(model: nn.Module, name: str) -> nn.Module | None:
-    """The module that an entry of the state_dict is the extra state of, if it takes it back."""
-    prefix, _, last = name.rpartition(".")
-    if last != _EXTRA_STATE:
-        return None
-    try:
-        module = model.get_submodule(prefix)
-    except AttributeError:  # renamed by a hook
-        return None
-    both = ("get_extra_state", "set_extra_state")
-    return module if all(getattr(type(module), way) is not getattr(nn.Module, way) for way in both) else None
-
-
-def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str], Tensor]]:
-    """The state_dict's tensors, each once, with its names, the one that is stored first."""
-    engine = require_engine(model)
-    if not give_up_interrupted(engine) or engine.is_suspended:
-        raise UsageError(
-            "sw.checkpoint inside a forward, a backward or sw.unsharded of the same model: leave that first"
-        )
-    own = _Own(model)
-    by_tensor: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if name in ignored:
-            continue
-        if not isinstance(value, Tensor):
-            raise UsageError(f"{name!r} in the model's state_dict is a {type(value).__name__}, not a tensor")
-        if value not in own and _taker_of_extra_state(model, name) is None:
-            raise UsageError(
-                f"{name!r} in the model's state_dict is a copy, and no parameter, buffer or attribute of a module: a "
-                "load would fill the copy and leave the module as it is. Register it as a buffer, or save it as `extra`"
-            )
-        by_tensor.setdefault(id(value), (value, []))[1].append(name)
-    return [(stored_first(model, names), tensor) for tensor, names in by_tensor.values()]
-
-
-class _Own:
-    """The tensors whose memory is a module's: what is written to them stays in the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._registered = {id(tensor) for named in (model.parameters(), model.buffers()) for tensor in named}
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        # Only what hooks put into the state_dict comes further than the first test.
-        return id(tensor) in self._registered or _memory(tensor) in self._memories or not _plain(tensor).numel()
-
-    @functools.cached_property
-    def _memories(self) -> set[int]:
-        attributes = (value for module in self._model.modules() for value in vars(module).values())
-        tensors = (value for value in attributes if isinstance(value, Tensor))
-        return {_memory(tensor) for tensor in (*self._model.parameters(), *self._model.buffers(), *tensors)}
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, ShardedParameter) else tensor
-
-
-def _memory(tensor: Tensor) -> int:
-    """Of tensors that exist, the same for those that share memory."""
-    plain = _plain(tensor)
-    return plain.untyped_storage()._cdata if plain.layout is torch.strided else id(tensor)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from shardwise.checkpoint.io.checksums import Region
 from shardwise.checkpoint.io.storage import Directory, Location, Source, directory_of
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, UnreadableError
@@ -32,22 +33,12 @@ NAME = "manifest.json"
 _FORMAT = 1
 _KEYS = {"format", "checksum", "files", "joined", "sum"}
 _CHECKSUM = "xxh3_64"
-_REGION_BYTES = 256 * 2**20
-"""Regions grow to about this, as long as what is written continues them."""
 _CHUNK_BYTES = 8 * 2**20
-
-
-class Region(NamedTuple):
-    """Bytes [start, stop) of a file and their checksum, 16 hexadecimal digits."""
-
-    start: int
-    stop: int
-    sum: str
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What one file is to hold."""
+    """Size and checksums of one file."""
 
     nbytes: int
     regions: tuple[Region, ...]
@@ -72,38 +63,10 @@ class JoinedFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The files of a checkpoint."""
 
     files: Mapping[str, FileRecord]
     joined: Mapping[str, JoinedFile] = field(default_factory=dict)
-
-
-class RegionSums:
-    """Checksums of bytes as they are written: whatever continues the last bytes belongs to their region."""
-
-    def __init__(self) -> None:
-        self._done: list[Region] = []
-        self._hash = xxhash.xxh3_64()
-        self._start = self._stop = 0
-
-    def add(self, start: int, data: Any) -> None:
-        """`data` (a buffer) has been written at byte `start`."""
-        if start != self._stop or self._stop - self._start >= _REGION_BYTES:
-            self._close()
-            self._start = self._stop = start
-        self._hash.update(data)
-        self._stop += memoryview(data).nbytes
-
-    def regions(self) -> list[Region]:
-        """All of them, in the order of writing."""
-        self._close()
-        self._start = self._stop
-        return list(self._done)
-
-    def _close(self) -> None:
-        if self._stop > self._start:
-            self._done.append(Region(self._start, self._stop, self._hash.hexdigest()))
-        self._hash.reset()
 
 
 def record_of(data: bytes) -> FileRecord:
@@ -139,7 +102,7 @@ def read(directory: Directory) -> Manifest:
 
 
 def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
-    """What it says, each part by itself as it can be, and the JSON."""
+    """The manifest, each part plausible by itself, and its JSON."""
     path = f"{directory}/{NAME}"
     try:
         with reading(path):
@@ -172,7 +135,7 @@ def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
 
 
 def _own_sum(document: Mapping[str, Any]) -> str:
-    """Of what the document says, however it is laid out."""
+    """The checksum of the document's content, independent of its white space and order."""
     rest = {key: value for key, value in document.items() if key != "sum"}
     return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
@@ -204,9 +167,9 @@ def is_there(directory: Directory) -> bool:
 
 @contextmanager
 def reading(path: object) -> Iterator[None]:
-    """What the operating system says of `path` is raised as UnreadableError, unless it is that nothing is there.
+    """Raise OSErrors in the block as UnreadableError, except those for a missing file or directory.
 
-    Where it says which file it means, below `path` perhaps, that one is named.
+    The message names the file of the error, or else `path`.
     """
     try:
         yield
@@ -217,7 +180,7 @@ def reading(path: object) -> Iterator[None]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON readers keep the last of two equal names, and what the first one said would be checked by nobody."""
+    """JSON readers keep the last of two equal names, and nobody would check the first."""
     named: dict[str, Any] = {}
     for name, value in pairs:
         if name in named:
@@ -258,9 +221,9 @@ def _check_parts(name: str, joined: JoinedFile, files: Mapping[str, FileRecord])
 
 
 def verify(path: Location, progress: Callable[[int, int], None] | None = None) -> None:
-    """Read a whole checkpoint and compare every byte's checksum. Local: one process is enough.
+    """Read a whole checkpoint and compare every byte's checksum. No communication: one process is enough.
 
-    A save that is under way in this process is waited for; what went wrong with it is raised here.
+    A save that is under way in this process is waited for, and its error is raised here.
 
     Args:
         path: of the checkpoint, or its URL.
@@ -277,7 +240,7 @@ def verify(path: Location, progress: Callable[[int, int], None] | None = None) -
 def damage(
     path: Location, quick: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[CheckpointError]:
-    """What is wrong with a checkpoint, the first of each file; nothing if all is well. Local.
+    """Yield the first fault of each file of a checkpoint; nothing if it is intact. No communication.
 
     Args:
         path: of the checkpoint, or its URL.
@@ -337,7 +300,7 @@ def _damaged_sums(
 
 
 def check_size(directory: Directory, name: str, record: FileRecord) -> None:
-    """Raise CheckpointError if a file is missing or not as long as the manifest says."""
+    """Raise CheckpointError if a file is missing or not as long as in the manifest."""
     try:
         with reading(f"{directory}/{name}"):
             found = directory.size(name)
@@ -349,7 +312,7 @@ def check_size(directory: Directory, name: str, record: FileRecord) -> None:
 
 
 def check_file(directory: Directory, name: str, record: FileRecord) -> None:
-    """Read a whole file. Raises CheckpointError if any byte of it is not what the manifest says."""
+    """Read a whole file. Raises CheckpointError if any byte of it does not match the manifest."""
     path = f"{directory}/{name}"
     check_size(directory, name, record)
     _check_tiling(path, record)

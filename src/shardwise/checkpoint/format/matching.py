@@ -1,4 +1,4 @@
-"""A model's tensors and a checkpoint's, matched by name: what is to be read from where, and what does not fit."""
+"""A model's tensors and a checkpoint's, matched by name: which bytes to read, and which tensors do not fit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.checkpoint.format.local_tensor import DTYPES, Piece, pieces_to_read
+from shardwise.checkpoint.format.local_tensor import DTYPES, Piece
+from shardwise.checkpoint.format.model_state import pieces_to_read
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import find
 from shardwise.errors import CheckpointError, UsageError
 
@@ -21,7 +22,7 @@ Wanted = list[tuple[Piece, Place]]
 
 @dataclass
 class Matched:
-    """What of a model is in files."""
+    """Which tensors of a model are in files."""
 
     wanted: Wanted = field(default_factory=list)
     """To be read."""
@@ -32,7 +33,7 @@ class Matched:
     wrong_shape: list[str] = field(default_factory=list)
     """In both; with both shapes."""
     excused: set[str] = field(default_factory=set)
-    """Of `missing` and `unexpected`, what is no reason to raise."""
+    """Names in `missing` and `unexpected` that are no reason to raise."""
     also: list[tuple[Piece, tuple[Place, ...]]] = field(default_factory=list)
     """Of tied tensors that are stored under more than one name, the places that are not in `wanted`."""
 
@@ -69,10 +70,10 @@ class Matched:
 
 
 def match(model: nn.Module, stored: Mapping[str, StoredTensor]) -> Matched:
-    """Match a sharded model's state_dict with stored tensors. Local.
+    """Match a sharded model's state_dict with stored tensors. No communication.
 
-    Raises CheckpointError for one that would have to be computed from what is stored, UsageError for what is no tensor
-    or cannot be written to.
+    Raises CheckpointError for a tensor that would have to be computed from stored ones, UsageError for an entry that
+    is no tensor or cannot be written to.
     """
     pieces = pieces_to_read(model)
     shapes = {name: piece.shape for piece in pieces for name in piece.names}

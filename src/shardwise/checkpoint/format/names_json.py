@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.local_tensor import Piece
 from shardwise.checkpoint.format.manifest import check_file, reading
-from shardwise.checkpoint.names.index_runs import Runs, tile
-from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.format.tensor_files import WritablePiece
+from shardwise.checkpoint.names.index_map import IndexMap, Place, tile
 from shardwise.errors import CheckpointError
 
 NAME = "names.json"
@@ -40,16 +39,16 @@ class Named:
     """Where its elements are stored."""
 
 
-def of_pieces(pieces: Iterable[Piece]) -> list[Named]:
+def of_pieces(pieces: Iterable[WritablePiece]) -> list[Named]:
     """Those of a model that are worth a word. Places and shapes are global, so any rank's will do."""
     return [Named(piece.names, piece.shape, piece.places) for piece in pieces if not _is_plain(piece)]
 
 
-def _is_plain(piece: Piece) -> bool:
+def _is_plain(piece: WritablePiece) -> bool:
     if len(piece.names) > 1 or len(piece.places) > 1 or len(piece.places[0].runs) > 1:
         return False
     (place,) = piece.places
-    runs = Runs.one(math.prod(piece.shape)).tuples()
+    runs = IndexMap.one(math.prod(piece.shape)).tuples()
     return (place.name, place.shape, place.runs.tuples()) == (piece.name, piece.shape, runs)
 
 
@@ -109,8 +108,8 @@ def _sizes(shape: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _progressions(runs: Runs) -> Iterator[list[int]]:
-    """Runs of one length at equal distances are one: rows that are permuted, and matrices transposed, become few."""
+def _progressions(runs: IndexMap) -> Iterator[list[int]]:
+    """Runs of one length at equal distances are one entry: permuted rows and transposed matrices need few."""
     table = np.stack([runs.here, runs.there, runs.length], axis=1)
     steps = np.diff(table, axis=0)
     turns = np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
@@ -125,7 +124,7 @@ def _progressions(runs: Runs) -> Iterator[list[int]]:
         first = last + 1
 
 
-def _runs(progressions: Any, stored: Sequence[int]) -> Runs:
+def _runs(progressions: Any, stored: Sequence[int]) -> IndexMap:
     numel = math.prod(_sizes(stored))
     table = np.array([[*run, 1, 0, 0][:6] for run in progressions], dtype=np.int64).reshape(-1, 6)
     here, there, length, count, step_here, step_there = table.T
@@ -133,12 +132,12 @@ def _runs(progressions: Any, stored: Sequence[int]) -> Runs:
     if (table[:, 2:4] < 1).any() or elements > numel:  # before as much memory as they say is taken
         raise ValueError(f"runs that are not of a tensor of shape {tuple(stored)}")
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    found = Runs(
+    found = IndexMap(
         np.repeat(here, count) + number * np.repeat(step_here, count),
         np.repeat(there, count) + number * np.repeat(step_there, count),
         np.repeat(length, count),
     )
-    ordered = Runs.joined([found])  # raises where they overlap
+    ordered = IndexMap.joined([found])  # raises where they overlap
     back = ordered.inverse()
     if len(back) and (back.here[0] < 0 or back.here[-1] + back.length[-1] > numel):
         raise ValueError(f"runs that leave a tensor of shape {tuple(stored)}")

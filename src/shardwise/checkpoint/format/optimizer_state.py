@@ -16,7 +16,6 @@ from shardwise.checkpoint.format.training_json import check_json
 from shardwise.engine.stepping import SHARDED_FACE
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.snapshot import is_sole
 
 _BY_POSITION = {"params", "param_names"}
 """Of a group: parameters, and their names in the same order, which is this optimizer's own."""
@@ -56,7 +55,7 @@ def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str,
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
-    """Everything that the optimizer knows. Local; shares its tensors' memory.
+    """Everything that the optimizer knows. No communication; shares its tensors' memory.
 
     Raises UsageError, naming it, for state or an option that can be saved neither as JSON nor as a tensor of its
     parameter's shape, and for state of anything but a parameter.
@@ -102,10 +101,7 @@ def _option(key: str, value: Any) -> Any:
 def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any:
     """What stands for one value of the state in JSON; a tensor is appended to `pieces`."""
     if isinstance(value, Tensor) and type(value) is type(parameter) is ShardedParameter:
-        holder = value if is_sole(value) else None  # asked before the piece has it too
-        piece = piece_of((name,), value)
-        piece.holder = holder
-        pieces.append(piece)
+        pieces.append(piece_of((name,), value))
         return {"tensor": name}
     if isinstance(value, dict):  # in the document these stand for tensors
         raise UsageError(
@@ -160,7 +156,7 @@ def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
 
 
 def room_for(parameter: Tensor, dtype: torch.dtype, present: object) -> Tensor:
-    """A state tensor of a parameter's shape, cut alike; its numbers are still to come.
+    """Uninitialised state with the parameter's shape and sharding.
 
     `present`: what the optimizer has there; used again if it is like that, so that state is not held twice.
     """

@@ -1,4 +1,4 @@
-"""What every rank holds whole and not alike, such as the running statistics of batch norms that are not synchronised.
+"""Tensors that every rank holds whole and that differ between ranks, such as statistics of unsynchronised batch norms.
 
 The model's files have rank 0's numbers. `by_rank.safetensors` has everybody's: each such tensor with one more dim in
 front, which counts the ranks. A load at the same number of ranks gives each rank its own back, as it does with random
@@ -16,7 +16,7 @@ import xxhash
 
 from shardwise.checkpoint.format.local_tensor import Piece
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.ranks.consensus import Peers
 
 STEM = "by_rank"
@@ -30,7 +30,7 @@ def differing(pieces: Iterable[Piece], peers: Peers) -> list[Piece]:
     whole = [piece for piece in pieces if piece.is_whole and piece.tensor.numel()]
     if not whole or peers.world_size == 1:
         return []
-    alike = peers.alike([_checksum(piece) for piece in whole])
+    alike = peers.equal_on_all_ranks([_checksum(piece) for piece in whole])
     rows = [_row(piece, peers) for piece, same in zip(whole, alike, strict=True) if not same]
     return [replace(row, tensor=row.tensor.reshape(-1)) for row in rows]
 
@@ -38,7 +38,7 @@ def differing(pieces: Iterable[Piece], peers: Peers) -> list[Piece]:
 def own_rows(
     wanted: Sequence[tuple[Piece, Place]], stored: dict[str, StoredTensor], peers: Peers
 ) -> list[tuple[Piece, Place]]:
-    """Of the pieces that are read anyway, the rows of this rank: to be read after them. Local.
+    """Of the pieces that are read anyway, the rows of this rank: to be read after them. No communication.
 
     Warns, on rank 0, where another number of ranks saved them: then rank 0's numbers stay.
     """

@@ -17,25 +17,28 @@ from typing import Any
 from shardwise.layout.flat import round_up
 from shardwise.layout.ranges import Range
 
-ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
-    "C64": 8,
+_DTYPES = {
+    "BOOL": (1, "bool"),
+    "U8": (1, "uint8"),
+    "I8": (1, "int8"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "U16": (2, "uint16"),
+    "I16": (2, "int16"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "U32": (4, "uint32"),
+    "I32": (4, "int32"),
+    "F32": (4, "float32"),
+    "U64": (8, "uint64"),
+    "I64": (8, "int64"),
+    "F64": (8, "float64"),
+    "C64": (8, "complex64"),
 }
+ITEM_BYTES = {name: item_bytes for name, (item_bytes, _) in _DTYPES.items()}
 """Bytes of an element, by the format's name of its dtype."""
+TORCH_NAMES = {name: torch_name for name, (_, torch_name) in _DTYPES.items()}
+"""torch's name of each dtype, as in `torch.bfloat16`; where numpy has the dtype, also numpy's."""
 LENGTH_BYTES = 8
 """The header's length, little-endian, before the header."""
 RESERVED = "__metadata__"
@@ -55,14 +58,17 @@ class StoredTensor:
 
     @property
     def item_bytes(self) -> int:
+        """Bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def numel(self) -> int:
+        """Elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
         return self.numel * self.item_bytes
 
 

@@ -1,4 +1,4 @@
-"""The safetensors files of one kind (`model*`, `optimizer*`): planned, written and read by byte range."""
+"""The safetensors files of one stem (`model*`, `optimizer*`): planned, written and read by byte range. No torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import NamedTuple, Protocol
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.local_tensor import DTYPES, Piece
-from shardwise.checkpoint.format.manifest import Region
 from shardwise.checkpoint.format.safetensors_layout import (
     LENGTH_BYTES,
     RESERVED,
@@ -28,16 +23,58 @@ from shardwise.checkpoint.format.safetensors_layout import (
     parse,
     split,
 )
+from shardwise.checkpoint.io.checksums import Region
 from shardwise.checkpoint.io.range_reader import Buffers, RangeReader
 from shardwise.checkpoint.io.range_writer import Ranges, RangeWriter
 from shardwise.checkpoint.io.storage import Directory, Source
-from shardwise.checkpoint.names.index_runs import Runs
-from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.errors import CheckpointError, UsageError
 
 METADATA = {"format": "pt"}
-_CHUNK_BYTES = 32 * 2**20
-"""Staged at once where a piece cannot be written, or read into, as it lies in memory."""
+
+
+class WritablePiece(Protocol):
+    """The part of a tensor that this process writes: a range of its elements, row-major."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the model's state_dict; several are tied."""
+
+    @property
+    def name(self) -> str:
+        """The first of `names`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global."""
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The stored tensors that hold its elements."""
+
+    @property
+    def stored(self) -> Sequence[StoredTensor]:
+        """The stored tensors, whole, in the order of `places`."""
+
+    def held_at(self, place: Place) -> IndexMap:
+        """Map the elements of a stored tensor that this process holds to its own, flattened, counted from its first."""
+
+    def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
+        """Yield (first element of the stored tensor, bytes of the elements from there on), in the order of `runs`."""
+
+
+class ReadablePiece(Protocol):
+    """The part of a tensor that this process reads."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank reads all of it."""
+
+    def begin_overwrite(self) -> bool:
+        """Note that the elements are about to change. Returns whether there are any."""
+
+    def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
+        """Read the elements of one place, cast to the piece's dtype. They may be there only after `reader.finish()`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +109,7 @@ class TensorFiles:
         return {f"{self.stem}.safetensors.index.json": (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
 
 
-def plan(stem: str, pieces: Sequence[Piece], max_file_bytes: int) -> TensorFiles:
+def plan(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -> TensorFiles:
     """Lay tensors out in files of at most `max_file_bytes`. The same on every rank.
 
     Raises UsageError for a stored tensor that is made of tensors of several dtypes.
@@ -107,7 +144,7 @@ def lay_out_files(stem: str, tensors: tuple[StoredTensor, ...], max_file_bytes: 
 
 
 def create(directory: Path, files: TensorFiles) -> None:
-    """Make the files in their full size, so that a disk without room says so now. One rank does it."""
+    """Make the files in their full size, so that a full disk is an error now. One rank does it."""
     for name, layout in files.files.items():
         fd = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -126,18 +163,18 @@ def _allocate(fd: int, nbytes: int) -> None:
 
 
 def write(
-    directory: Path, files: TensorFiles, pieces: Iterable[Piece], headers: bool, writer: RangeWriter
+    directory: Path, files: TensorFiles, pieces: Iterable[WritablePiece], headers: bool, writer: RangeWriter
 ) -> dict[str, list[Region]]:
-    """Write all of `pieces`, and the `headers`, in their final place. Local. On disk after `writer.sync()`.
+    """Write all of `pieces`, and the `headers`, in their final place. No communication. On disk after `writer.sync()`.
 
-    Returns, by file, the checksums of what was written.
+    Returns the checksums of the written bytes by file.
     """
     return {name: writer.write(directory / name, ranges) for name, ranges in to_write(files, pieces, headers)}
 
 
-def to_write(files: TensorFiles, pieces: Iterable[Piece], headers: bool) -> Iterator[tuple[str, Ranges]]:
+def to_write(files: TensorFiles, pieces: Iterable[WritablePiece], headers: bool) -> Iterator[tuple[str, Ranges]]:
     """The files that `pieces`, and the `headers`, have bytes in, each with these."""
-    by_name: dict[str, list[tuple[Piece, Runs]]] = {}
+    by_name: dict[str, list[tuple[WritablePiece, IndexMap]]] = {}
     for piece in pieces:
         for place in piece.places:
             runs = piece.held_at(place)
@@ -149,36 +186,12 @@ def to_write(files: TensorFiles, pieces: Iterable[Piece], headers: bool) -> Iter
             yield name, _ranges(layout, own, headers)
 
 
-def _ranges(layout: TensorFile, own: Iterable[tuple[str, Piece, Runs]], header: bool) -> Ranges:
+def _ranges(layout: TensorFile, own: Iterable[tuple[str, WritablePiece, IndexMap]], header: bool) -> Ranges:
     if header:
         yield 0, layout.header
     for tensor, piece, runs in own:
-        for start, data in _chunks(piece, runs):
+        for start, data in piece.chunks(runs):
             yield layout.byte_range(tensor, start, start).start, data
-
-
-def _chunks(piece: Piece, runs: Runs) -> Iterator[tuple[int, memoryview]]:
-    """Elements of a stored tensor and their bytes, without a copy where they lie in this process's memory in order."""
-    flat = piece.tensor.reshape(-1)
-    for part in runs.stretches(_step(flat, runs)):
-        values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # else their bytes say something else
-        yield int(part.here[0]), _bytes(values.contiguous())
-
-
-def _at(flat: Tensor, part: Runs) -> Tensor:
-    """The elements there: a view of them where they are one run."""
-    if len(part) == 1:
-        return flat[int(part.there[0]) : int(part.there[0] + part.length[0])]
-    return flat[torch.from_numpy(part.elements()).to(flat.device)]
-
-
-def _step(flat: Tensor, runs: Runs) -> int:
-    """Elements to take at once; where they are gathered their numbers, 8 bytes each, are staged too."""
-    return max(1, _CHUNK_BYTES // (flat.itemsize if len(runs) == 1 else flat.itemsize + 8))
-
-
-def _bytes(flat: Tensor) -> memoryview:
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -205,7 +218,7 @@ def stem_of(name: str) -> str:
 
 
 def read_layout(path: str, source: Source, nbytes: int) -> TensorFile:
-    """What a safetensors file's header says. Raises CheckpointError, naming the file, if it cannot be right."""
+    """The layout in a safetensors file's header. Raises CheckpointError, naming the file, if it cannot be right."""
     try:
         prefix = _read_bytes(source, 0, min(LENGTH_BYTES, nbytes))
         header = prefix + _read_bytes(source, LENGTH_BYTES, header_bytes(prefix, nbytes) - LENGTH_BYTES)
@@ -221,10 +234,10 @@ def _read_bytes(source: Source, start: int, nbytes: int) -> bytes:
 
 
 class Read(NamedTuple):
-    """What `read` did on this rank."""
+    """Statistics of a `read` on this rank."""
 
     read_bytes: int
-    """Of elements; of what lies between them none counts."""
+    """Of elements; bytes between them do not count."""
     peak_staged_bytes: int
     """Most memory held at one time for what could not be read into a piece as it lies."""
     direct_bytes: int = 0
@@ -232,19 +245,21 @@ class Read(NamedTuple):
 
 
 def read(
-    contents: Contents | Directory, files: TensorFiles, wanted: Iterable[tuple[Piece, Place]], past_cache: bool = False
+    contents: Contents | Directory,
+    files: TensorFiles,
+    wanted: Iterable[tuple[ReadablePiece, Place]],
+    past_cache: bool = False,
 ) -> Read:
-    """Fill pieces with the elements stored at the places given, cast to the pieces' dtypes. Local.
+    """Fill pieces with the elements stored at the places given, cast to the pieces' dtypes. No communication.
 
     Each rank reads the bytes of its own elements; past the page cache whole pages, with the few that lie between.
 
-    past_cache: read that way what is not in the page cache. Right where nobody on this machine is going to read the
-        same elements soon. What all ranks hold is read through it.
+    past_cache: read pages that are not cached past the page cache. Right where no other process of this machine is
+        going to read the same elements soon. Pieces that all ranks hold are read through the cache all the same.
     """
-    by_file: dict[str, list[tuple[Piece, Place]]] = {}
+    by_file: dict[str, list[tuple[ReadablePiece, Place]]] = {}
     for piece, place in wanted:
-        torch.autograd.graph.increment_version(piece.tensor)  # also of empty ones: ranks must see the same change
-        if piece.tensor.numel():
+        if piece.begin_overwrite():
             by_file.setdefault(files.file_of(place.name), []).append((piece, place))
     read_bytes = peak_staged_bytes = direct_bytes = 0
     buffers = Buffers()
@@ -253,7 +268,7 @@ def read(
         try:
             with manifest.reading(path), contents.open(file) as source, RangeReader(source, buffers) as reader:
                 for piece, place in sorted(pieces, key=lambda item: layout.starts[item[1].name]):
-                    done = _fill(reader, layout, piece, place, past_cache and not piece.is_whole)
+                    done = piece.fill(reader, layout, place, past_cache and not piece.is_whole)
                     read_bytes += done.read_bytes
                     peak_staged_bytes = max(peak_staged_bytes, done.peak_staged_bytes)
                 reader.finish()
@@ -261,36 +276,3 @@ def read(
         except EOFError as error:
             raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
     return Read(read_bytes, peak_staged_bytes, direct_bytes)
-
-
-def _fill(reader: RangeReader, layout: TensorFile, piece: Piece, place: Place, past_cache: bool) -> Read:
-    """Fill a piece with its elements of one place; what needs no staging is there after `reader.finish()`."""
-    dtype, target = DTYPES[layout.tensors[place.name].dtype], piece.tensor
-    flat = target.view(-1) if target.is_contiguous() else target.flatten()  # one, or a copy
-    runs = piece.held_at(place)
-    as_stored = flat.dtype == dtype and flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
-    in_place = target.is_contiguous() and len(runs) == 1 and as_stored
-    step = max(1, runs.numel) if in_place else _step(torch.empty(0, dtype=dtype, device="cpu"), runs)
-    staged_bytes = 0
-    for part in runs.stretches(step):
-        chunk = _at(flat, part) if in_place else torch.empty(part.numel, dtype=dtype, device="cpu")
-        start = int(part.here[0])
-        reader.ask(layout.byte_range(place.name, start, start).start, _bytes(chunk), past_cache)
-        if not in_place:
-            reader.finish()
-            staged_bytes = max(staged_bytes, _put(chunk, flat, part))
-    if not target.is_contiguous():
-        target.copy_(flat.view(target.shape))
-        staged_bytes += flat.nbytes
-    return Read(runs.numel * dtype.itemsize, staged_bytes)
-
-
-def _put(chunk: Tensor, flat: Tensor, part: Runs) -> int:
-    """Copy what was read to where it belongs. Returns the bytes that were staged for that, the chunk among them."""
-    if len(part) == 1:
-        _at(flat, part).copy_(chunk)
-        return chunk.nbytes
-    elements = torch.from_numpy(part.elements())
-    cast = chunk.to(flat.device, flat.dtype)
-    flat[elements.to(flat.device)] = cast
-    return chunk.nbytes + elements.nbytes + (cast.nbytes if cast is not chunk else 0)

@@ -1,16 +1,11 @@
-"""`training.json`: what is not a tensor. Step, optimizer groups and scalars by fqn, random states, extra."""
+"""`training.json`: everything but tensors. Step, optimizer groups and scalars by fqn, random states. No torch."""
 
 from __future__ import annotations
 
-import base64
 import json
-import random
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-import numpy as np
-import torch
 
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.manifest import check_file, reading
@@ -31,7 +26,7 @@ def package_version() -> str:
 
 
 def check_json(value: object, what: str) -> None:
-    """Raise UsageError, naming what is in its way, unless JSON gives the value back as it is."""
+    """Raise UsageError, naming the obstacle, unless JSON gives the value back as it is."""
     if not _survives(value):
         raise UsageError(
             f"{what} cannot be saved as JSON: {_fault(value)}; use dicts with string keys, lists, strings, numbers, "
@@ -96,45 +91,3 @@ def read(contents: Contents) -> dict[str, Any]:
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     return document
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """This process's random states: torch's on the CPU and on its device, Python's and numpy's."""
-    states: dict[str, Any] = {
-        "torch": _encode(torch.get_rng_state()),
-        "python": _python_state(),
-        "numpy": _numpy_state(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = _encode(torch.cuda.get_rng_state(device))
-    return states
-
-
-def restore_random_state(states: Mapping[str, Any], device: torch.device) -> None:
-    """What `random_state` gave."""
-    torch.set_rng_state(_decode(states["torch"]))
-    kind, words, spare = states["python"]
-    random.setstate((kind, tuple(_decode(words).view(torch.uint32).tolist()), spare))
-    if "numpy" in states:
-        name, words, *rest = states["numpy"]
-        np.random.set_state((name, _decode(words).view(torch.uint32).numpy(), *rest))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(_decode(states["cuda"]), device)
-
-
-def _python_state() -> list[Any]:
-    kind, numbers, spare = random.getstate()
-    return [kind, _encode(torch.tensor(numbers, dtype=torch.uint32, device="cpu").view(torch.uint8)), spare]
-
-
-def _numpy_state() -> list[Any]:
-    name, words, position, has_spare, spare = np.random.get_state(legacy=True)
-    return [name, _encode(torch.from_numpy(words).view(torch.uint8)), int(position), int(has_spare), float(spare)]
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(bytes(state.numpy())).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -47,13 +47,16 @@ class Selection:
 
     @property
     def stored(self) -> dict[str, StoredTensor]:
+        """See `Tensors`; by the new names."""
         found = ((name, self.source.stored[old]) for name, old in self.names.items())
         return {name: StoredTensor(name, old.dtype, old.shape) for name, old in found}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `Tensors`."""
         return self.source.read(self.names[name], start, stop)
 
     def runs(self, name: str) -> Iterator[Run]:
+        """See `Tensors`."""
         return self.source.runs(self.names[name])
 
 

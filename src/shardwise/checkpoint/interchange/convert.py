@@ -18,7 +18,7 @@ from shardwise.checkpoint.interchange.to_pt import write_pt
 from shardwise.checkpoint.interchange.to_safetensors import write_checkpoint, write_hugging_face
 from shardwise.checkpoint.interchange.tree import sort_out
 from shardwise.checkpoint.io.storage import Location, is_url
-from shardwise.checkpoint.publish.consolidation import join
+from shardwise.checkpoint.publish.consolidation import consolidate
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.suggest import nearest_path
@@ -51,15 +51,15 @@ def convert(  # noqa: PLR0913 - options of a command
     files_from: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> Converted:
-    """Write a checkpoint as another kind. Local: one process, no process group.
+    """Write a checkpoint as another kind. No communication: one process, no process group.
 
     Args:
         source: a checkpoint of `sw.checkpoint.save` (or its URL), a torch DCP directory, a `.pt` file or a Hugging Face
-            directory: told from what is there. What was saved to a URL is joined to ordinary files. Pickles are read
-            with `weights_only=True`, DCP's metadata through an allow-list.
+            directory: told apart by their files. A checkpoint that was saved to a URL is joined to ordinary files.
+            Pickles are read with `weights_only=True`, DCP's metadata through an allow-list.
         target: must not exist. It appears complete, or not at all.
         to: "shardwise", "dcp", "pt" or "hf". None: "pt" for a name that ends so, otherwise "shardwise"; from a
-            checkpoint of shardwise it must be said.
+            checkpoint of shardwise it must be given.
         flat: for "dcp": the model's tensors at the top level, as torchtitan has them, and not below "model".
         model_only: leave the optimizer out.
         files_from: a directory whose configuration and tokenizer files go along, for sources without.
@@ -85,7 +85,7 @@ def convert(  # noqa: PLR0913 - options of a command
         carried = dataclasses.replace(carried, files=_given_files(Path(files_from)))
     try:
         if kind is Kind.PARTS and goal is Kind.SHARDWISE and not model_only:
-            join(source, end)
+            consolidate(source, end)
         else:
             _write(carried, end, goal, flat, max_file_bytes)
     except OSError as error:

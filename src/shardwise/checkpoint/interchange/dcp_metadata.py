@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.safetensors_layout import TORCH_NAMES
 from shardwise.errors import CheckpointError
 from shardwise.sharded.boxes import Box, runs_of
 
@@ -37,9 +38,7 @@ _SEQUENCES = {("torch", "Size"), ("builtins", "tuple"), ("builtins", "list")}
 _PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
 _ORDERED = {("collections", "OrderedDict")}
 _LAYOUT = {("torch.serialization", "_get_layout")}
-_INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
-_FLOATS = frozenset(("float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2"))
-_DTYPES = _INTEGERS | _FLOATS | {"bool"}
+_DTYPES = frozenset(TORCH_NAMES.values())
 
 Key = tuple[str | int, ...]
 """The way to a value through nested dicts (names) and lists (numbers)."""

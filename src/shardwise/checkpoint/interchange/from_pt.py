@@ -50,9 +50,11 @@ class PtTensors:
         self.stored = {name: tensor.stored(name) for name, tensor in tensors.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `Tensors`."""
         return self._tensors[name].read(start, stop)
 
     def runs(self, name: str) -> Iterator[Run]:
+        """See `Tensors`. A tensor that is not contiguous in the file is one run."""
         tensor = self._tensors[name]
         if tensor.is_contiguous:
             yield from parts(self, name)

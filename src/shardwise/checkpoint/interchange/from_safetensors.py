@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.checkpoint.format import manifest, names_json, per_rank_buffers, tensor_files, training_json
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.hugging_face import weights_of
-from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format.local_tensor import DTYPES, bytes_of
 from shardwise.checkpoint.format.safetensors_layout import TensorFile
 from shardwise.checkpoint.interchange.carried import Carried, Run, parts
 from shardwise.checkpoint.io.storage import Directory, LocalDirectory, Location, Source
@@ -36,13 +36,14 @@ class SafetensorsTensors:
         self.stored = {name: layout.tensors[name] for name, (_, layout) in self._files.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `Tensors`."""
         file, layout = self._files[name]
         values = torch.empty(stop - start, dtype=DTYPES[self.stored[name].dtype], device="cpu")
         path = f"{self._place}/{file}"
         if values.numel():
             try:
                 with manifest.reading(path), self._place.open(file) as source:
-                    source.read_at(layout.byte_range(name, start, stop).start, values.view(torch.uint8).numpy().data)
+                    source.read_at(layout.byte_range(name, start, stop).start, bytes_of(values))
             except EOFError as error:
                 raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
             except (FileNotFoundError, NotADirectoryError):
@@ -50,6 +51,7 @@ class SafetensorsTensors:
         return values
 
     def runs(self, name: str) -> Iterator[Run]:
+        """See `Tensors`."""
         return parts(self, name)
 
 

@@ -31,10 +31,12 @@ class Group:
 
     @property
     def numel(self) -> int:
+        """Elements of all its tensors."""
         return sum(tensor.numel for tensor in self.tensors)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -103,7 +105,7 @@ class Run:
 
 
 def inspect(location: Location, quick: bool = False, progress: Progress | None = None) -> Inspection | Partial | Run:
-    """Look at a checkpoint of any kind, at what a crash left, or at a run's checkpoints. Local: one process.
+    """Look at a checkpoint of any kind, at what a crash left, or at a run's checkpoints. No communication.
 
     Args:
         location: a path, or the URL of a checkpoint.
@@ -149,7 +151,7 @@ def _checked(kind: Kind, quick: bool) -> str:
 
 
 def _found(location: Location, kind: Kind) -> dict[str, Any]:
-    """What an Inspection says besides. Raises CheckpointError where it cannot be read."""
+    """The other fields of an Inspection. Raises CheckpointError where it cannot be read."""
     carried: Carried = read(location, kind)
     found: dict[str, Any] = {
         "model": groups(list(carried.model.stored.values())),

@@ -17,7 +17,7 @@ from shardwise.checkpoint.format.local_tensor import DTYPES
 from shardwise.checkpoint.format.names_json import Named
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.carried import PART_BYTES, Run, Tensors, parts
-from shardwise.checkpoint.names.index_runs import Runs, tile
+from shardwise.checkpoint.names.index_map import IndexMap, tile
 from shardwise.layout.ranges import Range
 
 
@@ -25,13 +25,13 @@ class _Part(NamedTuple):
     """Some elements of a tensor are those of another."""
 
     source: str
-    runs: Runs
+    runs: IndexMap
     """From elements of the new tensor to elements of the source."""
     span: Range
     """Of the new tensor, the elements between which they all lie: of a stack of experts most parts are elsewhere."""
 
     @classmethod
-    def of(cls, source: str, runs: Runs) -> Self:
+    def of(cls, source: str, runs: IndexMap) -> Self:
         ends = (int(runs.here[0]), int(runs.here[-1] + runs.length[-1])) if len(runs) else (0, 0)
         return cls(source, runs, Range(*ends))
 
@@ -45,6 +45,7 @@ class Rearranged:
     made: Mapping[str, Sequence[_Part]]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `Tensors`."""
         if name not in self.made:
             return self.source.read(name, start, stop)
         stored = self.stored[name]
@@ -64,6 +65,7 @@ class Rearranged:
         return found
 
     def runs(self, name: str) -> Iterator[Run]:
+        """See `Tensors`."""
         return parts(self, name) if name in self.made else self.source.runs(name)
 
 

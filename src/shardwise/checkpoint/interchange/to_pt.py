@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format.local_tensor import DTYPES, bytes_of
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.carried import Carried, Tensors
 from shardwise.checkpoint.interchange.nested import nested_state
 from shardwise.checkpoint.interchange.torch_file import SavedTensor, read_stream
+from shardwise.checkpoint.io.local_file import write_at
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError
 
@@ -58,7 +59,7 @@ def _fill(path: Path, carried: Carried) -> None:
         for fqn, state in wanted.get("optimizer", {}).get("state", {}).items():
             for kind, value in state.items():
                 if isinstance(value, Tensor):
-                    _write_at(fd, written["optimizer"]["state"][fqn][kind].start, value)
+                    write_at(fd, written["optimizer"]["state"][fqn][kind].start, bytes_of(value.reshape(-1)))
                 elif isinstance(value, tuple):
                     _copy(fd, written["optimizer"]["state"][fqn][kind], *value)
     finally:
@@ -73,11 +74,4 @@ def _without_ties(model: dict[str, Any]) -> dict[str, Any]:
 
 def _copy(fd: int, saved: SavedTensor, tensors: Tensors, name: str) -> None:
     for start, values in tensors.runs(name):
-        _write_at(fd, saved.start + start * saved.dtype.itemsize, values)
-
-
-def _write_at(fd: int, start: int, values: Tensor) -> None:
-    data = values.reshape(-1).view(torch.uint8).numpy().data
-    while data.nbytes:
-        count = os.pwrite(fd, data, start)
-        data, start = data[count:], start + count
+        write_at(fd, saved.start + start * saved.dtype.itemsize, bytes_of(values))

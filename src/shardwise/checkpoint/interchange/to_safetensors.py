@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from shardwise.checkpoint.format import manifest, names_json, tensor_files, training_json
-from shardwise.checkpoint.format.manifest import FileRecord, Manifest, RegionSums
+from shardwise.checkpoint.format.local_tensor import bytes_of
+from shardwise.checkpoint.format.manifest import FileRecord, Manifest
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.interchange.carried import Carried, Tensors
+from shardwise.checkpoint.io.checksums import RegionSums
+from shardwise.checkpoint.io.local_file import write_at
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.publish import commit
 
@@ -65,20 +66,14 @@ def _fill(path: Path, planned: TensorFiles, file: str, tensors: Tensors) -> None
     layout = planned.files[file]
     fd = os.open(path, os.O_WRONLY)
     try:
-        _write_at(fd, 0, memoryview(layout.header))
+        write_at(fd, 0, layout.header)
         for name in layout.tensors:
             for start, values in tensors.runs(name):
                 first = layout.byte_range(name, start, start + values.numel()).start
-                _write_at(fd, first, values.view(torch.uint8).numpy().data)
+                write_at(fd, first, bytes_of(values))
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _write_at(fd: int, start: int, data: memoryview) -> None:
-    while data.nbytes:
-        count = os.pwrite(fd, data, start)
-        data, start = data[count:], start + count
 
 
 def _record_of(path: Path) -> FileRecord:

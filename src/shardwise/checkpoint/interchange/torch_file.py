@@ -20,11 +20,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.checkpoint.format import manifest
-from shardwise.checkpoint.format.local_tensor import DTYPES
+from shardwise.checkpoint.format.local_tensor import NAMES, bytes_of
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.io.local_file import read_at
 from shardwise.errors import CheckpointError
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,7 @@ class SavedTensor:
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether its elements follow one another in the file, row-major."""
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def stored(self, name: str) -> StoredTensor:
@@ -120,21 +120,19 @@ def _read_stream(fd: int, path: Path, start: int, nbytes: int | None) -> Any:
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:
     """safetensors' name of a dtype. Raises CheckpointError, naming the tensor, if there is none."""
-    if dtype not in _NAMES:
+    if dtype not in NAMES:
         raise CheckpointError(f"{name!r} is of {dtype}, which safetensors files cannot hold")
-    return _NAMES[dtype]
+    return NAMES[dtype]
 
 
 def read_elements(path: Path, start: int, dtype: torch.dtype, numel: int) -> Tensor:
     """`numel` elements that lie one after another from byte `start` of a file, 1-D. Raises CheckpointError."""
     values = torch.empty(numel, dtype=dtype, device="cpu")
-    into = values.view(torch.uint8).numpy().data if numel else memoryview(b"")
     with _opened(path) as fd:
-        while into.nbytes:
-            count = os.preadv(fd, [into], start)
-            if not count:
-                raise CheckpointError(f"{path} ends at byte {start}, before tensor data that it holds")
-            into, start = into[count:], start + count
+        try:
+            read_at(fd, start, bytes_of(values))
+        except EOFError as error:
+            raise CheckpointError(f"{path} ends at byte {error}, before tensor data that it holds") from None
     return values
 
 

@@ -1,4 +1,4 @@
-"""Nested state_dicts, sorted out: what is the model, what the optimizer, by which names.
+"""Nested state_dicts, sorted into model and optimizer, with the names of each.
 
 Known are what users of torch write: `model` / `state_dict` and `optimizer` / `optim` side by side, perhaps inside one
 more dict (`app`); torchtitan's model at the top level beside `optimizer`; a bare state_dict. Optimizer state is matched

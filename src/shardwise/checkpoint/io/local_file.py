@@ -11,7 +11,24 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.checkpoint.io.pages import PAGE_BYTES, REFUSALS
+from shardwise.checkpoint.io.direct import PAGE_BYTES, REFUSALS
+
+
+def write_at(fd: int, start: int, data: memoryview | bytes) -> None:
+    """Write all of `data` at byte `start` of a file. Raises OSError."""
+    view = memoryview(data)
+    while view.nbytes:
+        count = os.pwrite(fd, view, start)
+        view, start = view[count:], start + count
+
+
+def read_at(fd: int, start: int, into: memoryview) -> None:
+    """Fill `into` from byte `start` of a file. Raises EOFError, with the position, if the file ends first; OSError."""
+    while into.nbytes:
+        count = os.preadv(fd, [into], start)
+        if not count:
+            raise EOFError(start)
+        into, start = into[count:], start + count
 
 
 class LocalFile:
@@ -25,18 +42,17 @@ class LocalFile:
         self._trying = threading.Lock()
 
     def close(self) -> None:
+        """Close all descriptors and the mapping."""
         os.close(self._fd)
         if self._direct is not None:
             self._direct.close()
 
     def read_at(self, start: int, into: memoryview) -> None:
-        while into.nbytes:
-            count = os.preadv(self._fd, [into], start)
-            if not count:
-                raise EOFError(start)
-            into, start = into[count:], start + count
+        """See `storage.Source`."""
+        read_at(self._fd, start, into)
 
     def read_pages(self, start: int, into: memoryview) -> int:
+        """See `storage.Source`."""
         with self._trying:
             if not self._is_tried:
                 self._is_tried = True

@@ -14,10 +14,9 @@ from typing import Self
 
 import numpy as np
 
-from shardwise.checkpoint.io.pages import PAGE_BYTES
-from shardwise.checkpoint.io.room import room
+from shardwise.checkpoint.io.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.checkpoint.io.storage import Source
-from shardwise.checkpoint.io.thread_pool import Crew
+from shardwise.checkpoint.io.thread_pool import ThreadPool
 from shardwise.layout.flat import round_up
 
 _BUFFERS, _BUFFER_BYTES = 4, 4 * 2**20
@@ -32,7 +31,7 @@ class Buffers:
     """What whole pages are read into; of a load, for one file after another. It costs nothing until it is used."""
 
     def __init__(self) -> None:
-        memory = room(_BUFFERS * _BUFFER_BYTES)
+        memory = huge_page_buffer(_BUFFERS * _BUFFER_BYTES)
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         for i in range(_BUFFERS):
             self._free.put(memory[i * _BUFFER_BYTES :][:_BUFFER_BYTES])
@@ -42,27 +41,28 @@ class Buffers:
         return self._free.get()
 
     def give_back(self, buffer: memoryview) -> None:
+        """Return a buffer that `take` gave."""
         self._free.put(buffer)
 
 
 class RangeReader:
-    """Reads ranges of one file. A context manager; what was asked for is there after `finish`."""
+    """Reads ranges of one file. A context manager; all requested bytes are there after `finish`."""
 
     def __init__(self, source: Source, buffers: Buffers) -> None:
         self._source = source
         self._buffers = buffers
-        self._crew = Crew(_BUFFERS)
+        self._pool = ThreadPool(_BUFFERS)
         self._asked: deque[Future[int]] = deque()
         self._window: _Window | None = None
         self.direct_bytes = 0
-        """That came past the page cache, of what was asked for."""
+        """Requested bytes that came past the page cache."""
 
     def __enter__(self) -> Self:
-        self._crew.__enter__()
+        self._pool.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._crew.__exit__(*error)
+        self._pool.__exit__(*error)
 
     def ask(self, start: int, into: memoryview, past_cache: bool = True) -> None:
         """Fill `into` from byte `start` on; ranges in the order of the file are read together.
@@ -91,7 +91,7 @@ class RangeReader:
             return
         if len(self._asked) > _BUFFERS:
             self.direct_bytes += self._asked.popleft().result()
-        self._asked.append(self._crew.give(self._read, window))
+        self._asked.append(self._pool.submit(self._read, window))
 
     def _read(self, window: _Window) -> int:
         """Returns the bytes wanted that came past the page cache."""
@@ -125,7 +125,7 @@ class _Window:
         return follows and start < self.base + _BUFFER_BYTES and past_cache == self.past_cache
 
     def add(self, start: int, into: memoryview) -> int:
-        """Take what there is room for of a range. Returns its bytes."""
+        """Take as much of a range as fits. Returns the bytes taken."""
         step = min(into.nbytes, self.base + _BUFFER_BYTES - start)
         self.ranges.append((start, into[:step]))
         self.stop = start + step

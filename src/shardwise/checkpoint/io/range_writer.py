@@ -19,11 +19,10 @@ from typing import Self
 
 import numpy as np
 
-from shardwise.checkpoint.format.manifest import Region, RegionSums
-from shardwise.checkpoint.io import writeback
-from shardwise.checkpoint.io.pages import PAGE_BYTES, REFUSALS, cut
-from shardwise.checkpoint.io.room import room
-from shardwise.checkpoint.io.thread_pool import Crew
+from shardwise.checkpoint.io.checksums import Region, RegionSums
+from shardwise.checkpoint.io.direct import PAGE_BYTES, REFUSALS, begin_writeback, cut_at_pages, huge_page_buffer
+from shardwise.checkpoint.io.local_file import write_at
+from shardwise.checkpoint.io.thread_pool import ThreadPool
 from shardwise.layout.ranges import Range
 
 Ranges = Iterator[tuple[int, bytes | memoryview]]
@@ -44,12 +43,12 @@ _STEP_BYTES = 512 * 2**10
 class RangeWriter:
     """Writes one rank's ranges of one file after another. A context manager.
 
-    Files stay open until they are on disk: what goes wrong with a write is said to who had the file open then.
+    Files stay open until they are on disk: the kernel reports a failed write only to descriptors that were open then.
     """
 
     def __init__(self) -> None:
-        self._crew = Crew(_BUFFERS - 1)
-        memory = room(_BUFFERS * _BUFFER_BYTES)
+        self._pool = ThreadPool(_BUFFERS - 1)
+        memory = huge_page_buffer(_BUFFERS * _BUFFER_BYTES)
         self._free = [memory[i * _BUFFER_BYTES :][:_BUFFER_BYTES] for i in range(_BUFFERS)]
         self._busy: deque[tuple[Future[int], memoryview]] = deque()
         self._files: list[_File] = []
@@ -57,18 +56,18 @@ class RangeWriter:
         """In all, and past the page cache."""
 
     def __enter__(self) -> Self:
-        self._crew.__enter__()
+        self._pool.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._crew.__exit__(*error)
+        self._pool.__exit__(*error)
         while self._files:
             self._files.pop().close()
 
     def write(self, path: Path, ranges: Iterable[tuple[int, bytes | memoryview]]) -> list[Region]:
         """Write `ranges`, in order and apart from one another, to a file that is there. On disk after `sync`.
 
-        Returns the checksums of what was written. Raises OSError, perhaps only in a later call.
+        Returns the checksums of the written bytes. Raises OSError, perhaps only in a later call.
         """
         if len(self._files) == _MOST_OPEN:
             self.sync()
@@ -98,20 +97,20 @@ class RangeWriter:
 
     def sync(self) -> None:
         """Have everything on disk that was written."""
-        for future in [self._crew.give(os.fsync, file.fd) for file in self._files]:
+        for future in [self._pool.submit(os.fsync, file.fd) for file in self._files]:
             future.result()
         while self._files:
             self._files.pop().close()
 
     def _put(self, file: _File, window: _Window) -> None:
-        """Have what is in a window written, now or with the rest of what is kept."""
-        pages = cut(window.start, window.stop)
+        """Submit a window's bytes for writing, or keep them for `write_kept` if they are few."""
+        pages = cut_at_pages(window.start, window.stop)
         if file.is_direct and pages.whole.length >= _LEAST_BYTES:
             for edge in (pages.head, pages.tail):
                 file.keep(edge.start, window.at(edge))
-            job = self._crew.give(file.write_pages, pages.whole.start, window.at(pages.whole))
+            job = self._pool.submit(file.write_pages, pages.whole.start, window.at(pages.whole))
         elif window.stop - window.start >= _LEAST_BYTES:
-            job = self._crew.give(file.write, window.start, window.at(Range(window.start, window.stop)))
+            job = self._pool.submit(file.write, window.start, window.at(Range(window.start, window.stop)))
         else:
             file.keep(window.start, window.at(Range(window.start, window.stop)))
             self._free.append(window.memory)
@@ -194,8 +193,8 @@ class _File:
         Returns the bytes that went past it: none.
         """
         with self._cached:
-            _write_at(self.fd, start, data)
-        writeback.begin(self.fd, start, len(data))
+            write_at(self.fd, start, data)
+        begin_writeback(self.fd, start, len(data))
         return 0
 
     def write_pages(self, start: int, data: memoryview) -> int:
@@ -224,12 +223,5 @@ class _File:
 
     def write_kept(self) -> None:
         for start, data in self._kept:
-            _write_at(self.fd, start, data)
+            write_at(self.fd, start, data)
         self._kept, self._kept_bytes = [], 0
-
-
-def _write_at(fd: int, start: int, data: memoryview | bytes) -> None:
-    view = memoryview(data)
-    while view.nbytes:
-        count = os.pwrite(fd, view, start)
-        view, start = view[count:], start + count

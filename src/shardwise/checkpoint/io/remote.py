@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from io import UnsupportedOperation
 from typing import Any
 
-from shardwise.checkpoint.io.storage import Source
 from shardwise.errors import UsageError
 
 _READ_BYTES = 32 * 2**20
@@ -49,16 +48,19 @@ class RemoteDirectory:
 
     @property
     def location(self) -> str:
+        """See `storage.Directory`."""
         return self.url
 
     def child(self, name: str) -> RemoteDirectory:
+        """See `storage.Directory`."""
         return RemoteDirectory(f"{self.url}/{name}", self.fs, self._path(name))
 
     def make(self) -> None:
-        """Have it, and what is above it, where directories are more than a part of names."""
+        """Create the directory and its parents, on file systems that have directories."""
         self.fs.makedirs(self.root, exist_ok=True)
 
     def names(self) -> list[str]:
+        """See `storage.Directory`."""
         self.fs.invalidate_cache()
         try:
             found = self.fs.ls(self.root, detail=False)
@@ -67,25 +69,31 @@ class RemoteDirectory:
         return sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {""})
 
     def has(self, name: str) -> bool:
+        """See `storage.Directory`."""
         self.fs.invalidate_cache()
         return bool(self.fs.isfile(self._path(name)))
 
     def size(self, name: str) -> int:
+        """See `storage.Directory`."""
         self.fs.invalidate_cache()
         return int(self.fs.info(self._path(name))["size"])
 
     def read(self, name: str) -> bytes:
+        """See `storage.Directory`."""
         return bytes(self.fs.cat_file(self._path(name)))
 
     @contextmanager
-    def open(self, name: str) -> Iterator[Source]:
+    def open(self, name: str) -> Iterator[_RemoteSource]:
+        """See `storage.Directory`."""
         yield _RemoteSource(self.fs, self._path(name))
 
     def write(self, name: str, data: bytes, durable: bool = True) -> None:
+        """See `storage.Directory`."""
         with self.writing(name, durable) as file:
             file.write(data)
 
     def remove(self, name: str) -> None:
+        """See `storage.Directory`."""
         if self.has(name):
             self.fs.rm_file(self._path(name))
 

@@ -74,7 +74,7 @@ def directory_of(location: Location) -> Directory:
 
 
 def check_location(location: object, call: str) -> None:
-    """Raise TypeError for what is no path: most often the model, given first."""
+    """Raise TypeError unless `location` is a path: most often the model was given first."""
     if not isinstance(location, str | os.PathLike):
         raise TypeError(
             f"{call}: the path comes first, as a string or a pathlib.Path, and this is a {type(location).__name__}"
@@ -97,28 +97,35 @@ class LocalDirectory:
 
     @property
     def location(self) -> Path:
+        """See `Directory`."""
         return self.path
 
     def child(self, name: str) -> LocalDirectory:
+        """See `Directory`."""
         return LocalDirectory(self.path / name)
 
     def names(self) -> list[str]:
+        """See `Directory`."""
         try:  # whoever waits for a commit looks here while the directory is renamed
             return sorted(entry.name for entry in self.path.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def has(self, name: str) -> bool:
+        """See `Directory`."""
         return (self.path / name).is_file()
 
     def size(self, name: str) -> int:
+        """See `Directory`."""
         return (self.path / name).stat().st_size
 
     def read(self, name: str) -> bytes:
+        """See `Directory`."""
         return (self.path / name).read_bytes()
 
     @contextmanager
     def open(self, name: str) -> Iterator[Source]:
+        """See `Directory`."""
         file = LocalFile(self.path / name)
         try:
             yield file
@@ -126,6 +133,7 @@ class LocalDirectory:
             file.close()
 
     def write(self, name: str, data: bytes, durable: bool = True) -> None:
+        """See `Directory`."""
         with (self.path / name).open("wb") as file:
             file.write(data)
             file.flush()
@@ -133,4 +141,5 @@ class LocalDirectory:
                 os.fsync(file.fileno())
 
     def remove(self, name: str) -> None:
+        """See `Directory`."""
         (self.path / name).unlink(missing_ok=True)

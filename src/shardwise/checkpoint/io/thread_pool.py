@@ -1,4 +1,4 @@
-"""Threads that do what they are given while their owner does something else."""
+"""A pool of threads that works inside a thread of its own at interpreter exit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Self
 _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
-class Crew:
-    """A context manager: leaving it waits for what was given. Jobs begin in the order of giving.
+class ThreadPool:
+    """A context manager: exit waits for the submitted jobs. Jobs start in the order of submission.
 
     Not a concurrent.futures executor: these take nothing any more once the interpreter waits for its threads to end,
     and an asynchronous save may be one of them.
@@ -34,7 +34,7 @@ class Crew:
         for thread in self._threads:
             thread.join()
 
-    def give(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Have `function(*arguments)` called; the future has what it returned or raised."""
         future: Future[Any] = Future()
         self._jobs.put((future, function, arguments))

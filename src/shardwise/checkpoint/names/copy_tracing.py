@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.checkpoint.names.index_runs import Runs, Strided
+from shardwise.checkpoint.names.index_map import IndexMap, Strided
 
 _aten = torch.ops.aten
 
@@ -25,10 +25,10 @@ class Source:
     """A part of a tensor that comes from the tensor `name`: from the one's elements to the other's, both flattened."""
 
     name: str
-    runs: Runs
+    runs: IndexMap
 
 
-class Provenance(TorchDispatchMode):
+class CopyTracer(TorchDispatchMode):
     """While active, follows the elements of its probes through whatever moves and changes nothing."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Provenance(TorchDispatchMode):
     def probe(self, name: str, shape: Sequence[int]) -> Tensor:
         """A tensor without memory whose elements are to be followed."""
         tensor = torch.empty(tuple(shape), device="meta")
-        self._known[_key(tensor)] = (tensor.untyped_storage(), [Source(name, Runs.one(tensor.numel()))])
+        self._known[_key(tensor)] = (tensor.untyped_storage(), [Source(name, IndexMap.one(tensor.numel()))])
         return tensor
 
     def sources(self, tensor: Tensor) -> list[Source]:
@@ -73,13 +73,13 @@ class Provenance(TorchDispatchMode):
         """`made` has a new storage; of each pair a view of it holds what the other tensor holds."""
         if _key(made) in self._known:
             return
-        by_name: dict[str, list[Runs]] = {}
+        by_name: dict[str, list[IndexMap]] = {}
         for view, copied in pairs:
             if _key(copied) in self._why:
                 raise ValueError(self._why[_key(copied)][1])
             for source in self._through(copied, _places(view)):
                 by_name.setdefault(source.name, []).append(source.runs)
-        sources = [Source(name, Runs.joined(parts)) for name, parts in by_name.items()]
+        sources = [Source(name, IndexMap.joined(parts)) for name, parts in by_name.items()]
         self._known[_key(made)] = (made.untyped_storage(), sources)
 
     def _through(self, tensor: Tensor, here: Strided) -> list[Source]:
@@ -87,7 +87,7 @@ class Provenance(TorchDispatchMode):
         _, sources = self._known.get(_key(tensor), (None, []))
         if not sources:
             return []
-        places = Runs.paired(tensor.shape, here, _places(tensor))
+        places = IndexMap.paired(tensor.shape, here, _places(tensor))
         found = [Source(source.name, places.through(source.runs)) for source in sources]
         return [source for source in found if len(source.runs)]
 

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.names.copy_tracing import Provenance
-from shardwise.checkpoint.names.place import Place
+from shardwise.checkpoint.names.copy_tracing import CopyTracer
+from shardwise.checkpoint.names.index_map import Place
 from shardwise.errors import CheckpointError, UsageError, one_line
 
 Shape = tuple[int, ...]
@@ -76,7 +76,7 @@ def _converted(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple
         return {name: (Place.whole(name, shape),) for name, shape in shapes.items()}
     revert: Any = revert_weight_conversion
     places: dict[str, list[Place]] = {name: [] for name in shapes}
-    with Provenance() as trace:
+    with CopyTracer() as trace:
         probes = {name: trace.probe(name, shape) for name, shape in shapes.items()}
         try:
             converted: dict[str, Tensor] = revert(model, dict(probes))
@@ -119,13 +119,13 @@ class Found:
 
 
 def find(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
-    """Match stored tensors with a model's, as `from_pretrained` would: renamed, split and stacked. Local.
+    """Match stored tensors with a model's, as `from_pretrained` would: renamed, split and stacked. No communication.
 
     Args:
         shapes: of the model's tensors, global, by every name that state_dict has for them.
         stored: shapes in the files, by name.
 
-    Raises CheckpointError, naming it, for a tensor that transformers would compute from what is stored, not copy.
+    Raises CheckpointError, naming it, for a tensor that transformers would compute from stored tensors, not copy.
     """
     if is_transformers(model):
         try:
@@ -160,7 +160,7 @@ class _Conversion:
         """Match all tensors of the files."""
         by_pattern = {pattern: item for item in self._converters for pattern in item.source_patterns}
         begun: dict[str, Any] = {}
-        with Provenance() as trace:
+        with CopyTracer() as trace:
             for name in sorted(stored, key=self._library.dot_natural_key):
                 target, pattern = self._target(name)
                 if target not in self._state or (pattern is None and target in self._found.places):
@@ -185,7 +185,7 @@ class _Conversion:
             target, pattern = rename(name, [], [], prefix, self._state)
         return target, pattern
 
-    def _convert(self, trace: Provenance, target: str, converter: Any, stored: Mapping[str, Shape]) -> None:
+    def _convert(self, trace: CopyTracer, target: str, converter: Any, stored: Mapping[str, Shape]) -> None:
         try:
             made = converter.convert(target, model=self._model, config=self._model.config)
             for name, tensors in made.items():

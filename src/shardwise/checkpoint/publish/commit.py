@@ -92,10 +92,10 @@ def remove_partials(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def latest(run_directory: Location) -> Path | str | None:
-    """The committed checkpoint of the highest step in a run's directory or its `checkpoints`; None without one. Local.
+    """The committed checkpoint of the highest step in a run's directory or its `checkpoints`; None without one.
 
-    Looks at names and manifests, not at every byte: `verify` does. A finished run's `final` is passed over. A save that
-    is under way in this process is waited for; what went wrong with it is raised here.
+    No communication. Looks at names and manifests, not at every byte: `verify` does. A finished run's `final` is
+    passed over. A save that is under way in this process is waited for, and its error is raised here.
 
     Args:
         run_directory: a path, for which a path is returned, or a URL, for which a URL is.
@@ -117,7 +117,7 @@ def latest(run_directory: Location) -> Path | str | None:
 
 
 def _step(directory: Directory) -> int | None:
-    """Of a checkpoint, by its name or else by what it says; None if it is none."""
+    """Of a checkpoint, by its name or else by its training.json; None if it is none."""
     named = _STEP.fullmatch(Path(directory.location).name)
     try:
         if not manifest.is_there(directory):

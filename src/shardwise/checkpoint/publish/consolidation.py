@@ -1,4 +1,4 @@
-"""`join`: the files that ranks wrote to storage without ranged writes become an ordinary checkpoint."""
+"""`consolidate`: the files that ranks wrote to storage without ranged writes become an ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import xxhash
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.manifest import FileRecord, Manifest, Part, RegionSums
+from shardwise.checkpoint.format.manifest import FileRecord, Manifest, Part
+from shardwise.checkpoint.io.checksums import RegionSums
+from shardwise.checkpoint.io.local_file import write_at
 from shardwise.checkpoint.io.storage import LocalDirectory, Location, is_url
 from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.ranks import save_thread
@@ -23,8 +25,8 @@ from shardwise.layout.ranges import intersection
 _CHUNK_BYTES = 8 * 2**20
 
 
-def join(source: Location, target: str | os.PathLike[str]) -> None:
-    """Write the checkpoint `source` again as ordinary safetensors files. Local: one process does it.
+def consolidate(source: Location, target: str | os.PathLike[str]) -> None:
+    """Write the checkpoint `source` again as ordinary safetensors files. No communication: one process does it.
 
     Args:
         source: the path or URL of a checkpoint that was saved to a URL.
@@ -45,8 +47,8 @@ def join(source: Location, target: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"{contents} consists of ordinary safetensors files: there is nothing to join")
     partial = commit.begin(path)
     try:
-        with _Joining(contents, partial) as joining:
-            records = joining.run()
+        with _Consolidation(contents, partial) as consolidation:
+            records = consolidation.run()
         manifest.write(LocalDirectory(partial), Manifest(records))
         commit.commit(path)
     except OSError as error:
@@ -57,7 +59,7 @@ def join(source: Location, target: str | os.PathLike[str]) -> None:
         raise
 
 
-class _Joining:
+class _Consolidation:
     """Goes through the files that are there, and writes each byte where it belongs."""
 
     def __init__(self, contents: Contents, partial: Path) -> None:
@@ -135,6 +137,4 @@ class _Joining:
             data = chunk[inside.start - offset : inside.stop - offset]
             start = part.start + inside.start - part.offset
             self._sums[name].add(start, data)
-            while data.nbytes:
-                count = os.pwrite(self._fds[name], data, start)
-                data, start = data[count:], start + count
+            write_at(self._fds[name], start, data)

@@ -2,20 +2,21 @@
 
 For storage that can neither write a range of a file nor rename. A rank's file holds, one after another, the byte ranges
 that it would have written into the files of the first layout; the manifest says which byte of these lies where. So they
-are read like the first layout's, by byte range, and `joining.join` makes these of them.
+are read like the first layout's, by byte range, and `consolidation.consolidate` makes these of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from shardwise.checkpoint.format import manifest
-from shardwise.checkpoint.format.manifest import FileRecord, JoinedFile, Manifest, Part, RegionSums
+from shardwise.checkpoint.format.manifest import FileRecord, JoinedFile, Manifest, Part
 from shardwise.checkpoint.format.tensor_files import to_write
+from shardwise.checkpoint.io.checksums import RegionSums
 from shardwise.checkpoint.io.remote import RemoteDirectory
-from shardwise.checkpoint.publish.target import NOTE, Kind, Written, remove_notes
+from shardwise.checkpoint.publish.target import NOTE, FileSets, Written, remove_notes
 from shardwise.errors import CheckpointError, UnreadableError
 
 BEGUN = f"{NOTE}begun"
@@ -23,7 +24,7 @@ BEGUN = f"{NOTE}begun"
 
 
 @dataclass(frozen=True, slots=True)
-class InParts:
+class PerRankFiles:
     """A Target wherever fsspec writes."""
 
     directory: RemoteDirectory
@@ -33,13 +34,16 @@ class InParts:
 
     @property
     def name(self) -> str:
+        """See `Target`."""
         return self.directory.url.rpartition("/")[2]
 
     @property
     def messages(self) -> RemoteDirectory:
+        """See `Target`."""
         return self.directory
 
     def begin(self) -> None:
+        """See `Target`."""
         names = self.directory.names()
         if names and (manifest.NAME in names or BEGUN not in names):
             raise CheckpointError(f"{self} exists already: save to another URL, or remove it first")
@@ -47,11 +51,14 @@ class InParts:
         self.directory.make()
         self.directory.write(BEGUN, b"{}\n")
 
-    def create(self, kinds: Sequence[Kind]) -> None:
+    def create(self, file_sets: FileSets) -> None:
         """There is no room to be made in advance."""
 
-    def write(self, kinds: Sequence[Kind], rank: int) -> Written:
-        files = [kind_file for kind in kinds for kind_file in to_write(kind.files, kind.pieces, headers=rank == 0)]
+    def write(self, file_sets: FileSets, rank: int) -> Written:
+        """See `Target`."""
+        files = [
+            named for file_set in file_sets for named in to_write(file_set.files, file_set.pieces, headers=rank == 0)
+        ]
         if not files:
             return Written()
         own, offset, sums, written = f"rank-{rank:05d}.bin", 0, RegionSums(), Written()
@@ -67,18 +74,20 @@ class InParts:
         written.regions[own] = sums.regions()
         return written
 
-    def commit(self, kinds: Sequence[Kind], written: Written, documents: Mapping[str, bytes]) -> None:
+    def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
+        """See `Target`."""
         records = {name: FileRecord(found[-1].stop, tuple(found)) for name, found in written.regions.items()}
         for name, data in documents.items():
             self.directory.write(name, data)
             records[name] = manifest.record_of(data)
-        layouts = {name: layout for kind in kinds for name, layout in kind.files.files.items()}
+        layouts = {name: layout for file_set in file_sets for name, layout in file_set.files.files.items()}
         joined = {name: JoinedFile(layout.nbytes, tuple(written.parts[name])) for name, layout in layouts.items()}
         manifest.write(self.directory, Manifest(records, joined))
         with suppress(OSError):  # it is a checkpoint now, whatever lies beside it
             remove_notes(self.directory)
 
     def is_committed(self) -> bool:
+        """See `Target`."""
         try:
             return manifest.is_there(self.directory)
         except UnreadableError:  # who asks asks again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from shardwise.checkpoint.format.manifest import FileRecord, Manifest
 from shardwise.checkpoint.io.range_writer import RangeWriter
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.publish import commit
-from shardwise.checkpoint.publish.target import Kind, Written, remove_notes
+from shardwise.checkpoint.publish.target import FileSets, Written, remove_notes
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class InPlace:
+class SharedFiles:
     """A Target on a file system that every rank sees."""
 
     path: Path
@@ -28,10 +28,12 @@ class InPlace:
 
     @property
     def name(self) -> str:
+        """See `Target`."""
         return self.path.name
 
     @property
     def messages(self) -> LocalDirectory:
+        """See `Target`."""
         return LocalDirectory(self._partial)
 
     @property
@@ -39,29 +41,33 @@ class InPlace:
         return commit.partial_of(self.path)
 
     def begin(self) -> None:
+        """See `Target`."""
         commit.begin(self.path)
 
-    def create(self, kinds: Sequence[Kind]) -> None:
-        for kind in kinds:
-            tensor_files.create(self._partial, kind.files)
+    def create(self, file_sets: FileSets) -> None:
+        """See `Target`."""
+        for file_set in file_sets:
+            tensor_files.create(self._partial, file_set.files)
 
-    def write(self, kinds: Sequence[Kind], rank: int) -> Written:
+    def write(self, file_sets: FileSets, rank: int) -> Written:
+        """See `Target`."""
         written, headers = Written(), rank == 0
         with RangeWriter() as writer:
-            for kind in kinds:
-                regions = tensor_files.write(self._partial, kind.files, kind.pieces, headers, writer)
+            for file_set in file_sets:
+                regions = tensor_files.write(self._partial, file_set.files, file_set.pieces, headers, writer)
                 written.regions.update(regions)
             writer.sync()
         mib, direct_mib = writer.written_bytes / 2**20, writer.direct_bytes / 2**20
         _log.info("%s: rank %d wrote %.1f MiB, %.1f of them past the page cache", self, rank, mib, direct_mib)
         return written
 
-    def commit(self, kinds: Sequence[Kind], written: Written, documents: Mapping[str, bytes]) -> None:
+    def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
+        """See `Target`."""
         directory = self.messages
         remove_notes(directory)
         records = {}
-        for kind in kinds:
-            for name, layout in kind.files.files.items():
+        for file_set in file_sets:
+            for name, layout in file_set.files.files.items():
                 records[name] = FileRecord(layout.nbytes, tuple(written.regions[name]))
         for name, data in documents.items():
             directory.write(name, data)
@@ -70,7 +76,9 @@ class InPlace:
         commit.commit(self.path)
 
     def is_committed(self) -> bool:
+        """See `Target`."""
         return LocalDirectory(self.path).has(manifest.NAME)
 
     def discard(self) -> None:
+        """See `Target`."""
         commit.discard(self.path)

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from shardwise.checkpoint.format.local_tensor import Piece
-from shardwise.checkpoint.format.manifest import Part, Region
-from shardwise.checkpoint.format.tensor_files import TensorFiles
+from shardwise.checkpoint.format.manifest import Part
+from shardwise.checkpoint.format.tensor_files import TensorFiles, WritablePiece
+from shardwise.checkpoint.io.checksums import Region
 from shardwise.checkpoint.io.storage import Directory
 
 NOTE = "."
-"""What ranks have to say to one another lies in files whose names begin so; they are removed before the commit."""
+"""First character of the names of notes between ranks, which are removed before the commit."""
+
+
+P_co = TypeVar("P_co", bound=WritablePiece, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """The files of one kind (`model*`, `optimizer*`) and what this rank writes of them."""
+class FileSet(Generic[P_co]):
+    """The files of one stem (`model*`, `optimizer*`) and what this rank writes of them."""
 
     files: TensorFiles
-    pieces: Sequence[Piece]
+    pieces: Sequence[P_co]
+
+
+FileSets = Sequence[FileSet[WritablePiece]]
 
 
 @dataclass(slots=True)
 class Written:
-    """What a rank has written, or all of them."""
+    """Regions and parts that one rank, or all ranks, have written."""
 
     regions: dict[str, list[Region]] = field(default_factory=dict)
     """Checksums by file."""
@@ -33,11 +39,12 @@ class Written:
     """By file that is to be joined: where its bytes lie."""
 
     def to_json(self) -> dict[str, Any]:
+        """The same as plain dicts and lists, for `of_ranks`."""
         return asdict(self)
 
     @classmethod
     def of_ranks(cls, reports: Iterable[Mapping[str, Any]]) -> Written:
-        """What each rank's `to_json` gave, together."""
+        """Merge the `to_json` of every rank."""
         all_ = cls()
         for report in reports:
             for name, regions in report["regions"].items():
@@ -48,11 +55,11 @@ class Written:
 
 
 class Target(Protocol):
-    """A place for one checkpoint. Every method is local, and those marked so are rank 0's to call."""
+    """A place for one checkpoint. No method communicates; rank 0 alone calls those marked so."""
 
     @property
     def name(self) -> str:
-        """Its last name; the same on every rank, wherever each has mounted what is above."""
+        """Its last name; the same on every rank, wherever each has mounted the directory above."""
 
     @property
     def messages(self) -> Directory:
@@ -64,24 +71,24 @@ class Target(Protocol):
         Raises CheckpointError if there is something that a save did not leave.
         """
 
-    def create(self, kinds: Sequence[Kind]) -> None:
-        """Make room, so that a disk without any says so now. Rank 0's."""
+    def create(self, file_sets: FileSets) -> None:
+        """Allocate the files, so that a full disk is an error now. Rank 0 only."""
 
-    def write(self, kinds: Sequence[Kind], rank: int) -> Written:
+    def write(self, file_sets: FileSets, rank: int) -> Written:
         """Write this rank's pieces, rank 0 also headers, and have them on disk."""
 
-    def commit(self, kinds: Sequence[Kind], written: Written, documents: Mapping[str, bytes]) -> None:
+    def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
         """Write the small files, the manifest last, and make it a checkpoint. Rank 0's, when all ranks have written."""
 
     def is_committed(self) -> bool:
         """Whether the checkpoint is there."""
 
     def discard(self) -> None:
-        """Remove what was written, if that is possible. Rank 0's."""
+        """Remove everything that was written, if that is possible. Rank 0 only."""
 
 
 def remove_notes(messages: Directory) -> None:
-    """Remove what ranks have said."""
+    """Remove the notes between ranks."""
     for name in messages.names():
         if name.startswith(NOTE):
             messages.remove(name)

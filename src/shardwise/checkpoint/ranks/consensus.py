@@ -1,4 +1,4 @@
-"""The ranks of one save or load: what they say to one another, a few bytes at a time."""
+"""Agreement between the ranks of one save or load, a few bytes at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what there is one of."""
+        """Whether this is rank 0, which writes headers, small files and the manifest."""
         return self.rank == 0
 
     @property
@@ -45,10 +45,10 @@ class Peers:
 
     @contextmanager
     def together(self, doing: str, seen: Callable[[], bool] | None = None) -> Iterator[None]:
-        """All ranks leave the block, or all raise: whoever failed its own error, the others a PeerError with it.
+        """Either all ranks exit or all raise: the failing rank its own error, the others a PeerError quoting it.
 
-        No collective may be inside. What the operating system says becomes a CheckpointError that begins with `doing`.
-        `seen` is not asked: see Company.
+        No collective may be inside. An OSError becomes a CheckpointError that begins with `doing`. `seen` is ignored:
+        see Barrier.
         """
         failure: Exception | None = None
         try:
@@ -62,29 +62,29 @@ class Peers:
         if not failed:
             return
         rank = failed - 1
-        said = self._hear(str(failure) if rank == self.rank else "")
+        text = self._broadcast_text(str(failure) if rank == self.rank else "")
         if failure is not None:
             raise failure
-        raise PeerError(f"rank {rank} failed: {said}")
+        raise PeerError(f"rank {rank} failed: {text}")
 
-    def first_says(self, number: int) -> int:
+    def broadcast_from_rank0(self, number: int) -> int:
         """Rank 0's number (not negative) on every rank."""
         return self._highest([number if self.is_first else 0])[0]
 
     def agree(self, plan: str, otherwise: str) -> None:
-        """Raise MismatchError on every rank, saying `otherwise`, unless all ranks give the same text."""
+        """Raise MismatchError with the message `otherwise` on every rank unless all ranks give the same text."""
         digest = xxhash.xxh3_64_intdigest(plan.encode()) >> (64 - _POSITIVE_BITS)
         highest, lowest = self._highest([digest, 2**_POSITIVE_BITS - digest])
         if highest != 2**_POSITIVE_BITS - lowest:
             raise MismatchError(otherwise)
 
-    def alike(self, numbers: list[int]) -> list[bool]:
+    def equal_on_all_ranks(self, numbers: list[int]) -> list[bool]:
         """For each of equally many numbers, in [0, 2^62), whether it is the same on every rank."""
         highest = self._highest([*numbers, *(2**_POSITIVE_BITS - number for number in numbers)])
         return [high == 2**_POSITIVE_BITS - low for high, low in zip(highest, highest[len(numbers) :], strict=False)]
 
-    def _hear(self, text: str) -> str:
-        """What the one rank says whose text is not empty; only its beginning if it is long."""
+    def _broadcast_text(self, text: str) -> str:
+        """Return the text of the one rank whose text is not empty; only its beginning if it is long."""
         data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         words = [int.from_bytes(data[i : i + _WORD_BYTES], "big") for i in range(0, _TEXT_BYTES, _WORD_BYTES)]
         heard = b"".join(word.to_bytes(_WORD_BYTES, "big") for word in self._highest(words))
@@ -97,7 +97,7 @@ class Peers:
         return [int(value) for value in values.tolist()]
 
 
-def settle(peers: Peers) -> None:
+def wait_for_last_save(peers: Peers) -> None:
     """Wait for the asynchronous save before. Collective. Raises CheckpointError on every rank if it failed."""
     try:
         with peers.together("the last asynchronous save failed"):

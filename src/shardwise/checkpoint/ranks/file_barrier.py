@@ -1,4 +1,4 @@
-"""The ranks of one save that tell one another through files how far they are: what a thread does without collectives.
+"""A barrier made of files, for the thread of an asynchronous save, which may not use collectives.
 
 The training goes on in the same processes and on the same process groups, so a thread may not use these; and a group of
 its own would be gone when the script destroys its process groups while the last save is still being written. The ranks
@@ -24,13 +24,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
 _FAILED = ".failed-"
 
 
-def leave(messages: Directory, name: str, note: Mapping[str, Any]) -> None:
+def write_note(messages: Directory, name: str, note: Mapping[str, Any]) -> None:
     """Write a note for other ranks to read."""
     messages.write(name, json.dumps(note).encode(), durable=False)
 
 
-def note(messages: Directory, name: str) -> dict[str, Any] | None:
-    """What a rank has left under a name; None until all of it is there."""
+def read_note(messages: Directory, name: str) -> dict[str, Any] | None:
+    """Read a note. Returns None until all of it is there."""
     try:
         left: dict[str, Any] = json.loads(messages.read(name))
     except (FileNotFoundError, ValueError):
@@ -38,23 +38,27 @@ def note(messages: Directory, name: str) -> dict[str, Any] | None:
     return left
 
 
-class Company(Protocol):
+class Barrier(Protocol):
     """The ranks of a save."""
 
     rank: int
     world_size: int
 
     @property
-    def is_first(self) -> bool: ...
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
 
     def together(self, doing: str, seen: Callable[[], bool]) -> AbstractContextManager[None]:
-        """All ranks do what is in the block. A rank leaves when `seen` says that what it must wait for was done; all
-        raise if any of them failed.
+        """Either all ranks exit the block or all raise.
+
+        Args:
+            doing: the beginning of the message for an OSError.
+            seen: whether the work that this rank has to wait for is done. A rank exits when it returns True.
         """
 
 
-class Correspondence:
-    """One save's messages. Local: nothing here is a collective."""
+class FileBarrier:
+    """The notes of one save. No communication but through files."""
 
     def __init__(self, messages: Directory, rank: int, world_size: int) -> None:
         """
@@ -69,30 +73,30 @@ class Correspondence:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what there is one of."""
+        """Whether this is rank 0, which writes headers, small files and the manifest."""
         return self.rank == 0
 
-    def introduce(self) -> None:
+    def announce_process(self) -> None:
         """Say which process this rank is."""
-        leave(self._messages, _process(self.rank), {"machine": machine(), "process": _process_now()})
+        write_note(self._messages, _process(self.rank), {"machine": machine(), "process": _process_now()})
 
-    def meet(self) -> None:
-        """Learn which processes of this machine to look after; after every rank's `introduce`."""
+    def learn_processes(self) -> None:
+        """Learn which processes of this machine to look after; after every rank's `announce_process`."""
         for rank in range(self.world_size):
-            left = note(self._messages, _process(rank))
+            left = read_note(self._messages, _process(rank))
             if left is not None and left["machine"] == machine():
                 self._processes[rank] = tuple(left["process"])
 
     @contextmanager
     def together(self, doing: str, seen: Callable[[], bool]) -> Iterator[None]:
-        """See Company. A rank that is gone, or silent for half an hour (SHARDWISE_TIMEOUT_S), has failed."""
+        """See Barrier. A rank that is gone, or silent for half an hour (SHARDWISE_TIMEOUT_S), has failed."""
         try:
             yield
         except Exception as error:
             self._raise_others()  # if one has failed before, that is the cause
             said = f"{doing}: {error}" if isinstance(error, OSError) else str(error)
             with suppress(OSError):  # as is to be expected where the disk is full; the others will lose patience
-                leave(self._messages, f"{_FAILED}{self.rank}", {"said": said})
+                write_note(self._messages, f"{_FAILED}{self.rank}", {"said": said})
             raise CheckpointError(said) from error
         self._await(seen)
 
@@ -110,10 +114,10 @@ class Correspondence:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _raise_others(self) -> None:
-        """Raise PeerError if another rank has said that it failed."""
+        """Raise PeerError if another rank has left a note that it failed."""
         for name in self._messages.names():
             if name.startswith(_FAILED) and name != f"{_FAILED}{self.rank}":
-                left = note(self._messages, name)
+                left = read_note(self._messages, name)
                 if left is not None:
                     raise PeerError(f"rank {name.removeprefix(_FAILED)} failed: {left['said']}")
 

@@ -1,9 +1,8 @@
-"""The save that goes on in a thread of this process: at most one, waited for by whatever touches checkpoints next."""
+"""The save that runs in a thread of this process: at most one; whatever touches checkpoints next waits for it."""
 
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -12,22 +11,18 @@ from dataclasses import dataclass
 
 from shardwise.errors import CheckpointError
 
-_LOOK_S = 1.0
-"""Between looks of a thread that has not been told what to do."""
+_POLL_S = 1.0
+"""Between checks, of a thread that has not been told what to do, whether the main thread is still alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a thread shall do. In the end `leave` is called, whatever came before it."""
+    """What a thread shall do."""
 
     what: str
     """For messages."""
-    begin: Callable[[], None]
-    """Called where `start` is, before the thread is told to run."""
     run: Callable[[], None]
-    """In the thread."""
-    leave: Callable[[], None]
-    """Undoes `begin`, perhaps again, and also if that has not been called or not to its end."""
+    """Called in the thread."""
     discard: Callable[[], None]
     """Removes what a failed `run` leaves; called by `clean_up`."""
 
@@ -47,20 +42,18 @@ class _Save:
         self._thread.start()
 
     def want(self) -> None:
-        """From here on it is the thread's: what `begin` did, `run` ends."""
+        """Have `decide` let the thread run the job. Without this call the thread ends."""
         self._is_wanted = True
 
     def decide(self) -> bool:
         """Let the thread go on: to run, or to its end. Returns whether to run."""
         self._decided.set()
-        if not self._is_wanted:
-            self.job.leave()
-            if self._thread.ident is not None:
-                self._thread.join()
+        if not self._is_wanted and self._thread.ident is not None:
+            self._thread.join()
         return self._is_wanted
 
     def _run(self) -> None:
-        while not self._decided.wait(_LOOK_S):  # no interrupt lasts longer than the program
+        while not self._decided.wait(_POLL_S):  # an interrupt in `start` may keep it from deciding
             if not threading.main_thread().is_alive():
                 return
         if not self._is_wanted:
@@ -69,12 +62,10 @@ class _Save:
             self.job.run()
         except BaseException as error:
             self._error = error
-        finally:
-            self.job.leave()
 
     def wait(self) -> CheckpointError | None:
-        """Until it has ended; what is to be raised if it failed."""
-        if not self.decide():  # an interrupt came when it was about to be decided
+        """Wait until the thread has ended. Returns the error to raise if it failed."""
+        if not self.decide():  # an interrupt came just before the decision
             return None
         self._thread.join()
         if self._error is None:
@@ -92,8 +83,11 @@ def start(job: Job, together: AbstractContextManager[None]) -> None:
     """Run a job in a thread. `wait` must have been called since the last `start`.
 
     Args:
+        job: what to run.
         together: a block that raises on every rank if it fails on one. No rank's job runs before all have a thread:
             otherwise those that have would wait for one that has none.
+
+    Raises RuntimeError if no thread can be started; on other ranks what `together` raises there.
     """
     global _under_way  # noqa: PLW0603 - one for the process, as its disk and its memory are
     assert _under_way is None, "the last save has not been waited for"
@@ -103,22 +97,18 @@ def start(job: Job, together: AbstractContextManager[None]) -> None:
     try:
         with together:
             save.start()
-        job.begin()
         _under_way = save
         save.want()
-    finally:  # an interrupt may come anywhere: no thread is forgotten that runs
+    finally:  # an interrupt may come anywhere: a running thread must not be forgotten
         if not save.decide():
             _under_way = None
 
 
-def remind() -> None:
-    """Tell the thread to go on, if an interrupt kept `start` from that."""
-    if _under_way is not None:
-        _under_way.decide()
-
-
 def wait() -> None:
-    """Until no save is under way in this process. Local. Raises CheckpointError, once, if the last one failed."""
+    """Wait until no save is under way in this process. No communication.
+
+    Raises CheckpointError, once, if the last one failed.
+    """
     global _under_way
     if _under_way is None:
         return
@@ -130,18 +120,14 @@ def wait() -> None:
 
 
 def clean_up() -> None:
-    """Remove what failed saves have left. Local; no rank may still be at work on them."""
+    """Remove what failed saves have left. No communication; no rank may still be at work on it."""
     while _discards:
         _discards.pop()()
 
 
 def _at_exit() -> None:
-    """A checkpoint that is not there must not look like success: the process ends with status 1."""
+    """Report a failure that nobody waited for. The exit status belongs to the program and stays as it is."""
     try:
         wait()
     except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        atexit._run_exitfuncs()  # those that are still to come: os._exit leaves them out
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        print(f"error: {error}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.format.local_tensor import pieces_to_write
+from shardwise.checkpoint.format.model_state import pieces_to_write
 from shardwise.errors import UsageError
 from shardwise.train.data.tokenizer import Tokenizer, files_of
 from shardwise.train.ranks import Ranks

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.names.index_runs import LONG_RUN, MOST_RUNS, Runs, Strided, tile
+from shardwise.checkpoint.names.index_map import LONG_RUN, MOST_RUNS, IndexMap, Strided, tile
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
 @st.composite
-def maps(draw: st.DrawFn, here_numel: int | None = None) -> tuple[Runs, dict[int, int]]:
+def maps(draw: st.DrawFn, here_numel: int | None = None) -> tuple[IndexMap, dict[int, int]]:
     """A map as conversions make them: blocks of one tensor, shuffled, some left out."""
     numel = draw(st.integers(0, 30)) if here_numel is None else here_numel
     cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=6))})
@@ -27,16 +27,16 @@ def maps(draw: st.DrawFn, here_numel: int | None = None) -> tuple[Runs, dict[int
     for block in kept:
         place = len(table)
         table.update({element: place + k for k, element in enumerate(block)})
-    parts = [Runs.one(len(block), block[0], table[block[0]]) for block in kept if len(block)]
-    return (Runs.joined(parts) if parts else Runs.one(0)), table
+    parts = [IndexMap.one(len(block), block[0], table[block[0]]) for block in kept if len(block)]
+    return (IndexMap.joined(parts) if parts else IndexMap.one(0)), table
 
 
-def naive(runs: Runs) -> dict[int, int]:
+def naive(runs: IndexMap) -> dict[int, int]:
     return {here + k: there + k for here, there, length in runs.tuples() for k in range(length)}
 
 
 @given(maps())
-def test_runs_say_what_the_table_says(case: tuple[Runs, dict[int, int]]) -> None:
+def test_runs_say_what_the_table_says(case: tuple[IndexMap, dict[int, int]]) -> None:
     runs, table = case
     assert naive(runs) == table
     assert runs.numel == len(table)
@@ -46,7 +46,7 @@ def test_runs_say_what_the_table_says(case: tuple[Runs, dict[int, int]]) -> None
 
 
 @given(maps())
-def test_neighbours_that_continue_each_other_are_one_run(case: tuple[Runs, dict[int, int]]) -> None:
+def test_neighbours_that_continue_each_other_are_one_run(case: tuple[IndexMap, dict[int, int]]) -> None:
     tuples = case[0].tuples()
     assert tuples == sorted(tuples)
     for (here, there, length), after in itertools.pairwise(tuples):
@@ -55,14 +55,14 @@ def test_neighbours_that_continue_each_other_are_one_run(case: tuple[Runs, dict[
 
 
 @given(maps(), st.integers(-2, 32), st.integers(-2, 32))
-def test_within(case: tuple[Runs, dict[int, int]], start: int, stop: int) -> None:
+def test_within(case: tuple[IndexMap, dict[int, int]], start: int, stop: int) -> None:
     runs, table = case
     assert naive(runs.within(start, stop)) == {h: t for h, t in table.items() if start <= h < stop}
     assert naive(runs.moved(3, 5)) == {h + 3: t + 5 for h, t in table.items()}
 
 
 @given(maps(), st.integers(1, 9))
-def test_stretches_have_no_gaps(case: tuple[Runs, dict[int, int]], most: int) -> None:
+def test_stretches_have_no_gaps(case: tuple[IndexMap, dict[int, int]], most: int) -> None:
     runs, table = case
     seen: dict[int, int] = {}
     for part in runs.stretches(most):
@@ -74,7 +74,7 @@ def test_stretches_have_no_gaps(case: tuple[Runs, dict[int, int]], most: int) ->
 
 
 @given(maps(20), maps(20))
-def test_through(first: tuple[Runs, dict[int, int]], second: tuple[Runs, dict[int, int]]) -> None:
+def test_through(first: tuple[IndexMap, dict[int, int]], second: tuple[IndexMap, dict[int, int]]) -> None:
     expected = {here: second[1][there] for here, there in first[1].items() if there in second[1]}
     assert naive(first[0].through(second[0])) == expected
 
@@ -90,32 +90,38 @@ def test_paired_strides(sizes: list[int], data: st.DataObject) -> None:
         view = whole[tuple(slice(have - want, None) for have, want in zip(wider, sizes, strict=True))]
         arrays.append(view)
         sides.append(Strided(int(view.flat[0]), tuple(stride // view.itemsize for stride in view.strides)))
-    runs = Runs.paired(sizes, *sides)
+    runs = IndexMap.paired(sizes, *sides)
     assert naive(runs) == dict(zip(arrays[0].reshape(-1).tolist(), arrays[1].reshape(-1).tolist(), strict=True))
 
 
 def test_what_moves_together_is_one_run() -> None:
-    assert Runs.paired((3, 4, 5), Strided(0, (20, 5, 1)), Strided(7, (20, 5, 1))).tuples() == [(0, 7, 60)]
-    assert Runs.paired((3, 4), Strided(0, (4, 1)), Strided(8, (8, 1))).tuples() == [(0, 8, 4), (4, 16, 4), (8, 24, 4)]
-    assert Runs.paired((), Strided(2, ()), Strided(0, ())).tuples() == [(2, 0, 1)]
-    assert Runs.paired((0, 4), Strided(0, (4, 1)), Strided(0, (4, 1))).tuples() == []
+    assert IndexMap.paired((3, 4, 5), Strided(0, (20, 5, 1)), Strided(7, (20, 5, 1))).tuples() == [(0, 7, 60)]
+    assert IndexMap.paired((3, 4), Strided(0, (4, 1)), Strided(8, (8, 1))).tuples() == [
+        (0, 8, 4),
+        (4, 16, 4),
+        (8, 24, 4),
+    ]
+    assert IndexMap.paired((), Strided(2, ()), Strided(0, ())).tuples() == [(2, 0, 1)]
+    assert IndexMap.paired((0, 4), Strided(0, (4, 1)), Strided(0, (4, 1))).tuples() == []
 
 
 def test_what_is_cut_too_fine_or_overlaps_is_refused() -> None:
     rows = MOST_RUNS // 2 + 1
     with pytest.raises(ValueError, match=f"cut into {2 * rows:,} pieces"):
-        Runs.paired((rows, 2), Strided(0, (2, 1)), Strided(0, (1, rows)))
+        IndexMap.paired((rows, 2), Strided(0, (2, 1)), Strided(0, (1, rows)))
     with pytest.raises(ValueError, match=f"cut into {2 * rows:,} pieces of {LONG_RUN - 1} elements"):
         interleaved(rows, LONG_RUN - 1)
     with pytest.raises(ValueError, match="on one another"):
-        Runs.paired((3, 2), Strided(0, (2, 1)), Strided(0, (0, 1)))
+        IndexMap.paired((3, 2), Strided(0, (2, 1)), Strided(0, (0, 1)))
     with pytest.raises(ValueError, match="on one another"):
-        Runs.joined([Runs.one(3), Runs.one(3, here=2, there=9)])
+        IndexMap.joined([IndexMap.one(3), IndexMap.one(3, here=2, there=9)])
 
 
-def interleaved(rows: int, length: int) -> Runs:
+def interleaved(rows: int, length: int) -> IndexMap:
     """Of a matrix of 2 `rows` rows: its two halves to every other row."""
-    return Runs.paired((2, rows, length), Strided(0, (rows * length, length, 1)), Strided(0, (length, 2 * length, 1)))
+    return IndexMap.paired(
+        (2, rows, length), Strided(0, (rows * length, length, 1)), Strided(0, (length, 2 * length, 1))
+    )
 
 
 def test_of_long_rows_there_may_be_any_number() -> None:

@@ -6,6 +6,7 @@ one arithmetic serves them all. Imports numpy, no torch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Strided(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class IndexMap:
     """Element `here[i] + k` of one flattened tensor is element `there[i] + k` of another, for k < `length[i]`.
 
     Ordered by `here`. No element occurs twice on either side; neighbours that continue each other are one run.
@@ -150,12 +151,33 @@ class Runs:
 _SIDES = ("here", "there", "length")
 
 
-def tile(parts: Sequence[Runs], numel: int) -> bool:
+def tile(parts: Sequence[IndexMap], numel: int) -> bool:
     """Whether every one of `numel` elements here is in exactly one of the maps, which may lead to several tensors."""
     here, length = (np.concatenate([getattr(part, side) for part in parts]) for side in ("here", "length"))
     order = np.argsort(here, kind="stable")
     ends = np.cumsum(length[order])
     return bool((here[order] == ends - length[order]).all()) and numel == (int(ends[-1]) if len(ends) else 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A tensor in a file that holds elements of one of the model's. Most often the whole of it: a name."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the stored tensor."""
+    runs: IndexMap
+    """From elements of the model's flattened tensor to elements of the stored one."""
+
+    @staticmethod
+    def whole(name: str, shape: Sequence[int]) -> Place:
+        """A tensor stored as it is. The same object each time, while it is among the latest."""
+        return _whole(name, tuple(shape))
+
+
+@functools.lru_cache(maxsize=2**16)
+def _whole(name: str, shape: tuple[int, ...]) -> Place:
+    return Place(name, shape, IndexMap.one(math.prod(shape)))
 
 
 def _fewest(dims: Sequence[tuple[int, int, int]]) -> list[tuple[Any, ...]]:

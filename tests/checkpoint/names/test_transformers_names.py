@@ -45,7 +45,7 @@ def train(architecture: Architecture, case: Case, seed: int = 5) -> tuple[nn.Mod
 def train_and_save(name: str, path: Path, max_file_bytes: int) -> tuple[State, State, Tensor | None]:
     architecture = ARCHITECTURES[name]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.checkpoint.format.tensor_files._CHUNK_BYTES", CHUNK_BYTES)
+        patch.setattr("shardwise.checkpoint.format.local_tensor._CHUNK_BYTES", CHUNK_BYTES)
         model, optimizer = train(architecture, SAVED_BY)
         sw.checkpoint.save(path, model, optimizer, max_file_bytes=max_file_bytes)
     full = sw.full_state_dict(model, rank0_only=False)
@@ -56,7 +56,7 @@ def train_and_save(name: str, path: Path, max_file_bytes: int) -> tuple[State, S
 
 def load(name: str, case: Case, path: Path) -> State:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.checkpoint.format.tensor_files._CHUNK_BYTES", CHUNK_BYTES)
+        patch.setattr("shardwise.checkpoint.format.local_tensor._CHUNK_BYTES", CHUNK_BYTES)
         model, optimizer = train(ARCHITECTURES[name], case, seed=99)
         loaded = sw.checkpoint.load(path, model, optimizer)
         assert loaded.missing == loaded.unexpected == loaded.wrong_shape == ()

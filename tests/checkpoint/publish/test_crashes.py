@@ -1,4 +1,4 @@
-"""kill -9 of one rank, or of all, at every change that a save makes to files: what was committed is gone on from."""
+"""kill -9 of one rank, or of all, at every change to files and at random moments: committed checkpoints survive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _verdicts(kind: str, work: Path, **options: Any) -> list[dict[str, Any]]:
@@ -47,3 +47,12 @@ def test_a_kill_at_every_change(kind: str, options: dict[str, Any], tmp_path: Pa
         assert resumed <= ({2, 3, 4} if options.get("asynchronous") else {2, 3})
     lived_on = {rank for verdict in verdicts for rank in verdict["survivors"]}
     assert lived_on == {"rank-0": {"1"}, "rank-1": {"0"}}.get(kind, set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_at_a_random_moment(asynchronous: bool, tmp_path: Path) -> None:
+    verdicts = _verdicts("moments", tmp_path, moments=6, asynchronous=asynchronous)
+    assert [verdict["kill"]["victims"] for verdict in verdicts] == 2 * [[0], [1], [0, 1]]
+    assert [verdict for verdict in verdicts if verdict["problems"]] == []
+    assert all(verdict["hit"] for verdict in verdicts)

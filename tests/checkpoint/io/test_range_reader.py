@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpoint.io import range_reader
+from shardwise.checkpoint.io.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.checkpoint.io.local_file import LocalFile
-from shardwise.checkpoint.io.pages import PAGE_BYTES
 from shardwise.checkpoint.io.range_reader import Buffers, RangeReader
-from shardwise.checkpoint.io.room import room
 
 FILE_BYTES = 40 * PAGE_BYTES + 123
 UNTOUCHED = b"\xee"
@@ -234,7 +233,7 @@ def test_a_file_that_is_replaced_is_not_mixed_with_the_new_one(path: Path) -> No
     new.write_bytes(b"\1" * FILE_BYTES)
     drop(new)
     new.replace(path)
-    pages = room(PAGE_BYTES)
+    pages = huge_page_buffer(PAGE_BYTES)
     assert file.read_pages(0, pages) == 0
     file.read_at(0, pages)
     assert bytes(pages) == content()[:PAGE_BYTES]
@@ -275,7 +274,7 @@ def open_descriptors(path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5000, 2**21, 2**21 + 1, 2**24])
 def test_room_is_aligned_and_of_the_size(nbytes: int) -> None:
-    memory = room(nbytes)
+    memory = huge_page_buffer(nbytes)
     assert memory.nbytes == nbytes
     if nbytes:
         assert np.frombuffer(memory, dtype=np.uint8).ctypes.data % (2**21 if nbytes >= 2**21 else PAGE_BYTES) == 0

@@ -138,7 +138,7 @@ def test_sgd_without_momentum_has_nothing_to_store(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_pieces_that_are_not_written_as_they_lie(tmp_path: Path) -> None:
     """Small chunks, a cast, and a buffer whose memory is not in order."""
-    from shardwise.checkpoint.format import tensor_files
+    from shardwise.checkpoint.format import local_tensor
 
     class Turned(Net):
         def __init__(self) -> None:
@@ -146,7 +146,7 @@ def test_pieces_that_are_not_written_as_they_lie(tmp_path: Path) -> None:
             self.register_buffer("turned", torch.arange(12.0).view(3, 4).t())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_files, "_CHUNK_BYTES", 24)
+        patch.setattr(local_tensor, "_CHUNK_BYTES", 24)
         model = sw.shard(Turned())
         sw.checkpoint.save(tmp_path / "c", model)
         verify(tmp_path / "c")

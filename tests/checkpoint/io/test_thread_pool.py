@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from shardwise.checkpoint.io.thread_pool import Crew
+from shardwise.checkpoint.io.thread_pool import ThreadPool
 
 
 def test_results_and_errors_are_in_the_futures() -> None:
-    with Crew(2) as crew:
-        futures = [crew.give(divmod, 7, divisor) for divisor in (2, 0, 3)]
+    with ThreadPool(2) as pool:
+        futures = [pool.submit(divmod, 7, divisor) for divisor in (2, 0, 3)]
         assert futures[0].result() == (3, 1)
         assert futures[2].result() == (2, 1)
         with pytest.raises(ZeroDivisionError):
@@ -27,9 +27,9 @@ def test_leaving_waits_for_what_was_given() -> None:
         done.append(number)
 
     before = threading.active_count()
-    with Crew(2) as crew:
+    with ThreadPool(2) as pool:
         for number in range(5):
-            crew.give(wait, number)
+            pool.submit(wait, number)
         assert begun.wait(20)
         threading.Timer(0.1, go_on.set).start()
     assert sorted(done) == list(range(5))
@@ -38,6 +38,6 @@ def test_leaving_waits_for_what_was_given() -> None:
 
 def test_as_many_as_there_are_threads_at_a_time() -> None:
     meeting = threading.Barrier(3, timeout=20)
-    with Crew(3) as crew:
-        futures = [crew.give(meeting.wait) for _ in range(3)]
+    with ThreadPool(3) as pool:
+        futures = [pool.submit(meeting.wait) for _ in range(3)]
     assert sorted(future.result() for future in futures) == [0, 1, 2]

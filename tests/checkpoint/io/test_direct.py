@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.io.pages import cut
+from shardwise.checkpoint.io.direct import cut_at_pages
 
 PAGE = 8
 
@@ -13,7 +13,7 @@ PAGE = 8
 @given(st.integers(0, 100), st.integers(0, 100))
 def test_whole_pages_are_those_that_have_all_their_bytes_in_the_range(start: int, length: int) -> None:
     stop = start + length
-    pages = cut(start, stop, PAGE)
+    pages = cut_at_pages(start, stop, PAGE)
     inside = [n for n in range(30) if start <= n * PAGE and (n + 1) * PAGE <= stop]
     assert list(range(*pages.whole)) == [byte for n in inside for byte in range(n * PAGE, (n + 1) * PAGE)]
     assert [byte for part in pages for byte in range(*part)] == list(range(start, stop))
@@ -22,7 +22,7 @@ def test_whole_pages_are_those_that_have_all_their_bytes_in_the_range(start: int
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=6))
 def test_neighbours_share_no_whole_page(bounds: list[int]) -> None:
     """Whoever else writes to a page, through the page cache, it is nobody's whole page."""
-    ranks = [cut(start, stop, PAGE) for start, stop in zip(sorted(bounds), sorted(bounds)[1:], strict=False)]
+    ranks = [cut_at_pages(start, stop, PAGE) for start, stop in zip(sorted(bounds), sorted(bounds)[1:], strict=False)]
     whole = [byte // PAGE for pages in ranks for byte in range(*pages.whole)]
     edges = {byte // PAGE for pages in ranks for part in (pages.head, pages.tail) for byte in range(*part)}
     assert not edges & set(whole)

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import verify
 from shardwise.checkpoint.io import range_writer
-from shardwise.checkpoint.io.pages import PAGE_BYTES
+from shardwise.checkpoint.io.direct import PAGE_BYTES
 from shardwise.errors import CheckpointError
 from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.checkpoint.format import manifest
-from shardwise.checkpoint.format.manifest import FileRecord, Manifest, RegionSums, verify
+from shardwise.checkpoint.format.manifest import FileRecord, Manifest, verify
+from shardwise.checkpoint.io.checksums import RegionSums
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.errors import CheckpointError
 

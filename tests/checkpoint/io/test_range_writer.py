@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpoint.io import range_writer
-from shardwise.checkpoint.io.pages import PAGE_BYTES
+from shardwise.checkpoint.io.direct import PAGE_BYTES
 from shardwise.checkpoint.io.range_writer import RangeWriter
 
 FILE_BYTES = 40 * PAGE_BYTES + 123

@@ -1,0 +1,109 @@
+"""A model's state_dict as pieces: the tensors to save or to load, each once, with what this rank holds of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.format.local_tensor import Piece, piece_of
+from shardwise.checkpoint.names.transformers_names import places_to_write, stored_first
+from shardwise.engine.shard import require_engine
+from shardwise.engine.state_dicts import give_up_interrupted
+from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter
+
+_EXTRA_STATE = "_extra_state"
+"""torch's name for the entry of a module with a `get_extra_state`."""
+
+
+def pieces_to_write(model: nn.Module) -> list[Piece]:
+    """Everything that is saved of the model's state_dict, tied tensors once, with places in the model's files.
+
+    Raises UsageError, naming it, for an entry that is no tensor, is a copy that a load could not give back, or has no
+    byte ranges of its own in such files; and inside a forward, a backward or sw.unsharded, where modules do not hold
+    the sharded parameters.
+    """
+    tensors = _tensors(model, set(getattr(model, "_keys_to_ignore_on_save", None) or ()))
+    places = places_to_write(model, {names[0]: tuple(tensor.shape) for names, tensor in tensors})
+    return [piece_of(names, tensor, places[names[0]]) for names, tensor in tensors]
+
+
+def pieces_to_read(model: nn.Module) -> list[Piece]:
+    """Everything in the model's state_dict, tied tensors once. Raises UsageError as `pieces_to_write` does."""
+    return [piece_of(names, tensor) for names, tensor in _tensors(model, set())]
+
+
+def give_extra_state(model: nn.Module, pieces: Iterable[Piece]) -> None:
+    """Call `set_extra_state` of the modules whose extra state was read. No communication."""
+    for piece in pieces:
+        for name in piece.names:
+            module = _taker_of_extra_state(model, name)
+            if module is not None:
+                module.set_extra_state(piece.tensor)
+
+
+def _taker_of_extra_state(model: nn.Module, name: str) -> nn.Module | None:
+    """The module that an entry of the state_dict is the extra state of, if it takes it back."""
+    prefix, _, last = name.rpartition(".")
+    if last != _EXTRA_STATE:
+        return None
+    try:
+        module = model.get_submodule(prefix)
+    except AttributeError:  # renamed by a hook
+        return None
+    both = ("get_extra_state", "set_extra_state")
+    return module if all(getattr(type(module), way) is not getattr(nn.Module, way) for way in both) else None
+
+
+def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str], Tensor]]:
+    """The state_dict's tensors, each once, with its names, the one that is stored first."""
+    engine = require_engine(model)
+    if not give_up_interrupted(engine) or engine.is_suspended:
+        raise UsageError(
+            "sw.checkpoint inside a forward, a backward or sw.unsharded of the same model: leave that first"
+        )
+    own = _Own(model)
+    by_tensor: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name in ignored:
+            continue
+        if not isinstance(value, Tensor):
+            raise UsageError(f"{name!r} in the model's state_dict is a {type(value).__name__}, not a tensor")
+        if value not in own and _taker_of_extra_state(model, name) is None:
+            raise UsageError(
+                f"{name!r} in the model's state_dict is a copy, and no parameter, buffer or attribute of a module: a "
+                "load would fill the copy and leave the module as it is. Register it as a buffer, or save it as `extra`"
+            )
+        by_tensor.setdefault(id(value), (value, []))[1].append(name)
+    return [(stored_first(model, names), tensor) for tensor, names in by_tensor.values()]
+
+
+class _Own:
+    """The tensors whose memory belongs to a module: a write to them changes the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._registered = {id(tensor) for named in (model.parameters(), model.buffers()) for tensor in named}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        # Only what hooks put into the state_dict comes further than the first test.
+        return id(tensor) in self._registered or _memory(tensor) in self._memories or not _plain(tensor).numel()
+
+    @functools.cached_property
+    def _memories(self) -> set[int]:
+        attributes = (value for module in self._model.modules() for value in vars(module).values())
+        tensors = (value for value in attributes if isinstance(value, Tensor))
+        return {_memory(tensor) for tensor in (*self._model.parameters(), *self._model.buffers(), *tensors)}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, ShardedParameter) else tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    """Of tensors that exist, the same for those that share memory."""
+    plain = _plain(tensor)
+    return plain.untyped_storage()._cdata if plain.layout is torch.strided else id(tensor)

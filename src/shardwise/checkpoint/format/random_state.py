@@ -1,0 +1,53 @@
+"""The random states of one process as JSON, for `training.json`."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """Return this process's random states as JSON: torch's on the CPU and on `device`, Python's and numpy's."""
+    states: dict[str, Any] = {
+        "torch": _encode(torch.get_rng_state()),
+        "python": _python_state(),
+        "numpy": _numpy_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return states
+
+
+def restore(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set this process's random states to what `capture` returned. Raises KeyError for another document."""
+    torch.set_rng_state(_decode(states["torch"]))
+    kind, words, spare = states["python"]
+    random.setstate((kind, tuple(_decode(words).view(torch.uint32).tolist()), spare))
+    if "numpy" in states:
+        name, words, *rest = states["numpy"]
+        np.random.set_state((name, _decode(words).view(torch.uint32).numpy(), *rest))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(_decode(states["cuda"]), device)
+
+
+def _python_state() -> list[Any]:
+    kind, numbers, spare = random.getstate()
+    return [kind, _encode(torch.tensor(numbers, dtype=torch.uint32, device="cpu").view(torch.uint8)), spare]
+
+
+def _numpy_state() -> list[Any]:
+    name, words, position, has_spare, spare = np.random.get_state(legacy=True)
+    return [name, _encode(torch.from_numpy(words).view(torch.uint8)), int(position), int(has_spare), float(spare)]
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.numpy())).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

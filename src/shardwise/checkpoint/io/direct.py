@@ -1,0 +1,74 @@
+"""Direct I/O: whole pages past the page cache (O_DIRECT), the memory for them, and early writeback of the rest.
+
+A direct transfer moves bytes between the disk and this memory itself, in requests with a limited number of physically
+contiguous segments. With 4 KiB pages that is at most 1 MiB a request; with huge pages there is no such limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.layout.ranges import Range
+
+PAGE_BYTES = max(4096, mmap.PAGESIZE)
+"""Disks ask for multiples of 512 or 4096 bytes, and what goes past the page cache must not share a page with what does
+not: who writes the page back would write the old bytes of its neighbour."""
+REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+"""Errors of file systems that do not support direct I/O."""
+_HUGE_BYTES = 2 * 2**20
+_LEAST_WRITEBACK_BYTES = 2**20
+"""Less than that is left to fsync: asking costs more than it brings."""
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write dirty pages, do not wait
+
+
+class Pages(NamedTuple):
+    """A range of bytes in three: whole pages, and the ends before and after them in pages that others may write to."""
+
+    head: Range
+    whole: Range
+    tail: Range
+
+
+def cut_at_pages(start: int, stop: int, page_bytes: int = PAGE_BYTES) -> Pages:
+    """Cut bytes [start, stop) of a file at its first and its last page boundary. Without a whole page all is head."""
+    first, last = -(-start // page_bytes) * page_bytes, stop // page_bytes * page_bytes
+    if first >= last:
+        return Pages(Range(start, stop), Range(stop, stop), Range(stop, stop))
+    return Pages(Range(start, first), Range(first, last), Range(last, stop))
+
+
+def huge_page_buffer(nbytes: int) -> memoryview:
+    """Fresh memory, zeros, aligned to pages. Of its own mapping, which goes when nobody holds a part of it."""
+    if nbytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
+    mapping = mmap.mmap(-1, nbytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    address = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+    start = -address % _HUGE_BYTES
+    return memoryview(mapping)[start : start + nbytes]
+
+
+def begin_writeback(fd: int, start: int, nbytes: int) -> None:
+    """Have bytes [start, start + nbytes) of a file on their way to disk. A hint: only fsync says that they are there.
+
+    Does nothing where the operating system (Linux has it) or the file system cannot.
+    """
+    if _sync_file_range is not None and nbytes >= _LEAST_WRITEBACK_BYTES:
+        _sync_file_range(fd, start, nbytes, _WRITE)
+
+
+def _find_sync_file_range() -> ctypes._NamedFuncPointer | None:
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+_sync_file_range = _find_sync_file_range()
