@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.state_dicts import give_up_interrupted
+from shardwise.engine.module_methods import give_up_interrupted
 from shardwise.engine.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.modules.site import Site

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.protocol import Collectives, Region
 from shardwise.engine.arena import SLOT_ALIGN_BYTES, Slot
-from shardwise.engine.stepping import SHARDED_FACE
+from shardwise.engine.torch_patches import SHARDED_FACE
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
 from shardwise.modules.site import Site, foreign_parameter, inherit
 from shardwise.sharded.parameter import ShardedParameter

@@ -15,7 +15,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.group import Dtypes, Group
 from shardwise.engine.heap import keep_freed_memory
 from shardwise.engine.mesh import Mesh, build_mesh, spans_of
-from shardwise.engine.state_dicts import watch_state_dicts
+from shardwise.engine.module_methods import watch_state_dicts
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible

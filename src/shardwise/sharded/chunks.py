@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.sharded.boxes import Box, boxes_of
+from shardwise.sharded.dcp_chunks import Box, boxes_of
 
 if TYPE_CHECKING:
     from shardwise.sharded.parameter import ShardedParameter

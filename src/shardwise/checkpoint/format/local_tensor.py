@@ -14,8 +14,8 @@ from shardwise.checkpoint.names.index_runs import Runs
 from shardwise.checkpoint.names.place import Place
 from shardwise.checkpoint.names.transformers_names import places_to_write, stored_first
 from shardwise.checkpoint.ranks.consensus import Peers
+from shardwise.engine.module_methods import give_up_interrupted
 from shardwise.engine.shard import require_engine
-from shardwise.engine.state_dicts import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.layout.ranges import Range, share
 from shardwise.sharded.parameter import ShardedParameter
