@@ -511,6 +511,8 @@ class Engine:
         if not self.in_backward:
             self._follow_requires_grad()  # autograd drops the gradient of what was frozen since the forward
             self.plan()
+            for unit in self.units:
+                unit.hide_waiting()
             finisher = partial(self._finish_backward)
             torch.autograd.Variable._execution_engine.queue_callback(finisher)  # raises outside a backward
             self._finisher = weakref.ref(finisher, partial(_on_dropped, weakref.ref(self)))

@@ -1,19 +1,30 @@
-"""Parameters that were frozen after they were laid beside trained ones: they travel with them."""
+"""Parameters that were frozen after `sw.shard` laid them beside trained ones: they are reduced with them."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
-
-_told: weakref.WeakSet[Engine] = weakref.WeakSet()
+from shardwise.engine.unit import Unit
 
 
-def warn_of_frozen(engine: Engine) -> None:
-    """Say once for a model that a backward reduces more than is trained, and how to have it otherwise.
+class ShardedModel(Protocol):
+    """What is read of an engine."""
+
+    @property
+    def units(self) -> Sequence[Unit]: ...
+
+    @property
+    def is_rank0(self) -> bool: ...
+
+
+_told: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+
+
+def warn_of_frozen(engine: ShardedModel) -> None:
+    """Warn once for each model that a backward reduces more than is trained, and how to avoid it. No communication.
 
     To be called where the engine has followed a change of `requires_grad`. A group is reduced as a whole; only one
     without a trained parameter is left out.

@@ -196,6 +196,8 @@ class Gradients:
         if not self.sync:
             if self._gathers:  # else nothing was issued, and ranks may well do different numbers of such backwards
                 self._control.agree(Moment.BACKWARD_END)
+            for unit in units:
+                unit.show_waiting()
             return
         own = bytes(_fate(unit, key) for unit in units for key in unit.keys)
         fates = iter(self._control.agree(Moment.BACKWARD_END, own))

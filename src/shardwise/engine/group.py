@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.protocol import Collectives, Region
 from shardwise.engine.arena import SLOT_ALIGN_BYTES, Slot
-from shardwise.engine.torch_patches import SHARDED_FACE
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
 from shardwise.modules.site import Site, foreign_parameter, inherit
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 from shardwise.sharded.placement import Placement
 
 ALIGN_BYTES = 16

@@ -22,6 +22,7 @@ from shardwise.engine.arena import Slot
 from shardwise.engine.group import Group
 from shardwise.errors import UsageError
 from shardwise.modules.dtypes import explain
+from shardwise.sharded.waiting import WaitingGradient
 
 if TYPE_CHECKING:
     from shardwise.engine.addition import ScaledAddition
@@ -247,8 +248,24 @@ class Unit:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether gradients of a `no_sync` backward wait to be reduced."""
+        """Whether gradients of a `no_sync` backward wait to be reduced. Those that users have dropped are forgotten."""
+        if self.written or self.late or self.penalties:
+            faces = ((key, self.groups[key[0]].sharded[key[1]]) for key in self.keys)
+            self.forget_gradients([key for key, face in faces if WaitingGradient.was_dropped(face)])
         return bool(self.written or self.late or self.penalties)
+
+    def show_waiting(self) -> None:
+        """A backward inside `no_sync` is over: let users see in `.grad` what waits, and drop it. No communication."""
+        for group, index in {*self.written, *self.late, *self.penalties}:
+            WaitingGradient.show(self.groups[group].sharded[index])
+
+    def hide_waiting(self) -> None:
+        """A backward begins: `.grad` holds what was reduced before, which the coming sum is added to. No
+        communication."""
+        if self.is_waiting:
+            for group in self.groups:
+                for face in group.sharded:
+                    WaitingGradient.hide(face)
 
     def about_to_step(self) -> None:
         """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
@@ -257,12 +274,6 @@ class Unit:
                 f"optimizer.step() while gradients of unit {self.fqn!r} from a backward inside sw.no_sync wait to be "
                 "reduced: run the last backward of a step outside sw.no_sync, or drop them with zero_grad()"
             )
-
-    def drop_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
-        """The user zeroes these parameters' gradients: what waits to be reduced goes too. Every rank must do so."""
-        if self.is_waiting:
-            ids = set(map(id, parameters))
-            self.forget_gradients([(g, i) for g, i in self.keys if id(self.groups[g].sharded[i]) in ids])
 
     def stepped(self) -> None:
         """An optimizer has updated the shards."""

@@ -133,9 +133,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside accumulate gradients locally, unreduced; the first one outside reduces the sum.
 
     Costs a full gradient buffer per unit from then on (SHARD_OPTIMIZER has them anyway). Every rank must do so alike.
-    What waits is not in `.grad` yet. `zero_grad()` of the optimizer or of a module (around the sharded one or below it,
-    too) drops it like what is; `p.grad = None` by hand cannot, since `.grad` is None already. `optimizer.step()` before
-    the sum is an error. `model` is a sharded model, or a module around several.
+    What waits is not in `.grad` yet, where a placeholder stands for it. `zero_grad()` of an optimizer or of any module
+    drops it, and so does `p.grad = None`; every rank must drop the same. Clipping and `optimizer.step()` before
+    the sum are errors. `model` is a sharded model, or a module around several.
     """
     all_gradients = [engine.gradients for engine in engines_below(model)]
     before = [gradients.sync for gradients in all_gradients]

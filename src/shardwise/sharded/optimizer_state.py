@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.errors import UsageError
-from shardwise.sharded.elementwise import same_cut
 from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.placement import same_cut
 
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of torch's optimizers that is one number, whatever the parameter's shape."""

@@ -74,6 +74,9 @@ class Snapshot:
         global _under_way  # noqa: PLW0603 - one for the process
         assert _under_way is None, "another snapshot is being taken"
         _under_way = self
+        for supported in (_clip_types, _optimizer_types):
+            if HeldParameter not in supported:  # ranks must take the same way, whoever still waits
+                supported.append(HeldParameter)  # type: ignore[arg-type]
         for tensor in self._held:
             tensor.__class__ = HeldParameter
 
@@ -148,7 +151,3 @@ def _references_of_one_alone() -> tuple[int, ...] | None:
 
 with _disable_current_modes(), torch._C.DisableTorchFunction():  # which might keep what they see
     _alone = _references_of_one_alone()
-
-for _supported in (_clip_types, _optimizer_types):
-    if HeldParameter not in _supported:  # ranks must take the same way, whoever still waits
-        _supported.append(HeldParameter)  # type: ignore[arg-type]

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece_of
 from shardwise.checkpoint.format.training_json import check_json
-from shardwise.engine.torch_patches import SHARDED_FACE
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 from shardwise.sharded.snapshot import is_sole
 
 _BY_POSITION = {"params", "param_names"}
