@@ -250,7 +250,7 @@ def _build_units(
                 unit.shard_parameters(mesh.device)
         _prepare_buffers(model, mesh, precision)
     for group in (group for unit, _ in units for group in unit.groups):
-        for sharded in group.sharded:  # whoever else has the parameter that was given is to know what became of it
+        for sharded in group.sharded:  # those who hold the original, such as optimizers, find the sharded one by it
             setattr(given[sharded.fqn], SHARDED_FACE, sharded)
     return units
 

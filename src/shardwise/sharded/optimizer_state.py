@@ -1,4 +1,4 @@
-"""What an optimizer knows of a sharded parameter, cut as the parameter is."""
+"""Optimizer state of a sharded parameter, cut as the parameter is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def cut_state(parameter: ShardedParameter, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of one parameter with this rank's pieces of what came as full tensors. Local: every rank must have been
-    given equal numbers.
+    """The state of one parameter, with full tensors cut to this rank's pieces. No communication: every rank must have
+    been given equal numbers.
 
     Raises UsageError for a tensor that has neither the parameter's shape nor is one number, and for pieces that hold
     other elements than the parameter's.

@@ -109,8 +109,8 @@ class ShardedParameter(Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the piece; while the model runs, of what its modules compute with: code that casts a tensor to the dtype
-        of a module's weights is then right, whether or not that module's unit is the one at work."""
+        """The shard's dtype; during a forward of the model, the compute dtype: code that casts a tensor to the dtype of
+        a module's weights is then right, whether or not that module's unit is the one at work."""
         if self.inner is not None and self.unit is not None and self.unit.is_running:
             return self.inner.dtype
         return self.local.dtype
@@ -255,8 +255,8 @@ class ShardedParameter(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        """Of a gradient, optimizer state or a state_dict's handle: a copy of this rank's piece, placed alike. Local.
-        Of a model's parameter alone it is refused: there would be no unit to gather it."""
+        """A copy of this rank's piece, placed alike: of a gradient, optimizer state or a state_dict's handle. No
+        communication. Raises UsageError for a model's parameter: there would be no unit to gather the copy."""
         if self.unit is not None:
             self._no(
                 "copy.deepcopy",
