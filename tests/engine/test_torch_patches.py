@@ -48,11 +48,6 @@ IMPORTS = """
     names = ["shardwise", *(found.name for found in pkgutil.walk_packages(shardwise.__path__, "shardwise."))]
     names.remove("shardwise.__main__")
     assert len(names) > 150, names
-    for name in ("datasets", "deepspeed", "fsspec", "rich", "tensorboard", "transformers"):  # may change what they like
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            pass
     import torch.distributed.checkpoint, torch.distributed.tensor, torch.distributed.fsdp
     before = state()
     for name in names:
