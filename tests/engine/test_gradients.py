@@ -286,9 +286,9 @@ def test_what_waits_and_what_was_reduced_before_are_dropped_together(strategy: s
     with pytest.raises(UsageError, match=r"drop them with zero_grad"):
         twins.optimizers[1].step()
     twins.backward()
-    twins.same_gradients()
-    twins.step()
-    twins.same_parameters()
+    for plain, sharded in zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True):
+        assert plain.grad is not None
+        torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad)  # summed over ranks in another order
 
 
 @on_ranks(2)

@@ -112,7 +112,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     engine = Engine(groups, strategy, precision, slots, keeps_params=not resharding)
     own = _build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
     engine.install(_in_module_order(model, own, old, groups))
-    engine.newcomers = Newcomers(model, ignored)
+    plain = [parameter for parameter in model.parameters() if not isinstance(parameter, ShardedParameter)]
+    engine.newcomers = Newcomers(model, [*ignored, *plain])  # of those on the meta device others stand there now
     _take_charge(model, engine)
     give_sharded_parameters()
     return model
