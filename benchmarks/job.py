@@ -23,8 +23,6 @@ class Job:
     strategy: str = "full_shard"
     count_bytes: bool = False
     """Count bytes instead of taking times; one job does one or the other."""
-    keep_freed: bool = False
-    """Have glibc keep freed memory whatever the engine, as `sw.shard` has it do on CPU ranks."""
     threads: int = 1
     seed: int = 0
 

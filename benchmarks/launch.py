@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.job import Job, RankReport, error_path
+from shardwise.cli.launch import malloc_settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,7 +21,8 @@ class JobFailed(RuntimeError):
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return the environment of a measuring process: one thread, this checkout, quiet libraries."""
+    """Return the environment of a measuring process: one thread, this checkout, quiet libraries, and freed
+    memory kept as the launcher has it kept, whichever engine is measured."""
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     fixed = {
         "PYTHONPATH": path,
@@ -29,7 +31,7 @@ def environment(**extra: str) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "PYTHONWARNINGS": "ignore",
     }
-    return {**os.environ, **fixed, **extra}
+    return {**malloc_settings(os.environ), **os.environ, **fixed, **extra}
 
 
 def run(command: list[str], env: dict[str, str], timeout_s: float) -> str:
@@ -61,8 +63,6 @@ def run_job(job: Job, timeout_s: float = 1800.0) -> list[RankReport]:
     extra = {"OMP_NUM_THREADS": str(job.threads)}
     if job.count_bytes:
         extra["SHARDWISE_COLLECTIVES"] = "gloo"  # shared memory would bypass c10d and the loopback interface
-    if job.keep_freed:
-        extra |= {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         job.save(directory / "job.json")

@@ -47,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=3, help="times the engines take turns (%(default)s)")
     p.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, in this order (%(default)s)")
     p.add_argument("--strategy", choices=STRATEGIES, default=job.strategy, help="shardwise's (%(default)s)")
-    p.add_argument("--keep-freed", action="store_true", help="glibc keeps freed memory for all, as sw.shard has it do")
     p.add_argument("--no-bytes", action="store_true", help="skip the runs that count bytes")
     p.add_argument("--strict", action="store_true", help="exit with status 1 unless every target is met")
     p.add_argument("--out", metavar="NAME", help="write NAME, dated, as JSON and markdown")
@@ -56,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 def job_of(args: argparse.Namespace) -> Job:
     shape = GPTShape(args.layers, args.width, args.heads, args.vocab, args.seq)
-    return Job("", shape, args.ranks, args.batch, args.steps, args.warmup, args.strategy, keep_freed=args.keep_freed)
+    return Job("", shape, args.ranks, args.batch, args.steps, args.warmup, args.strategy)
 
 
 def choose(names: str) -> tuple[list[str], list[str]]:
@@ -217,8 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         failures += count_bytes(summaries, job)
     checked = targets(summaries, job)
     notes += [*failures, *above_alone(summaries)]
-    kept_by = "every engine, by --keep-freed" if job.keep_freed else "shardwise alone, whose sw.shard has it do so"
-    notes.append(f"glibc keeps freed memory for {kept_by}.")
+    notes.append("glibc keeps freed memory for every engine, unless the environment sets malloc.")
     notes.append(f"A process that only imports torch.distributed peaks at {baseline / GIB:.2f} GiB of RSS.")
     sections = [
         report.facts_line(machine),

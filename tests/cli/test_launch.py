@@ -2,12 +2,14 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from shardwise.cli.launch import STOPPING
+from shardwise.cli.launch import STOPPING, malloc_settings
 
 from .conftest import Start, Started
 
@@ -301,3 +303,43 @@ def test_inside_torchrun_it_is_a_rank(start: Start) -> None:
     assert (ended.status, ended.out) == (0, "strategy full_shard batch 4\n")
     ended = start("train", "run.toml", scenario="raise ConfigError('no')", **torchrun).end()
     assert (ended.status, ended.err) == (2, "error: rank 0: no\n")
+
+
+@pytest.mark.parametrize("chosen", [{}, {"GLIBC_TUNABLES": "glibc.cpu.hwcaps=x"}], ids=str)
+def test_cpu_ranks_keep_freed_memory(chosen: dict[str, str]) -> None:
+    assert malloc_settings(chosen) == {
+        "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+        "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    }
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"MALLOC_TRIM_THRESHOLD_": "65536"}, {"GLIBC_TUNABLES": "glibc.malloc.top_pad=1"}], ids=str
+)
+def test_malloc_settings_of_the_users_stay(chosen: dict[str, str]) -> None:
+    assert malloc_settings(chosen) == {}
+
+
+# 200 MB in blocks of 10 MB: freed, they are the top of the heap. What a third round faults in tells whether they
+# stayed; one block may still find its place then.
+FREES = """
+import ctypes, resource
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: one fault would bring 512 pages
+import torch
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2_500_000) for _ in range(20)]
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+pages(), pages()
+print(pages())
+"""
+ALL_PAGES = 200_000_000 // 4096
+
+
+def test_what_a_rank_freed_is_used_again() -> None:
+    others = ("MALLOC", "GLIBC_TUNABLES", "SHARDWISE", "LD_PRELOAD")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    environment = {**inherited, **malloc_settings(inherited)}
+    done = subprocess.run([sys.executable, "-c", FREES], env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < ALL_PAGES / 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -253,3 +255,84 @@ def test_zero_grad_of_one_of_two_optimizers_drops_its_parameters_alone() -> None
     rest.zero_grad()
     rest.step()
     head.step()
+
+
+@pytest.mark.parametrize("how", ["by hand", "zero", "zeros", "optimizer", "replaced"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@on_ranks(2)
+def test_what_waits_and_what_was_reduced_before_are_dropped_together(strategy: str, how: str) -> None:
+    """Of every other parameter; the others keep both."""
+    twins = Twins(strategy=strategy)
+    twins.backward()
+    with sw.no_sync(twins.sharded):
+        squares(twins.sharded, batch(80)).backward()
+    twins.plain_backward([lambda m, r=r: squares(m, batch(80, r)) for r in twins.every_rank])
+    dropped = list(zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True))[::2]
+    for plain, sharded in dropped:
+        if how == "replaced":
+            plain.grad, sharded.grad = torch.ones_like(plain), torch.ones_like(sharded)
+        elif how in ("by hand", "optimizer"):
+            plain.grad = None
+        else:
+            plain.grad.zero_()  # type: ignore[union-attr]
+    for _, sharded in dropped if how != "replaced" else ():
+        if how == "by hand":
+            sharded.grad = None
+        elif how == "zero":
+            sharded.grad.zero_()  # type: ignore[union-attr]
+    if how in ("optimizer", "zeros"):
+        of_every_other = torch.optim.SGD([sharded for _, sharded in dropped], lr=0.1, foreach=True)
+        of_every_other.zero_grad(set_to_none=how == "optimizer")
+    with pytest.raises(UsageError, match=r"drop them with zero_grad"):
+        twins.optimizers[1].step()
+    twins.backward()
+    for plain, sharded in zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True):
+        assert plain.grad is not None
+        torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad)  # summed over ranks in another order
+
+
+@on_ranks(2)
+def test_what_waits_has_no_numbers_yet() -> None:
+    model = sw.shard(seeded(Net))
+    squares(model, batch(0)).backward()
+    reduced = [p.grad for p in model.parameters()]
+    with sw.no_sync(model):
+        squares(model, batch(1)).backward()
+    uses: list[Callable[[], object]] = [
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: sw.clip_grad_norm_(model, 1.0),
+        lambda: [p.grad.norm() for p in model.parameters()],  # type: ignore[union-attr]
+        next(model.parameters()).grad.full_tensor,  # type: ignore[union-attr, operator]
+        lambda: copy.deepcopy(next(model.parameters()).grad),
+        lambda: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5),
+    ]
+    for use in uses:
+        with pytest.raises(
+            UsageError, match=r"of the gradient of 'enter.weight' .* waits to be reduced since .*no_sync"
+        ):
+            use()
+    assert all(p.grad.shape == p.shape and p.grad.dtype == p.dtype for p in model.parameters())  # type: ignore[union-attr]
+    squares(model, batch(2)).backward()
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), reduced, strict=True))
+
+
+@on_ranks(2)
+def test_a_backward_that_raises_forgets_what_waited_and_keeps_what_was_reduced() -> None:
+    model = sw.shard(seeded(Net))
+    squares(model, batch(0)).backward()
+    reduced = [p.grad.local.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    with sw.no_sync(model):
+        squares(model, batch(1)).backward()
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    output = model(batch(2))
+    output.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        output.sum().backward()
+    with torch.no_grad():
+        model(batch(3))
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    for p, before in zip(model.parameters(), reduced, strict=True):
+        assert torch.equal(p.grad.local, before)  # type: ignore[union-attr]

@@ -200,15 +200,13 @@ def wrong_offset() -> AbstractContextManager[Any]:
 
 def no_sync_forgotten() -> AbstractContextManager[Any]:
     """What waits is dropped where `sw.no_sync` ends."""
-    from shardwise.sharded.waiting import drop_waiting
-
     true_no_sync = sw.no_sync
 
     @contextmanager
     def no_sync(model: torch.nn.Module) -> Iterator[None]:
         with true_no_sync(model):
             yield
-        drop_waiting(model.parameters())
+        model.zero_grad()
 
     return patch.object(sw, "no_sync", no_sync)
 

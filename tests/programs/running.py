@@ -171,7 +171,7 @@ class _Runner:
         for number, synced in enumerate(action.synced):
             place = Place(self.action, number)
             phases.append(lambda side, p=place, s=synced: side.micro_batch(p, action, s))  # type: ignore[misc]
-        if action.grads:
+        if action.grads and action.synced[-1]:  # what waits cannot be changed
             phases.append(lambda side: side.change_gradients(action.grads))
         if action.clip:
             phases.append(lambda side: side.clip(action.clip))

@@ -88,6 +88,20 @@ def _set_environment(reports: str) -> None:
     os.environ[report.LAUNCHER] = str(os.getpid())
     if not torch.cuda.device_count():
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank per core, not a thread pool per rank
+        os.environ.update(malloc_settings(os.environ))
+
+
+def malloc_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Settings of glibc's malloc, for the environment of CPU ranks: keep freed memory for allocations to come, but for
+    mappings of 32 MiB and more. None where the user's environment sets malloc already.
+
+    A step frees its activations and the next one wants them again. By itself glibc gives memory at the top of its heap
+    back to the system, which then clears every page anew (docs/design/engine.md).
+    """
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in environment):
+        return {}
+    return {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def _given_port() -> int | None:

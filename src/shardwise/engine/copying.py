@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.state_dicts import give_up_interrupted
+from shardwise.engine.module_methods import give_up_interrupted
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
@@ -28,9 +28,9 @@ Adopt = Callable[[nn.Module, Engine], None]
 
 
 def copy_deeply(module: nn.Module, engine: Engine, adopt: Adopt) -> None:
-    """Have `copy.deepcopy(module)`, which `engine` serves, give another sharded model. Local.
+    """Have `copy.deepcopy(module)`, which `engine` serves, give another sharded model. No communication.
 
-    `adopt`: told of every copy and its engine.
+    `adopt`: called with every copy and its engine.
     """
 
     def deepcopy(memo: dict[int, Any]) -> nn.Module:
@@ -45,7 +45,7 @@ def refuse_to_copy(module: nn.Module) -> None:
 
 
 class _Nobody:
-    """In a copied module's hooks, whom the original's engine hooks belong to."""
+    """Stands for the original's engine in the hooks of a copied module, by which they are found and removed."""
 
 
 def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, Any]) -> nn.Module:
@@ -72,7 +72,7 @@ def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, A
     second.install(_copied_units(engine, memo))
     second.newcomers = type(engine.newcomers)(replica, [memo.get(id(p), p) for p in engine.newcomers.ignored])
     adopt(replica, second)
-    memo[id(engine)] = second  # what is copied behind the model, an optimizer say, speaks of the same things
+    memo[id(engine)] = second  # objects copied after the model, such as an optimizer, refer to the copy
     for unit, copied in zip(engine.units, second.units, strict=True):
         memo[id(unit)] = copied
         for group, same in zip(unit.groups, copied.groups, strict=True):

@@ -414,6 +414,8 @@ class Engine:
         if self.backward is Backward.NONE:
             self._follow_requires_grad()  # autograd drops the gradient of what was frozen since the forward
             self.allocate()
+            for unit in self.units:
+                unit.gradients.hide_waiting()
             finisher = partial(self._finish_backward)
             torch.autograd.Variable._execution_engine.queue_callback(finisher)  # raises outside a backward
             self._finisher = weakref.ref(finisher, partial(_on_dropped, weakref.ref(self)))

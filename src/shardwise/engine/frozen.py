@@ -1,4 +1,4 @@
-"""Parameters that were frozen after they were laid beside trained ones: they travel with them."""
+"""Parameters that were frozen after `sw.shard` laid them beside trained ones: they are reduced with them."""
 
 from __future__ import annotations
 

@@ -200,6 +200,8 @@ class Reducer:
         if not self._reduces:
             if self._unshards:  # else nothing was issued, and ranks may well do different numbers of such backwards
                 self._control.agree(Moment.BACKWARD_END)
+            for unit in units:
+                unit.gradients.show_waiting()
             return
         own = b"".join(unit.gradients.fates() for unit in units)
         agreed = iter(self._control.agree(Moment.BACKWARD_END, own))

@@ -9,19 +9,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import shardwise.engine.stepping  # noqa: F401 - what it does to torch
 from shardwise.engine.agreement import agree_on_layout, agree_on_values
 from shardwise.engine.copying import copy_deeply, refuse_to_copy
 from shardwise.engine.engine import Engine
-from shardwise.engine.heap import keep_freed_memory
 from shardwise.engine.mesh import Mesh, build_mesh, spans_of
-from shardwise.engine.state_dicts import watch_state_dicts
+from shardwise.engine.module_methods import refuse_conversions, watch_state_dicts
+from shardwise.engine.torch_patches import give_sharded_parameters, install
 from shardwise.engine.units.group import Dtypes, Group
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
 from shardwise.modules.deferred_init.materialize import materialize, on_meta
-from shardwise.modules.guard import guard
 from shardwise.modules.late_parameters import Newcomers
 from shardwise.modules.site import Site
 from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units, nesting
@@ -74,6 +72,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     asking for others is a UsageError. `slots` are the last call's.
     Source: ZeRO (arXiv:1910.02054), PyTorch FSDP (arXiv:2304.11277).
     """
+    install()
     strategy = Strategy.parse(strategy)
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise ConfigError(f"slots={slots!r}: a number of slots is at least 2")
@@ -110,13 +109,13 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     adopted = [_take_over(model.get_submodule(fqn)) for fqn in below]
     secondary = None if isinstance(resharding, bool) else resharding
     groups = adopted[0].mesh if adopted else build_mesh(strategy, mesh, secondary, None)
-    if groups.device.type == "cpu" and not groups.is_dry:
-        keep_freed_memory()
     engine = Engine(groups, strategy, precision, slots, keeps_params=not resharding)
     own = _build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
     engine.install(_in_module_order(model, own, old, groups))
-    engine.newcomers = Newcomers(model, ignored)
+    plain = [parameter for parameter in model.parameters() if not isinstance(parameter, ShardedParameter)]
+    engine.newcomers = Newcomers(model, [*ignored, *plain])  # of those on the meta device others stand there now
     _take_charge(model, engine)
+    give_sharded_parameters()
     return model
 
 
@@ -124,7 +123,7 @@ def _take_charge(model: nn.Module, engine: Engine) -> None:
     """From here on `engine` serves `model`."""
     model.__dict__[_ENGINE] = engine
     for unit in engine.units:
-        guard(unit.module)
+        refuse_conversions(unit.module)
     watch_state_dicts(model)
     copy_deeply(model, engine, _take_charge)
 
@@ -252,7 +251,7 @@ def _build_units(
                 unit.shard_parameters(mesh.device)
         _prepare_buffers(model, mesh, precision)
     for group in (group for unit, _ in units for group in unit.groups):
-        for sharded in group.sharded:  # whoever else has the parameter that was given is to know what became of it
+        for sharded in group.sharded:  # those who hold the original, such as optimizers, find the sharded one by it
             setattr(given[sharded.fqn], SHARDED_FACE, sharded)
     return units
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.module_methods import give_up_interrupted
 from shardwise.engine.shard import engines_below, engines_of
-from shardwise.engine.state_dicts import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.modules.site import Site, foreign_parameter
 from shardwise.sharded.parameter import ShardedParameter
@@ -132,9 +132,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside accumulate gradients locally, unreduced; the first one outside reduces the sum.
 
     Costs a full gradient buffer per unit from then on (SHARD_OPTIMIZER has them anyway). Every rank must do so alike.
-    What waits is not in `.grad` yet. `zero_grad()` of the optimizer or of a module (around the sharded one or below it,
-    too) drops it like what is; `p.grad = None` by hand cannot, since `.grad` is None already. `optimizer.step()` before
-    the sum is an error. `model` is a sharded model, or a module around several.
+    What waits is not in `.grad` yet, where a placeholder stands for it. `zero_grad()` of an optimizer or of any module
+    drops it, and so does `p.grad = None`; every rank must drop the same. Clipping and `optimizer.step()` before
+    the sum are errors. `model` is a sharded model, or a module around several.
     """
     with ExitStack() as stack:
         for engine in engines_below(model):

@@ -15,10 +15,11 @@ from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 
 def check_admissible(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
-    """Raise LayoutError for what would be silently wrong, or an unclear error, once it is sharded. Local.
+    """Raise LayoutError for a model that would be silently wrong, or an unclear error, once it is sharded. No
+    communication.
 
     Args:
-        model: what is to be sharded.
+        model: the one to shard.
         plans: its units with the parameters that are to be sharded, the model's own first.
     """
     to_shard = [(fqn, parameter) for plan in plans for fqn, parameter, _ in plan.parameters]
@@ -85,7 +86,7 @@ def _check_scripted(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
 
 
 def _check_container(model: nn.Module, root: UnitPlan) -> None:
-    """Nobody calls a container, so nothing would gather what is its own."""
+    """Nobody calls a container, so nothing would gather its own parameters."""
     if isinstance(model, CONTAINERS) and root.parameters:
         raise LayoutError(
             f"sw.shard of a {type(model).__name__}, which is never called, so nothing would gather its parameter "

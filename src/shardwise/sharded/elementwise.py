@@ -8,7 +8,7 @@ of the global shape, as loading a state_dict does. No communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,12 +16,8 @@ from torch._ops import OpOverload
 
 from shardwise.errors import UsageError
 from shardwise.sharded import penalties
-from shardwise.sharded.placement import Placement
-
-if TYPE_CHECKING:
-    from shardwise.sharded.parameter import ShardedParameter
-
-    Handler: TypeAlias = Callable[[type[ShardedParameter], OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+from shardwise.sharded.parameter import Handler, ShardedParameter, first_sharded, register_operations
+from shardwise.sharded.placement import Placement, same_cut
 
 _UNTAGGED = frozenset(
     f"aten::{name}{in_place}" for name in ("copy", "zero", "fill", "masked_fill") for in_place in ("", "_")
@@ -32,6 +28,7 @@ _NUMBERS = frozenset((int, float, bool))  # isinstance of a tensor is slow to sa
 _NOT_FOREACH = frozenset(f"aten::_foreach_{name}" for name in ("norm", "max", "powsum", "mm"))
 
 
+@register_operations
 def handler(func: OpOverload) -> Handler | None:
     """What runs `func` on the pieces, or None where it is not elementwise."""
     name = func._schema.name
@@ -48,46 +45,20 @@ def handler(func: OpOverload) -> Handler | None:
     return None
 
 
-def first_sharded(cls: type[ShardedParameter], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedParameter:
-    """The first sharded argument, also inside lists. There is one, or the call would not have come here."""
-    for value in (*args, *kwargs.values()):
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if type(item) is cls:
-                return item
-    raise AssertionError("no sharded argument")
-
-
-def same_cut(a: Placement, b: Placement) -> bool:
-    """Whether two tensors of one shape have the same elements on every rank. All ranks answer alike, so that an error
-    is everybody's."""
-    if a is b:
-        return True
-    if a.shape != b.shape or a.layout.world_size != b.layout.world_size:
-        return False
-    start_a, start_b = (placement.layout.entries[placement.index].start for placement in (a, b))
-    return a.layout.world_size == 1 or (start_a == start_b and a.layout.shard_numel == b.layout.shard_numel)
-
-
-def _same_elements(
-    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> ShardedParameter:
+def _same_elements(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
     alias: ShardedParameter = args[0].without_autograd()
     return alias
 
 
-def _as_real(
-    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> ShardedParameter:
+def _as_real(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
     """How optimizers see complex parameters: a piece of whole elements is a piece of whole pairs. The view has a
     version of its own; that a step wrote is known without (`Owner.stepped`)."""
-    return cls(torch.view_as_real(args[0].local).view(-1), args[0].placement.as_real)
+    return ShardedParameter(torch.view_as_real(args[0].local).view(-1), args[0].placement.as_real)
 
 
-def _as_complex(
-    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> ShardedParameter:
+def _as_complex(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
     """And back. Pairs are never cut: slices and parameters start on multiples of 16 bytes."""
-    return cls(torch.view_as_complex(args[0].local.view(-1, 2)), args[0].placement.as_complex)
+    return ShardedParameter(torch.view_as_complex(args[0].local.view(-1, 2)), args[0].placement.as_complex)
 
 
 class _Elementwise:
@@ -99,12 +70,10 @@ class _Elementwise:
         self._positions = [i for i, a in enumerate(arguments) if writes[i] and not a.kwarg_only]
         self._keywords = [a.name for i, a in enumerate(arguments) if writes[i] and a.kwarg_only]
 
-    def __call__(
-        self, cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        first = args[0] if args and type(args[0]) is cls else first_sharded(cls, args, kwargs)
+    def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        first = args[0] if args and type(args[0]) is ShardedParameter else first_sharded(args, kwargs)
         written = [args[i] for i in self._positions] + [kwargs[name] for name in self._keywords]
-        if any(type(target) is not cls for target in written):
+        if any(type(target) is not ShardedParameter for target in written):
             _not_into_plain(first.placement, func)
         local_args = [_piece(value, first, func) for value in args]
         local_kwargs = {name: _piece(value, first, func) for name, value in kwargs.items()}
@@ -113,33 +82,30 @@ class _Elementwise:
             torch.autograd.graph.increment_version([target.local for target in written])
             return written[0] if len(written) == 1 else tuple(written)
         if isinstance(result, Tensor):
-            return cls(result, first.placement)
-        return tuple(cls(part, first.placement) for part in result)
+            return ShardedParameter(result, first.placement)
+        return tuple(ShardedParameter(part, first.placement) for part in result)
 
 
 class _Copy(_Elementwise):
     """`copy_`, which takes a plain tensor of the whole shape too: each rank cuts its piece out of what it was given."""
 
-    def __call__(
-        self, cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         target, whole = args[:2]
-        if type(target) is cls and type(whole) is not cls and target.ndim and whole.shape == target.shape:
+        into_sharded = type(target) is ShardedParameter and type(whole) is not ShardedParameter
+        if into_sharded and target.ndim and whole.shape == target.shape:
             fragment = target.fragment
             target.local.copy_(whole.reshape(-1)[fragment.start : fragment.stop], *args[2:], **kwargs)
             torch.autograd.graph.increment_version([target.local])
             return target
-        return super().__call__(cls, func, args, kwargs)
+        return super().__call__(func, args, kwargs)
 
 
-def _put_by_mask(
-    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> ShardedParameter:
+def _put_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
     """`tensor[mask] = number` (Rprop): the only indexing that is elementwise."""
     target, indices, value = args[:3]
-    by_mask = len(indices) == 1 and type(indices[0]) is cls and indices[0].dtype == torch.bool
-    if type(target) is not cls or not by_mask:
-        sharded = first_sharded(cls, (target, indices, value), {})
+    by_mask = len(indices) == 1 and type(indices[0]) is ShardedParameter and indices[0].dtype == torch.bool
+    if type(target) is not ShardedParameter or not by_mask:
+        sharded = first_sharded((target, indices, value), {})
         raise UsageError(
             f"{func} of the sharded {sharded.fqn!r}: only tensor[mask] = number works, with a mask made from it. "
             "Use sw.unsharded(model, writeback=True)"
@@ -158,7 +124,7 @@ def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
     if type(value) in _NUMBERS or not isinstance(value, Tensor):
         return value
     if penalties.are_in_backward():
-        return penalties.meeting(value, first)
+        return penalties.meeting(value, first.placement)
     if value.ndim > min(first.ndim, 1) or value.numel() != 1:
         _not_a_number(first.placement, value, func)
     # Among 0-d tensors dtypes promote as equals; a 0-d parameter's piece is 1-D, so its partners must be too.
@@ -198,20 +164,18 @@ class _OnLists:
         # The Python binding reads lists of hundreds of tensors in two thirds of the overload's time.
         self._call: Callable[..., Any] = getattr(torch, name.removeprefix("aten::")) if name in _FUSED else func
 
-    def __call__(
-        self, cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[Any] | None:
+    def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
         lists = [value for value in args if _is_tensor_list(value)]
-        placements = _placements(cls, func, lists, self._writes)
+        placements = _placements(func, lists, self._writes)
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and (type(value) is cls or not _numbers(value, len(placements))):
-                _not_a_number(first_sharded(cls, args, kwargs).placement, value, func)
-        local_args = [_locals(cls, value) if _is_tensor_list(value) else value for value in args]
+            if isinstance(value, Tensor) and (type(value) is ShardedParameter or not _numbers(value, len(placements))):
+                _not_a_number(first_sharded(args, kwargs).placement, value, func)
+        local_args = [_locals(value) if _is_tensor_list(value) else value for value in args]
         result = self._call(*local_args, **kwargs)
         if self._writes:
             torch.autograd.graph.increment_version(local_args[0])
             return None
-        return [part if at is None else cls(part, at) for part, at in zip(result, placements, strict=True)]
+        return [part if at is None else ShardedParameter(part, at) for part, at in zip(result, placements, strict=True)]
 
 
 def _is_tensor_list(value: Any) -> bool:
@@ -223,16 +187,14 @@ def _numbers(value: Tensor, count: int) -> bool:
     return value.numel() == 1 or (value.ndim == 1 and value.numel() == count)
 
 
-def _locals(cls: type[ShardedParameter], items: Sequence[Tensor]) -> list[Tensor]:
+def _locals(items: Sequence[Tensor]) -> list[Tensor]:
     """Ignored parameters and step counters are what they are."""
-    return [item.local if type(item) is cls else item for item in items]
+    return [item.local if type(item) is ShardedParameter else item for item in items]
 
 
-def _placements(
-    cls: type[ShardedParameter], func: OpOverload, lists: Sequence[Sequence[Tensor]], writes: bool
-) -> Sequence[Placement | None]:
+def _placements(func: OpOverload, lists: Sequence[Sequence[Tensor]], writes: bool) -> Sequence[Placement | None]:
     """For each position its placement, None where all is plain. Raises where a position does not belong together."""
-    by_list = [[item.placement if type(item) is cls else None for item in items] for items in lists]
+    by_list = [[item.placement if type(item) is ShardedParameter else None for item in items] for items in lists]
     merged = by_list[0]  # what is written decides; results lie where any operand does
     if not writes and None in merged:
         merged = [next((p for p in column if p is not None), None) for column in zip(*by_list, strict=True)]

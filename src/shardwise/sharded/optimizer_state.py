@@ -1,4 +1,4 @@
-"""What an optimizer knows of a sharded parameter, cut as the parameter is."""
+"""Optimizer state of a sharded parameter, cut as the parameter is."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.errors import UsageError
-from shardwise.sharded.elementwise import same_cut
 from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.placement import same_cut
 
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of torch's optimizers that is one number, whatever the parameter's shape."""
 
 
 def cut_state(parameter: ShardedParameter, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of one parameter with this rank's pieces of what came as full tensors. Local: every rank must have been
-    given equal numbers.
+    """The state of one parameter, with full tensors cut to this rank's pieces. No communication: every rank must have
+    been given equal numbers.
 
     Raises UsageError for a tensor that has neither the parameter's shape nor is one number, and for pieces that hold
     other elements than the parameter's.

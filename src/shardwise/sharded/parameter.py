@@ -18,13 +18,11 @@ from typing import Any, NoReturn, Protocol, Self
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
-from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import UsageError
 from shardwise.layout.fragment import Fragment
-from shardwise.sharded import chunks, elementwise, penalties, reductions
+from shardwise.sharded import dcp_chunks, penalties
 from shardwise.sharded.placement import Placement
 
 SHARDED_FACE = "_shardwise_sharded"
@@ -52,9 +50,6 @@ class Owner(Protocol):
 
     def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
         """A gradient came to the outer face, from a penalty in the loss: the mean over the shard group. In backward."""
-
-    def drop_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
-        """The user zeroes these parameters' gradients: what waits to be reduced goes too. Every rank must do so."""
 
 
 class ShardedParameter(Tensor):
@@ -85,6 +80,9 @@ class ShardedParameter(Tensor):
     inner: torch.nn.Parameter | None = None  # type: ignore[assignment]
     """The leaf that modules compute with while the unit is gathered; None as for `unit`."""
 
+    waiting: ShardedParameter | None = None
+    """The placeholder for its `.grad` while that waits to be reduced (`waiting.py`), once it was needed."""
+
     _held_grad: Tensor | None = None
     """`.grad` while autograd puts a penalty's gradient there."""
     _origin: ShardedParameter | None = None
@@ -111,8 +109,8 @@ class ShardedParameter(Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the piece; while the model runs, of what its modules compute with: code that casts a tensor to the dtype
-        of a module's weights is then right, whether or not that module's unit is the one at work."""
+        """The shard's dtype; during a forward of the model, the compute dtype: code that casts a tensor to the dtype of
+        a module's weights is then right, whether or not that module's unit is the one at work."""
         if self.inner is not None and self.unit is not None and self.unit.is_running:
             return self.inner.dtype
         return self.local.dtype
@@ -170,7 +168,11 @@ class ShardedParameter(Tensor):
             face = this()
             assert face is not None
             assert face.unit is not None
-            face.unit.take_penalty(face, penalties.piece_of(grad, face))
+            if isinstance(grad, ShardedParameter):
+                piece = grad.local  # its numbers met the pieces further up
+            else:
+                piece = penalties.meeting(grad, face.placement).to(face.local.dtype).expand(face.local.shape)
+            face.unit.take_penalty(face, piece)
             face._held_grad, face.grad = face.grad, None  # which autograd would add to
 
         super().register_hook(aside)  # type: ignore[no-untyped-call]
@@ -193,8 +195,9 @@ class ShardedParameter(Tensor):
     ) -> Any:
         handler = _handlers.get(func)
         if handler is None:
-            handler = _handlers[func] = elementwise.handler(func) or reductions.handler(func) or _refuse
-        return handler(cls, func, args, kwargs or {})
+            found = (find(func) for find in _finders)
+            handler = _handlers[func] = next((each for each in found if each is not None), _refuse)
+        return handler(func, args, kwargs or {})
 
     def without_autograd(self) -> Self:
         """An alias: the same piece, as `detach()` and `.data` give it."""
@@ -233,15 +236,15 @@ class ShardedParameter(Tensor):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:  # noqa: A002 - torch's name
         """For `torch.distributed.checkpoint.save`."""
-        return chunks.write_items(self, fqn)
+        return dcp_chunks.write_items(self.placement, self.local, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
         """For `torch.distributed.checkpoint.load`, which writes to this rank's piece next."""
-        return chunks.chunks_to_load(self)
+        return dcp_chunks.chunks_to_load(self.placement, self.local)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """For both: the part of the piece at `index.offset`."""
-        return chunks.view_at(self, None if index.offset is None else tuple(index.offset))
+        return dcp_chunks.view_at(self.placement, self.local, None if index.offset is None else tuple(index.offset))
 
     def __repr__(self) -> str:  # type: ignore[override]
         piece = self.fragment
@@ -251,8 +254,8 @@ class ShardedParameter(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        """Of a gradient, optimizer state or a state_dict's handle: a copy of this rank's piece, placed alike. Local.
-        Of a model's parameter alone it is refused: there would be no unit to gather it."""
+        """A copy of this rank's piece, placed alike: of a gradient, optimizer state or a state_dict's handle. No
+        communication. Raises UsageError for a model's parameter: there would be no unit to gather the copy."""
         if self.unit is not None:
             self._no(
                 "copy.deepcopy",
@@ -321,22 +324,37 @@ _WAYS_OUT: dict[str, str] = {
 _RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
 
 
-def _refuse(
-    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> NoReturn:
-    """Raise what a call that pieces cannot answer deserves."""
+def first_sharded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedParameter:
+    """The first sharded argument, also inside lists. There is one, or the call would not have come here."""
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if type(item) is ShardedParameter:
+                return item
+    raise AssertionError("no sharded argument")
+
+
+def _refuse(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
+    """Raise the error for an operation that no piece can answer."""
     name = func._schema.name
     random = torch.Tag.nondeterministic_seeded in func.tags
     way_out = _RANDOM if random else _WAYS_OUT.get(name, _ANYTHING_ELSE)
-    sharded = elementwise.first_sharded(cls, args, kwargs)
+    sharded = first_sharded(args, kwargs)
     if name == "aten::view" and tuple(args[1]) == sharded.shape:  # how torch finds out where a gradient comes to
         way_out = _GRADIENT_EDGE
     sharded._no(name.replace("::", "."), way_out)
 
 
-_handlers: dict[OpOverload, elementwise.Handler] = {}
+Handler = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]
+"""Runs one operation: `handler(func, args, kwargs)`, as `__torch_dispatch__` is given them."""
+
+Finder = Callable[[OpOverload], Handler | None]
+_finders: list[Finder] = []
+_handlers: dict[OpOverload, Handler] = {}
 """Filled as operations are met: one lookup a call."""
 
-for _supported in (_clip_types, _optimizer_types):
-    if ShardedParameter not in _supported:  # else clipping goes one parameter, and one collective, at a time
-        _supported.append(ShardedParameter)  # type: ignore[arg-type]
+
+def register_operations(find: Finder) -> Finder:
+    """Have operations that `find` returns a handler for run by it. First come, first asked; the modules that implement
+    operations do this as they are imported, and the package imports them."""
+    _finders.append(find)
+    return find

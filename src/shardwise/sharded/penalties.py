@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from shardwise.comm.protocol import Collectives
-    from shardwise.sharded.parameter import ShardedParameter
-
+from shardwise.comm.protocol import Collectives
+from shardwise.sharded.placement import Placement
 
 _in_hooks: list[None] = []
 """Not empty while gradients are handed out."""
@@ -39,24 +36,15 @@ def are_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _in_hooks
 
 
-def meeting(grad: Tensor, sharded: ShardedParameter) -> Tensor:
-    """What a plain gradient, a number or a tensor of the whole shape, is to the pieces of `sharded`: the mean over the
+def meeting(grad: Tensor, placement: Placement) -> Tensor:
+    """What a plain gradient, a number or a tensor of the whole shape, is to the pieces placed so: the mean over the
     shard group, of one element or as the piece. Every rank must call this."""
-    group, fragment = sharded.placement.shard_group, sharded.fragment
+    group, fragment = placement.shard_group, placement.fragment
     if _is_one_number(grad):
         mean = _mean(grad.as_strided((), ()), group)
-        return mean.reshape(1) if sharded.ndim == 0 else mean  # among 0-d tensors dtypes promote as equals
-    assert grad.shape == sharded.shape, f"a gradient of {sharded.fqn!r} of shape {tuple(grad.shape)}"
+        return mean if placement.shape else mean.reshape(1)  # among 0-d tensors dtypes promote as equals
+    assert grad.shape == placement.shape, f"a gradient of {placement.fqn!r} of shape {tuple(grad.shape)}"
     return _mean(grad.reshape(-1), group)[fragment.start : fragment.stop]
-
-
-def piece_of(grad: Tensor, sharded: ShardedParameter) -> Tensor:
-    """This rank's piece of the mean over the shard group of a gradient that autograd brings to the outer face: 1-D, in
-    the dtype of the piece. Every rank must call this."""
-    if isinstance(grad, type(sharded)):
-        return grad.local  # its numbers met the pieces further up
-    local = sharded.local
-    return meeting(grad, sharded).to(local.dtype).expand(local.shape)
 
 
 def _is_one_number(grad: Tensor) -> bool:

@@ -49,3 +49,14 @@ class Placement:
         whole = replace(entry, shape=entry.shape[:-1], start=entry.start // 2, numel=entry.numel // 2)
         layout = replace(self.layout, entries=(whole,), numel=self.layout.numel // 2)
         return Placement(layout, 0, self.shard_group)
+
+
+def same_cut(a: Placement, b: Placement) -> bool:
+    """Whether two tensors of one shape have the same elements on every rank. All ranks answer alike, so that an error
+    is everybody's."""
+    if a is b:
+        return True
+    if a.shape != b.shape or a.layout.world_size != b.layout.world_size:
+        return False
+    start_a, start_b = (placement.layout.entries[placement.index].start for placement in (a, b))
+    return a.layout.world_size == 1 or (start_a == start_b and a.layout.shard_numel == b.layout.shard_numel)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +18,15 @@ from torch._ops import OpOverload
 
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import UsageError
+from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
 from shardwise.sharded.placement import Placement
 
-if TYPE_CHECKING:
-    from shardwise.sharded.elementwise import Handler
-    from shardwise.sharded.parameter import ShardedParameter
-
-    Reduce: TypeAlias = Callable[[ShardedParameter, Mapping[str, Any]], Tensor]
+Reduce = Callable[[ShardedParameter, Mapping[str, Any]], Tensor]
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
+@register_operations
 def handler(func: OpOverload) -> Handler | None:
     """What reduces by `func`, or None where it is not one of these reductions."""
     names = {argument.name for argument in func._schema.arguments}
@@ -54,7 +52,7 @@ def global_norms(
     One `all_reduce` for each shard group among the placements: one, in a model sharded by one call.
     """
     if order < 0:
-        raise UsageError(f"norms of order {order} of sharded tensors are not to be had: use an order of at least 0")
+        raise UsageError(f"norms of negative order ({order}) of sharded tensors are not supported")
     norms = _local_norms(pieces, order, dtype)
     for group, where in _by_group(placements).items():
         powers = torch.stack([norms[i].double() for i in where])
@@ -108,9 +106,7 @@ def _combine(group: Collectives, partials: Tensor, op: str) -> Tensor:
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def _foreach_norm(
-    cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
+def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     given = _by_name(func, args, kwargs)
     items = given["self"]
     return global_norms(
@@ -124,7 +120,7 @@ def _foreach_norm(
 def _whole(reduce: Reduce) -> Handler:
     """Run `reduce` where the call reduces every dim; some dims of a tensor are not a piece's to reduce."""
 
-    def run(cls: type[ShardedParameter], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         given = _by_name(func, args, kwargs)
         tensor: ShardedParameter = given["self"]
         dim = given.get("dim")

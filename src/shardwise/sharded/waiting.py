@@ -1,17 +1,124 @@
-"""Gradients that a backward inside `sw.no_sync` left to be reduced later, and how users let go of them."""
+"""What `.grad` holds while a gradient waits to be reduced, which a backward inside `sw.no_sync` left.
+
+The gradient itself lies in its unit's reduce slot. Users drop it like any other, with `zero_grad()` or `p.grad = None`,
+and the unit notices when it next looks. Nothing else can be done with it: the sum over ranks does not exist yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Self
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
+from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
 
+_WAY_OUT = (
+    "run the last backward of a step outside sw.no_sync, which reduces it, or drop it with zero_grad() or p.grad = None"
+)
 
-def drop_waiting(parameters: Iterable[Tensor]) -> None:
-    """Drop what waits to be reduced of these parameters' gradients. Local; every rank must do so alike."""
-    sharded = [parameter for parameter in parameters if type(parameter) is ShardedParameter]
-    for unit in {parameter.unit for parameter in sharded}:
-        if unit is not None:
-            unit.drop_gradients(sharded)
+
+class WaitingGradient(ShardedParameter):
+    """A placeholder in the `.grad` of one parameter: its shape, dtype and device, without memory.
+
+    Each parameter has one at most, made when its gradient first waits and used again. `zero_()`, and with it
+    `zero_grad(set_to_none=False)`, takes it out of `.grad` and leaves zeros there, or None where no gradient had been
+    reduced before. Every rank must drop the same gradients. Every other operation raises UsageError.
+    """
+
+    _parameter: weakref.ref[ShardedParameter]
+    _covered: Tensor | None = None
+    """What `.grad` held when the placeholder was put there."""
+    _is_shown = False
+
+    def __new__(cls, parameter: ShardedParameter) -> Self:
+        self: Self = Tensor._make_wrapper_subclass(
+            cls, parameter.placement.shape, dtype=parameter.local.dtype, device=parameter.local.device
+        )
+        self.placement = parameter.placement
+        self._parameter = weakref.ref(parameter)
+        return self
+
+    @classmethod
+    def show(cls, parameter: ShardedParameter) -> None:
+        """Put the parameter's placeholder into its `.grad`, over a gradient that was reduced before."""
+        waiting = parameter.waiting
+        if waiting is None:
+            waiting = parameter.waiting = cls(parameter)
+        assert isinstance(waiting, cls)
+        if parameter.grad is not waiting:
+            waiting._covered, parameter.grad = parameter.grad, waiting
+        waiting.placement = parameter.placement
+        waiting._is_shown = True
+
+    @classmethod
+    def hide(cls, parameter: ShardedParameter) -> None:
+        """Give `.grad` back what the placeholder covers, unless the user took the placeholder out of it."""
+        waiting = parameter.waiting
+        if isinstance(waiting, cls):
+            if parameter.grad is waiting:
+                parameter.grad = waiting._covered
+            waiting._covered, waiting._is_shown = None, False
+
+    @classmethod
+    def was_dropped(cls, parameter: ShardedParameter) -> bool:
+        """Whether the placeholder was shown and the user took it out of `.grad`."""
+        waiting = parameter.waiting
+        return isinstance(waiting, cls) and waiting._is_shown and parameter.grad is not waiting
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The parameter's stored dtype."""
+        return Tensor.dtype.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def local(self) -> NoReturn:  # type: ignore[override]
+        """Raises UsageError: there are no numbers yet."""
+        self._refuse("reading its numbers")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = func._schema.name
+        if name == "aten::zero_":
+            args[0]._zero()
+            return args[0]
+        if name == "aten::_foreach_zero_":
+            reduced = [gradient for gradient in args[0] if not isinstance(gradient, cls)]
+            if reduced:
+                func(reduced)
+            for gradient in args[0]:
+                if isinstance(gradient, cls):
+                    gradient._zero()
+            return None
+        given = (item for value in (*args, *(kwargs or {}).values()) for item in _items(value))
+        return next(item for item in given if isinstance(item, cls))._refuse(name.replace("::", "."))
+
+    def _zero(self) -> None:
+        parameter = self._parameter()
+        if parameter is not None and parameter.grad is self:
+            if self._covered is not None:
+                self._covered.zero_()
+            parameter.grad = self._covered
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{what} of the gradient of {self.fqn!r} is not possible, because it waits to be reduced since a backward "
+            f"inside sw.no_sync: {_WAY_OUT}"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"WaitingGradient({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece_of
 from shardwise.checkpoint.format.training_json import check_json
-from shardwise.engine.stepping import SHARDED_FACE
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 
 _BY_POSITION = {"params", "param_names"}
 """Of a group: parameters, and their names in the same order, which is this optimizer's own."""

@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.safetensors_layout import TORCH_NAMES
 from shardwise.errors import CheckpointError
-from shardwise.sharded.boxes import Box, runs_of
+from shardwise.sharded.dcp_chunks import Box, runs_of
 
 NAME = ".metadata"
 _DCP = "torch.distributed.checkpoint"

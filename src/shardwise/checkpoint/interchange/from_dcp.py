@@ -17,7 +17,7 @@ from shardwise.checkpoint.interchange.dcp_metadata import DcpTensor, Key
 from shardwise.checkpoint.interchange.torch_file import SavedTensor, dtype_name, read_stream
 from shardwise.checkpoint.interchange.tree import Tree
 from shardwise.errors import CheckpointError, UnreadableError
-from shardwise.sharded.boxes import runs_of
+from shardwise.sharded.dcp_chunks import runs_of
 
 
 def read_dcp(directory: Path) -> Tree:

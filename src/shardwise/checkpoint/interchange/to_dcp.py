@@ -29,7 +29,7 @@ from shardwise.checkpoint.interchange.carried import PART_BYTES, Carried, Tensor
 from shardwise.checkpoint.interchange.nested import nested_state
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError
-from shardwise.sharded.boxes import Box, boxes_of
+from shardwise.sharded.dcp_chunks import Box, boxes_of
 
 _FILE = f"__0_0{DEFAULT_SUFFIX}"
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from shardwise.comm.summation import ScaledAddition
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.group import Group
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.waiting import WaitingGradient
 
 Key = tuple[int, int]
 """(group, parameter) of a unit."""
@@ -73,8 +75,29 @@ class UnitGradients:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether gradients of a `no_sync` backward wait to be reduced."""
-        return bool(self._written or self._late or self._penalties)
+        """Whether gradients of a `no_sync` backward wait to be reduced. Those that users have dropped are forgotten."""
+        if self._waiting:
+            self.forget([key for key in self.keys if WaitingGradient.was_dropped(self._face(key))])
+        return bool(self._waiting)
+
+    @property
+    def _waiting(self) -> set[Key]:
+        return self._written | self._late.keys() | self._penalties.keys()
+
+    def _face(self, key: Key) -> ShardedParameter:
+        return self.groups[key[0]].sharded[key[1]]
+
+    def show_waiting(self) -> None:
+        """A backward inside `no_sync` is over: let users see in `.grad` what waits, and drop it. No communication."""
+        for key in self._waiting:
+            WaitingGradient.show(self._face(key))
+
+    def hide_waiting(self) -> None:
+        """A backward begins: `.grad` holds what was reduced before, which the coming sum is added to. No
+        communication."""
+        if self.is_waiting:
+            for key in self.keys:
+                WaitingGradient.hide(self._face(key))
 
     # Collecting -------------------------------------------------------------------------------------------------------
 

@@ -137,14 +137,9 @@ class Unit:
         one."""
         return self.listener is not None and self.listener.runs_model
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether gradients of a `no_sync` backward wait to be reduced."""
-        return self.gradients.is_waiting
-
     def about_to_step(self) -> None:
         """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
-        if self.is_waiting:
+        if self.gradients.is_waiting:
             raise UsageError(
                 f"optimizer.step() while gradients of unit {self.fqn!r} from a backward inside sw.no_sync wait to be "
                 "reduced: run the last backward of a step outside sw.no_sync, or drop them with zero_grad()"
@@ -153,13 +148,6 @@ class Unit:
     def stepped(self) -> None:
         """An optimizer has updated the shards."""
         self.parameters.stepped()
-
-    def drop_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
-        """The user zeroes these parameters' gradients: what waits to be reduced goes too. Every rank must do so."""
-        if self.is_waiting:
-            ids = set(map(id, parameters))
-            keys = self.gradients.keys
-            self.gradients.forget([(g, i) for g, i in keys if id(self.groups[g].sharded[i]) in ids])
 
     def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
         """A gradient came to the outer face, from a penalty in the loss: the mean over the shard group. In backward."""

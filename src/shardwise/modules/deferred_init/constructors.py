@@ -1,21 +1,17 @@
-"""A module's constructor: how to call it again, and what it may have done that nothing else would do again."""
+"""A module's constructor, and how to call it again."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-_REWRITES = frozenset({"apply", "data", "deepcopy", "no_grad"})
-"""Names in a constructor that writes what its children have initialised; besides those with "init" in them and those
-of operations in place."""
 _MISSING = object()
 
 
@@ -39,13 +35,13 @@ def transformer_again(module: nn.Module) -> nn.Module:
 
 
 def plain_constructor(module: nn.Module) -> Callable[[], nn.Module] | None:
-    """What builds another module like this one: its class, with the arguments that it keeps as attributes of the same
-    names. None for torch's own, and where an argument is not to be found or is a module or tensor.
+    """A call that builds another module like this one: of its class, with the arguments that it keeps as attributes of
+    the same names. None for torch's own, and where an argument is missing or is a module or tensor.
 
     The call raises ValueError if the new module has other arguments than it was given: then the attributes were not
     the arguments.
     """
-    if _is_torchs(type(module)):
+    if is_torchs(type(module)):
         return None
     _, *parameters = inspect.signature(type(module).__init__).parameters.values()
     arguments: dict[str, Any] = {}
@@ -68,24 +64,6 @@ def _construct(kind: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
     return built
 
 
-def may_rewrite(kind: type[nn.Module]) -> bool:
-    """Whether a module's constructor looks as if it wrote what its children have initialised, and nothing says how to
-    do so again."""
-    if hasattr(kind, "reset_parameters") or hasattr(kind, "_reset_parameters"):
-        return False
-    constructors = [vars(base).get("__init__") for base in kind.__mro__ if not _is_torchs(base)]
-    names = {name for function in constructors if inspect.isfunction(function) for name in _names(function.__code__)}
-    names -= {"__init__", "requires_grad_"}
-    return any(name in _REWRITES or "init" in name or (name.endswith("_") and name[0] != "_") for name in names)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Globals and attributes that a function's code speaks of, and those of functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _is_torchs(kind: type) -> bool:
+def is_torchs(kind: type) -> bool:
+    """Whether a class is torch's own."""
     return kind.__module__.partition(".")[0] in {"torch", "builtins"}

@@ -21,8 +21,8 @@ from torch._guards import detect_fake_mode
 
 from shardwise.errors import LayoutError, one_line
 from shardwise.modules.deferred_init.constructors import (
+    is_torchs,
     is_transformer,
-    may_rewrite,
     plain_constructor,
     transformer_again,
 )
@@ -71,12 +71,12 @@ def materialize(
         _allocate(model, plans, device, shard)
         return
     tape = Tape()
-    recorded, doubtful = record(model, tape)
+    recorded = record(model, tape)
     blank = _blank.get()
     ours = {id(parameter) for plan in plans for _, parameter, _ in plan.parameters}
     blanks = {id(parameter) for plan in plans for fqn, parameter, _ in plan.parameters if fqn in blank}
     _check_written(model, blanks, tape, recorded)
-    _warn_of_lost(model, blanks, recorded, doubtful)
+    _warn_of_lost(model, blanks, recorded)
     slots = [
         slot
         for slot in _slots(model)
@@ -102,9 +102,8 @@ def materialize(
         tape.finish()
 
 
-def record(model: nn.Module, tape: Tape) -> tuple[dict[int, Tensor], list[nn.Module]]:
-    """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's, and
-    modules whose constructors seem to have done something that is not on the tape."""
+def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
+    """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's."""
     slots = list(_slots(model))
     with tape.recording():
         blanks: dict[int, Tensor] = {}
@@ -121,7 +120,7 @@ def record(model: nn.Module, tape: Tape) -> tuple[dict[int, Tensor], list[nn.Mod
         finally:
             for slot in slots:
                 slot.put(slot.tensor)
-    return recorded, builder.doubtful
+    return recorded
 
 
 class _Slot(NamedTuple):
@@ -186,8 +185,6 @@ class _Builder:
         """Recorded parameters that a module has initialised."""
         self._cloned: set[int] = set()
         """Layers that have the numbers of the layer that they are copies of."""
-        self.doubtful: list[nn.Module] = []
-        """Initialised one by one, although their constructors look as if they did more."""
 
     def build(
         self, module: nn.Module, initialise: Initialise, quiet: bool = False, before: Sequence[nn.Module] = ()
@@ -228,11 +225,7 @@ class _Builder:
         """Record a call of the constructor of a module that has no numbers yet, if its arguments are known."""
         has_numbers = any(below._parameters and id(below) not in self._blank for below in module.modules())
         constructor = None if has_numbers else plain_constructor(module)
-        if constructor is not None and self._construct(module, constructor) is None:
-            return True
-        if may_rewrite(type(module)):
-            self.doubtful.append(module)
-        return False
+        return constructor is not None and self._construct(module, constructor) is None
 
     def _clone(self, module: nn.Module, initialise: Initialise, before: Sequence[nn.Module]) -> None:
         """Record the layers of a module that deep-copies the one it is given: that one draws, once."""
@@ -350,27 +343,30 @@ def _check_written(model: nn.Module, blanks: set[int], tape: Tape, recorded: dic
             )
 
 
-def _warn_of_lost(
-    model: nn.Module, blanks: set[int], recorded: dict[int, Tensor], doubtful: Sequence[nn.Module]
-) -> None:
+def _warn_of_lost(model: nn.Module, blanks: set[int], recorded: dict[int, Tensor]) -> None:
     """Parameters that were written more often than the tape knows: each write in place counts, on the meta device too.
-    Those through `.data` do not, so constructors that look like more are spoken of as well."""
+    Writes through `.data` do not."""
     lost = [
         fqn
         for fqn, parameter in model.named_parameters()
         if parameter.is_meta and id(parameter) not in blanks and parameter._version > recorded[id(parameter)]._version
     ]
-    wanting = [module for module in doubtful if any(p.is_meta and id(p) not in blanks for p in module.parameters())]
-    if lost or wanting:
-        whose = ", ".join(dict.fromkeys(type(module).__name__ for module in wanting or [model]))
-        what = "what its constructor did to the modules inside may be lost"
-        if lost:
-            what = f"what was written to {', '.join(lost[:3])} afterwards is lost"
+    if lost:
+        whose = ", ".join(dict.fromkeys(_builder_of(model, fqn).__name__ for fqn in lost))
         warnings.warn(
-            f"{whose} was built on the meta device, and {what}: where it is, the numbers are seeded and the same at "
-            f"any world size, but not those of an unsharded build. To have them, {_WAY_OUT}",
+            f"{whose} was built on the meta device, and what was written to {', '.join(lost[:3])} afterwards is lost: "
+            "there the numbers are seeded and the same at any world size, but not those of an unsharded build. To have "
+            f"them, {_WAY_OUT}",
             stacklevel=2,
         )
+
+
+def _builder_of(model: nn.Module, fqn: str) -> type[nn.Module]:
+    """The class of the innermost module around a parameter that is not torch's own, whose code may have written it."""
+    around = [model]
+    for name in fqn.split(".")[:-1]:
+        around.append(around[-1].get_submodule(name))
+    return next((type(module) for module in reversed(around) if not is_torchs(type(module))), type(model))
 
 
 def _warn_of_drawn(model: nn.Module, plans: list[UnitPlan], tape: Tape, recorded: dict[int, Tensor]) -> None:

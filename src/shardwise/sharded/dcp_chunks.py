@@ -1,13 +1,21 @@
-"""Boxes: the rectangular parts of a tensor that make up a range of its elements in row-major order, and back."""
+"""A piece as boxes of the whole tensor: what `torch.distributed.checkpoint` asks for, to save and to load it.
+
+A rank's piece is a range of the flattened parameter, so in a tensor of n dims it is up to 2 n - 1 boxes, each of them a
+view of the piece. Replicas name equal boxes; torch writes one of each.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from shardwise.layout.ranges import Range
+from shardwise.sharded.placement import Placement
 
 
 class Box(NamedTuple):
@@ -76,3 +84,61 @@ def runs_of(shape: Sequence[int], box: Box) -> Iterator[Range]:
     for index in itertools.product(*(range(size) for size in box.sizes[:outer])):
         start = first + sum(step * stride for step, stride in zip(index, strides[:outer], strict=True))
         yield Range(start, start + length)
+
+
+# torch.distributed.checkpoint -----------------------------------------------------------------------------------------
+
+
+def write_items(placement: Placement, piece: Tensor, fqn: str) -> list[Any]:
+    """What this rank saves: torch's `WriteItem`s, one a box. An empty parameter is one empty box, or nothing names it.
+
+    Args:
+        placement: of the piece.
+        piece: 1-D, this rank's.
+        fqn: its name in the state_dict.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties.create_from_tensor(piece.detach())
+    shape = placement.shape
+    boxes = _boxes(placement) or ([] if math.prod(shape) else [Box((0,) * len(shape), shape)])
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, box.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=torch.Size(shape)),
+        )
+        for box in boxes
+    ]
+
+
+def chunks_to_load(placement: Placement, piece: Tensor) -> list[Any]:
+    """What this rank loads: torch's `ChunkStorageMetadata`, one a box.
+
+    Counts as a write to the piece, also where that is empty: every rank must see that the parameter changes.
+    """
+    torch.autograd.graph.increment_version(piece)
+    return [_chunk(box) for box in _boxes(placement)]
+
+
+def view_at(placement: Placement, piece: Tensor, offsets: tuple[int, ...] | None) -> Tensor:
+    """The box at `offsets`, as a view of the piece. Raises ValueError if the piece has none there."""
+    start = 0
+    for box in _boxes(placement):
+        if box.offsets == offsets:
+            return piece.detach()[start : start + box.numel].view(box.sizes)
+        start += box.numel
+    if not math.prod(placement.shape):
+        return piece.detach().view(placement.shape)
+    raise ValueError(f"rank {placement.shard_group.rank} has no part of {placement.fqn!r} at {offsets}")
+
+
+def _boxes(placement: Placement) -> tuple[Box, ...]:
+    return boxes_of(placement.shape, placement.fragment.start, placement.fragment.stop)
+
+
+def _chunk(box: Box) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))

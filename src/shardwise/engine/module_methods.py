@@ -1,12 +1,12 @@
-"""`state_dict` and `load_state_dict` of modules that hold sharded parameters: what torch's own would get wrong."""
+"""Methods of a sharded module that torch's own would get wrong: `state_dict`, `load_state_dict`, conversions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.units.unit import Unit
@@ -63,3 +63,21 @@ def _before_loading(module: nn.Module, state: object, prefix: str, metadata: Map
         raise UsageError(
             f"load_state_dict of {where} inside a forward or backward of the sharded model: leave that first"
         )
+
+
+def refuse_conversions(module: nn.Module) -> None:
+    """Have `.to()`, `.half()` and the like raise where they would move or cast sharded parameters of the module or
+    below."""
+
+    def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        kinds = {(p.dtype, p.device) for p in module.parameters() if isinstance(p, ShardedParameter)}
+        for dtype, device in kinds:
+            result = fn(torch.empty(0, dtype=dtype, device=device))
+            if (result.dtype, result.device) != (dtype, device):
+                raise UsageError(
+                    f"a sharded model cannot be converted from {dtype} on {device} to {result.dtype} on "
+                    f"{result.device}: convert it before sw.shard, or pass sw.shard(precision=sw.Precision(...))"
+                )
+        return module
+
+    module.__dict__.update(_apply=apply)

@@ -1,0 +1,206 @@
+"""The one file that changes anything in torch, with the reason for each change.
+
+Importing shardwise changes nothing; `sw.shard` calls `install` first. Whatever is changed does what it did before for
+tensors that are not sharded. docs/design/torch-patches.md tells why nothing else serves.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
+
+from shardwise.errors import UsageError
+from shardwise.sharded.optimizer_state import cut_state
+from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
+from shardwise.sharded.waiting import WaitingGradient
+
+stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Every optimizer that has updated a sharded parameter."""
+
+RunBackward = Callable[..., Any]
+
+
+@cache
+def install() -> None:
+    """Change what `sw.shard` needs changed, once in a process."""
+    # Torch ends a search for the way from a loss to a sharded parameter without a word: backward(inputs=) would leave
+    # every gradient out, and grad() give None.
+    torch.autograd._engine_run_backward = _with_leaves(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+
+    # A step must not meet gradients that wait, and fused optimizers bump no tensor's version counter.
+    register_optimizer_step_pre_hook(_pre_step)
+    register_optimizer_step_post_hook(_post_step)
+
+    # Torch would keep the full state of an unsharded model for every parameter of this rank.
+    Optimizer.load_state_dict = _with_cut_state(Optimizer.load_state_dict)  # type: ignore[method-assign]
+
+    # Else optimizers and clipping go one parameter, and clipping one collective, at a time.
+    for supported in (_clip_types, _optimizer_types):
+        supported += [ShardedParameter, WaitingGradient]
+
+
+def give_sharded_parameters() -> None:
+    """Have optimizers that were built before `sw.shard` hold the sharded parameters. No communication.
+
+    Torch keeps no list of optimizers, so the garbage collector's is searched: some 30 ms where a million objects live.
+    Those that took steps before keep what they have, and their next step raises.
+    """
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), Optimizer):
+            with suppress(UsageError):
+                for group, position, parameter, sharded in _unsharded(candidate):
+                    _check_fresh(candidate, parameter, sharded)
+                    candidate.state.pop(parameter, None)
+                    group["params"][position] = sharded
+
+
+def _unsharded(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, Tensor, ShardedParameter]]:
+    """What the optimizer holds of parameters that have been sharded since: group, position, parameter, and the sharded
+    one."""
+    for group in vars(optimizer).get("param_groups", ()):
+        for position, parameter in enumerate(group["params"]):
+            sharded = None if type(parameter) is ShardedParameter else outer_face(parameter)
+            if sharded is not None:
+                yield group, position, parameter, sharded
+
+
+def _check_fresh(optimizer: Optimizer, parameter: Tensor, sharded: ShardedParameter) -> None:
+    if optimizer.state.get(parameter):
+        raise UsageError(
+            f"this {type(optimizer).__name__} took steps on {sharded.fqn!r} before sw.shard, so its state is "
+            "unsharded; build the optimizer after sw.shard"
+        )
+
+
+def _check_sharded(optimizer: Optimizer) -> None:
+    """Raise UsageError if the optimizer holds parameters as they were before `sw.shard`: its `zero_grad` meets none of
+    their gradients."""
+    for _, _, parameter, sharded in _unsharded(optimizer):
+        _check_fresh(optimizer, parameter, sharded)
+        raise UsageError(
+            f"this {type(optimizer).__name__} was given {sharded.fqn!r} as it was before sw.shard: give it "
+            "model.parameters() of the sharded model"
+        )
+
+
+# Around an optimizer's step -------------------------------------------------------------------------------------------
+
+
+def _owners(optimizer: Optimizer) -> set[Owner]:
+    return {
+        parameter.unit
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if type(parameter) is ShardedParameter and parameter.unit is not None
+    }
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _check_sharded(optimizer)
+    owners = _owners(optimizer)
+    for unit in owners:
+        unit.about_to_step()
+    if owners and "torch._dynamo" in sys.modules:
+        _leave_dispatch_uncompiled()
+
+
+@cache
+def _leave_dispatch_uncompiled() -> None:
+    """Under torch.compile(optimizer.step) Dynamo cannot trace sharded parameters, and would compile our code that takes
+    their operations apart instead, once for each operation: a minute of work that makes nothing faster."""
+    with suppress(AttributeError):  # of torch's own, and only about time
+        torch._dynamo.trace_rules.add("shardwise.sharded")
+
+
+def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    owners = _owners(optimizer)
+    for unit in owners:
+        unit.stepped()
+    if owners:
+        stepped.add(optimizer)
+
+
+# Full state for a sharded optimizer -----------------------------------------------------------------------------------
+
+
+def _with_cut_state(load_state_dict: Callable[..., None]) -> Callable[..., None]:
+    """`Optimizer.load_state_dict`, which also takes the state of an unsharded model: this rank's pieces are kept. Every
+    rank must be given equal numbers. Raises UsageError, and changes nothing, for state of another model."""
+
+    @wraps(load_state_dict)
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def load(optimizer: Optimizer, state_dict: Any) -> None:
+        _check_sharded(optimizer)
+        before = {name: optimizer.__dict__[name] for name in ("state", "param_groups")}
+        load_state_dict(optimizer, state_dict)
+        try:
+            for parameter, state in optimizer.state.items():
+                if type(parameter) is ShardedParameter:
+                    state.update(cut_state(parameter, state))
+        except UsageError:
+            optimizer.__dict__.update(before)
+            raise
+
+    return load
+
+
+# The inputs of a backward ---------------------------------------------------------------------------------------------
+
+
+def _with_leaves(run_backward: RunBackward) -> RunBackward:
+    """What `torch.autograd.backward` and `torch.autograd.grad` both call, however they were imported, where a sharded
+    parameter among the inputs of `backward` means the leaf that modules computed with. `grad` raises UsageError for
+    one: it would give this rank's gradients, unreduced."""
+
+    @wraps(run_backward)
+    def run(
+        outputs: Any,
+        grads: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any] = (),
+        *args: Any,
+        accumulate_grad: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        of_inputs = _leaves if accumulate_grad else _no_parameter
+        leaves = tuple(leaf for item in inputs for leaf in of_inputs(item))
+        return run_backward(
+            outputs, grads, retain_graph, create_graph, leaves, *args, accumulate_grad=accumulate_grad, **kwargs
+        )
+
+    return run
+
+
+def _leaves(item: Any) -> tuple[Any, ...]:
+    """Where the gradients of a sharded parameter arrive: at the leaf that modules computed with, and at the outer face
+    for a penalty in the loss. Anything else stands for itself."""
+    inner: Tensor | None = item.inner if type(item) is ShardedParameter else None
+    return (item,) if inner is None else (inner, item)
+
+
+def _no_parameter(item: Any) -> tuple[Any, ...]:
+    """The item, unless it is either face of a sharded parameter."""
+    if not isinstance(item, Tensor):
+        return (item,)
+    face = item if isinstance(item, ShardedParameter) else outer_face(item)
+    if face is not None and face.inner is not None:
+        raise UsageError(
+            f"torch.autograd.grad over the sharded parameter {face.fqn!r}: its gradient would be this rank's alone, "
+            "not the mean over ranks. Call loss.backward(inputs=[...]) with the parameters and read their .grad, or "
+            "work in sw.unsharded(model)"
+        )
+    return (item,)
