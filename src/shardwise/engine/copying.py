@@ -28,7 +28,7 @@ Adopt = Callable[[nn.Module, Engine], None]
 
 
 def copy_deeply(module: nn.Module, engine: Engine, adopt: Adopt) -> None:
-    """Have `copy.deepcopy(module)`, which `engine` serves, give another sharded model. Local.
+    """Make `copy.deepcopy(module)`, which `engine` serves, return another sharded model. No communication.
 
     `adopt`: told of every copy and its engine.
     """
@@ -72,7 +72,7 @@ def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, A
     second.install(_copied_units(engine, memo))
     second.newcomers = type(engine.newcomers)(replica, [memo.get(id(p), p) for p in engine.newcomers.ignored])
     adopt(replica, second)
-    memo[id(engine)] = second  # what is copied behind the model, an optimizer say, speaks of the same things
+    memo[id(engine)] = second  # an optimizer copied after the model refers to the same copies
     for unit, copied in zip(engine.units, second.units, strict=True):
         memo[id(unit)] = copied
         for group, same in zip(unit.groups, copied.groups, strict=True):

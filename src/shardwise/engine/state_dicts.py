@@ -1,4 +1,4 @@
-"""`state_dict` and `load_state_dict` of modules that hold sharded parameters: what torch's own would get wrong."""
+"""`state_dict` and `load_state_dict` of modules that hold sharded parameters, where torch's own would be wrong."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Listener(Protocol):
-    """What a unit's hooks tell of what happens: the engine."""
+    """The object that a unit's hooks report to: the engine."""
 
     @property
     def runs_model(self) -> bool:
@@ -129,7 +129,7 @@ class Unit:
                     group.sharded[i].hand_on_gradients()
                     leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
 
-    # What the outer faces tell their unit (`sharded.parameter.Owner`) -------------------------------------------------
+    # Called by the outer faces (`sharded.parameter.Owner`) ------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
@@ -155,7 +155,7 @@ class Unit:
         self.parameters.stepped()
 
     def drop_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
-        """The user zeroes these parameters' gradients: what waits to be reduced goes too. Every rank must do so."""
+        """The user zeroes these parameters' gradients: drop those that wait to be reduced. Every rank must do so."""
         if self.is_waiting:
             ids = set(map(id, parameters))
             keys = self.gradients.keys
