@@ -3,9 +3,9 @@
 It needs nothing of the group but its store, so it is there whatever backend the group has, and no device is waited for.
 A rank holds at most nine connections, one to its parent and eight to its children, in a world of any size.
 
-Every exchange has a number and a signature. A rank that raises abandons an exchange: it says so to its neighbours and
-waits for nobody. Whoever notices that ranks are out of step tells its neighbours why before it raises, so that all
-ranks raise within moments and with the same words."""
+Every exchange has a number and a signature. A rank that raises abandons an exchange: it notifies its neighbours and
+waits for nobody. A rank that notices a mismatch tells its neighbours why before it raises, so that all ranks raise
+within moments and with the same words."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class _Kind(IntEnum):
     """What a frame is."""
 
     SAID = 0
-    """A message on its way up, or what all said together on its way down."""
+    """A message on its way up, or all messages combined on their way down."""
     ABANDONED = 1
     """The sender raised and does not take part in the exchange of that number."""
     FAILED = 2
-    """The ranks are out of step; the message says why."""
+    """The ranks are out of step; the message gives the reason."""
     MISMATCHED = 3
     """As FAILED, where ranks did different things."""
 
@@ -84,7 +84,7 @@ class Channel:
             self._children = _accept(listener, token, children, timeout_s) if listener else []
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """What `combine`, associative and commutative, makes of every rank's message. Every rank must call this.
+        """Every rank's message, combined; `combine` is associative and commutative. Every rank must call this.
 
         Raises:
             CollectiveTimeout: a rank is gone, did not come in time or raised.
@@ -119,7 +119,7 @@ class Channel:
         self._tell(_Frame(_Kind.ABANDONED, self._number, sign("abandon"), b""))
 
     def close(self) -> None:
-        """Close the connections. Not collective: whoever still waits for this rank raises."""
+        """Close the connections. Not collective: a rank that still waits for this one raises."""
         for peer in self._neighbours:
             peer.socket.close()
         self._failure = self._failure or CollectiveTimeout("the channel is closed")

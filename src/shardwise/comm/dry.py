@@ -13,7 +13,7 @@ class DryCollectives(PrivateBuffers):
     """One rank of any world, without the others.
 
     For a world of one it is the real thing. For a larger one the shapes, dtypes and local operations are real and the
-    peers' contributions are missing, which is what planning on fake tensors needs.
+    peers' contributions are missing: enough for planning on fake tensors.
     """
 
     name = "dry"

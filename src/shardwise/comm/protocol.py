@@ -12,9 +12,9 @@ Life of a *reduce buffer*:
 waits for and advances counters that its peers watch, gloo and dry have nothing to do. Nobody reads a gather
 buffer outside `wait .. release`, and nobody writes one outside `claim .. all_gather`.
 
-Every method is collective unless it says otherwise: all ranks of the group call it in the same order. What each call is
-for travels along as a *label*, a small number that is the same on every rank; `labels` says it in words. On CPUs ranks
-that come with different labels get a MismatchError that names both, on GPUs `exchange` is where they find out.
+Every method is collective unless its docstring denies it: all ranks of the group call it in the same order. The purpose
+of each call travels along as a *label*, a small number that is the same on every rank; `labels` has the words. On CPUs
+ranks that come with different labels get a MismatchError that names both, on GPUs `exchange` is where they find out.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Return when the result is in place (a GPU: order the current stream after it). Local; idempotent."""
+        """Return when the result is in place (a GPU: order the current stream after it). Not collective; idempotent."""
 
 
 class Finished:
@@ -100,7 +100,7 @@ class Then:
 
 
 Combine = Callable[[bytes, bytes], bytes]
-"""Two messages to one, associative: what lower ranks said, what higher ones did."""
+"""Combines the messages of lower and of higher ranks to one; associative."""
 
 
 class Collectives(Protocol):
@@ -113,11 +113,11 @@ class Collectives(Protocol):
     world_size: int
     device: torch.device
     labels: dict[int, str]
-    """What the labels mean, for errors; filled by whoever uses them."""
+    """The labels in words, for errors; filled by the user of the labels."""
 
     @property
     def scratch_bytes(self) -> int:
-        """This rank's memory beside the buffers: staging, sums under way. Grows to what the first step needs."""
+        """This rank's memory beside the buffers: staging, sums under way. Grows to the need of the first step."""
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
         """A new buffer of exactly `nbytes`, in memory rounded up to 64. Contents unspecified."""
@@ -134,19 +134,19 @@ class Collectives(Protocol):
 
     def detach(self, buffer: Buffer) -> Buffer:
         """A replacement for `buffer` in its role (same index); the old storage and its contents are left, privately, to
-        whoever on this rank still holds views of it. Not collective. Called between `wait` and `release`; the
+        the holders of views of it on this rank. Not collective. Called between `wait` and `release`; the
         replacement is then the one to be released."""
 
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         """Sum each flat buffer over the ranks, each rank keeping its own slice in `out`."""
 
     def advance(self) -> None:
-        """Do what is left of reductions under way on this rank where nobody has to be waited for. Not collective."""
+        """Go on with reductions under way, as far as this rank need wait for nobody. Not collective."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         """In place on any contiguous tensor (need not be in a buffer), op "sum" or "max". Large tensors travel as
-        reduce-scatter + all-gather. Sums are bit-identical on all ranks. `after`: what writes the tensor, perhaps in
-        another group; nobody need have waited for it. A CPU rank then begins when the result is waited for."""
+        reduce-scatter + all-gather. Sums are bit-identical on all ranks. `after`: the work that writes the tensor,
+        perhaps in another group; nobody need have waited for it. A CPU rank then begins when this is waited for."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Rank `src`'s contiguous tensor to all, in place; complete on return."""
@@ -155,12 +155,12 @@ class Collectives(Protocol):
         """Return when every rank has called it."""
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """What `combine` makes of every rank's message, in rank order, the same on every rank. Small messages, between
-        hosts: no device is waited for. The ranks must have agreed on nothing before, the length included."""
+        """Every rank's message, combined in rank order; the same on every rank. Small messages, between hosts: no
+        device is waited for. The ranks must have agreed on nothing before, the length included."""
 
     def abandon(self) -> None:
-        """This rank raised and does not go on with what it was in: peers that wait for it raise, now or when they come
+        """This rank raised and leaves the collective it was in: peers that wait for it raise, now or when they come
         here, unless they have abandoned it as well. Not collective; waits for nobody."""
 
     def close(self) -> None:
-        """Give back what the operating system would not. Idempotent; not collective."""
+        """Give back connections, communicators and shared memory. Idempotent; not collective."""

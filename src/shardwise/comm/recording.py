@@ -1,4 +1,4 @@
-"""Collectives that keep an account of what they were asked to do."""
+"""Collectives that record their calls."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RecordingCollectives:
         self.inner.barrier()
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        # Up a tree and down again: what it says is small, and what matters is that it is said.
+        # Up a tree and down again; small.
         self._record("exchange", None, 2 * len(message) * (self.world_size > 1))
         return self.inner.exchange(message, combine, label)
 

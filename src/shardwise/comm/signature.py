@@ -1,4 +1,4 @@
-"""What ranks show one another beside data: which collective this is and what for, in one number.
+"""The number that ranks show one another beside data: which collective this is, and its purpose.
 
 Ranks that come to different collectives at the same point have different signatures, so they find out before either
 takes the other's bytes for what it expects, and the error can say what each of them was at.

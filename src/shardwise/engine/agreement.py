@@ -49,9 +49,9 @@ def agree_on_layout(
 
 
 def agree_on_values(named: Sequence[tuple[str, Tensor]], mesh: Mesh) -> list[str]:
-    """Broadcast rank 0's numbers for every tensor in which some rank differs, and say so; returns their names.
+    """Broadcast rank 0's numbers for every tensor in which some rank differs, and warn; returns their names.
 
-    `named`: full (unsharded) tensors, local copies of what should be the same everywhere; changed in place. Every rank
+    `named`: full (unsharded) tensors, local copies that should be equal on every rank; changed in place. Every rank
     must call this with equal names and shapes.
     """
     if mesh.is_dry or not named:

@@ -29,7 +29,7 @@ _PRIME, _MASK = 0x100000001B3, (1 << 64) - 1
 
 
 class Moment(enum.IntEnum):
-    """Where ranks compare what they did."""
+    """A point at which ranks compare what they issued."""
 
     FORWARD_END = 1
     BACKWARD_END = 2
@@ -50,7 +50,7 @@ class Control:
         self._log: list[int] = []
 
     def name_units(self, fqns: Sequence[str]) -> None:
-        """Say what the units are called, for errors. By their index."""
+        """Name the units by their index, for errors. No communication."""
         self._labels = {int(moment): words for moment, words in _MOMENTS.items()}
         for index, fqn in enumerate(fqns):
             name = repr(fqn) if fqn else "the model itself"
@@ -71,7 +71,7 @@ class Control:
         return _FIRST_UNIT_LABEL + 2 * unit_index + 1
 
     def note(self, label: int) -> None:
-        """This rank issues the collective. Local."""
+        """This rank issues the collective. No communication."""
         self._log.append(label)
         self._hash = (self._hash * _PRIME ^ label) & _MASK
 
@@ -106,14 +106,14 @@ class Control:
         return message
 
     def abandon(self) -> None:
-        """This rank raised and does not come to the moment that is next. Waits for nobody."""
+        """This rank raised and does not come to the next moment. Waits for no peer."""
         for group in self._groups:
             group.abandon()
         self._log.clear()
         self._hash = 0
 
     def _explain(self, moment: Moment, one: int, other: int) -> None:
-        """Raise the error that says where the ranks' ways parted: `one` rank's and the `other`'s."""
+        """Raise the error that names the first difference between two ranks' logs. Every rank must call this."""
         shown = json.dumps({self._rank: self._log} if self._rank in {one, other} else {}).encode()
         shown = self._over_all_groups(shown, _merge, moment)
         logs = {int(rank): log for rank, log in json.loads(shown).items()}

@@ -60,8 +60,8 @@ def _nothing() -> None:
 
 
 def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
-    """Autograd has dropped the callback of a backward: it ran, or the backward raised. Nothing else tells of the
-    latter, and whatever the user does next is to find modules that hold the sharded parameters."""
+    """Autograd has dropped the callback of a backward: it ran, or the backward raised. Nothing else reports
+    the latter, and the user's next call has to find modules that hold the sharded parameters."""
     held = engine()
     if held is not None and held.backward is not Backward.NONE:
         if held.backward is Backward.RUNNING:  # else ranks were agreeing, and know
@@ -70,7 +70,7 @@ def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have torch.compile break the graph here: hooks traced into a graph would run once, at tracing."""
+    """Make torch.compile break the graph here: hooks traced into a graph would run once, at tracing."""
     return torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
 
 
@@ -179,7 +179,7 @@ class Engine:
         return args, kwargs
 
     def _enter_forward(self, unit: Unit) -> tuple[ForwardPass[Unit], Call[Unit]]:
-        """Have the unit unsharded, and its modules hold the full parameters."""
+        """Unshard the unit and let its modules hold the full parameters."""
         recompute = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled():
             self.saved.check()
@@ -199,7 +199,7 @@ class Engine:
         return forward, call
 
     def _use(self, unit: Unit, again: bool) -> None:
-        """Have the unit unsharded and its modules hold the full parameters; start with the units that come next."""
+        """Unshard the unit, let its modules hold the full parameters, and prefetch the units that come next."""
         self.unsharder.unshard(unit, again)
         if unit.parameters.state is ParameterState.UNSHARDED:
             unit.parameters.show_unsharded()
@@ -216,10 +216,10 @@ class Engine:
 
     @hide_from_dynamo
     def post_forward(self, unit: Unit, output: object) -> object:
-        """A unit's forward is over, or raised (then `output` is None and what is returned is ignored)."""
+        """A unit's forward is over, or raised (then `output` is None and the return value is ignored)."""
         call = unit.calls.end_forward()
         if call is None:
-            return output  # somebody's pre-forward hook raised before ours ran
+            return output  # a user's pre-forward hook raised before ours ran
         forward = self.saved.leave()
         self.depth -= 1
         failure = sys.exception() if output is None else None
@@ -246,12 +246,12 @@ class Engine:
             raise
         if isinstance(failure, MismatchError | CollectiveTimeout):
             self.show_sharded()
-            return  # ranks are out of step: whatever would be waited for now would not come
+            return  # ranks are out of step: a wait for peers would never end
         if unit.calls.are_over:
             self._leave_forward(unit, call)
 
     def _compare(self, failure: BaseException | None) -> None:
-        """An outermost forward is over: its output is nobody's before ranks are known to have done the same."""
+        """An outermost forward is over: its output is returned only after ranks are known to have done the same."""
         if failure is not None:
             if self.control.has_news or torch.is_grad_enabled():  # else a rank may well be evaluating alone
                 self.control.abandon()
@@ -273,7 +273,7 @@ class Engine:
             return
         if torch.is_grad_enabled():
             if unit is self.root or self._backward_follows(unit):
-                return
+                return  # its backward comes next: the slot would serve nobody in between
             unit.parameters.store_secondary()
         self.unsharder.reshard(unit)
 
@@ -288,7 +288,7 @@ class Engine:
         return False
 
     def _begin_step(self, unit: Unit) -> None:
-        """An outermost forward begins: clear up after an interrupted step and follow what the user changed.
+        """An outermost forward begins: clear up after an interrupted step and follow the user's changes.
 
         Where the root is only a container (a GAN's halves, each called), all calls up to a backward make one step.
         """
@@ -325,7 +325,7 @@ class Engine:
     def _mark_input(
         self, forward: ForwardPass[Unit], call: Call[Unit], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
-        """Have autograd tell when the call's backward is over: the gradient of its first input is then complete.
+        """Have autograd report the end of the call's backward: the gradient of its first input is then complete.
 
         The input is replaced by a view of itself, made first. Autograd runs ready nodes newest first, so the view's
         node comes after everything else that the unit's forward recorded, and users of the same tensor outside the unit
@@ -362,7 +362,7 @@ class Engine:
         self._walk_back(forward, call.begin)
 
     def _walk_back(self, forward: ForwardPass[Unit], position: int) -> None:
-        """Do what is due at every moment down to `position` that backward has not come to before."""
+        """Handle every moment down to `position` that this backward has not passed yet."""
         if forward.follow(torch._C._current_graph_task_id()):
             self._begin_backward()
             for newer in [other for other in self._walked if other.order > forward.order]:
@@ -381,7 +381,7 @@ class Engine:
         """The call's backward begins."""
         unit = call.unit
         unit.calls.begin_backward(call)
-        self.reducer.open(unit)
+        self.reducer.open(unit)  # before anything computes: the unit's gradients come from here on
         self.schedule.record(Event(Phase.BACKWARD, unit.index))
         self._use(unit, again=True)
 
@@ -389,7 +389,7 @@ class Engine:
         """The call's backward is over."""
         unit = call.unit
         unit.calls.end_backward(call)
-        if call.is_first:
+        if call.is_first:  # else gradients of the unit's earlier calls are still to be added to the slot
             self.reducer.reduce(unit)
         if unit.calls.are_over:
             self._leave_backward(unit)
@@ -412,7 +412,7 @@ class Engine:
         if self.backward is not Backward.NONE and self._finisher() is None:  # dropped: the last backward raised
             self._abandon_backward()
         if self.backward is Backward.NONE:
-            self._follow_requires_grad()  # autograd drops the gradient of what was frozen since the forward
+            self._follow_requires_grad()  # autograd drops gradients of parameters frozen since the forward
             self.allocate()
             for unit in self.units:
                 unit.gradients.hide_waiting()
@@ -441,7 +441,7 @@ class Engine:
         self._walked.clear()
         self._ahead_of_backward = 0
         self._forget_backward()
-        for unit in self.units:
+        for unit in self.units:  # those that handles unsharded after their own backward was over
             if unit.calls.are_over and unit.parameters.state is not ParameterState.SHARDED:
                 self._leave_backward(unit)
         self.reducer.finish(self.units)

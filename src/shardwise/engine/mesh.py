@@ -106,7 +106,7 @@ def _check_alone() -> None:
 
 
 def spans_of(strategy: Strategy, mesh: DeviceMesh | Mesh) -> Spans:
-    """The ranks that `build_mesh` would put together. Local. Raises MeshError as that does."""
+    """The ranks that `build_mesh` would put together. No communication. Raises MeshError as that does."""
     return mesh.spans if isinstance(mesh, Mesh) else _spans(*_from_device_mesh(strategy, mesh))
 
 

@@ -2,7 +2,7 @@
 
 When a unit's backward is over its reduce slot is reduced in one collective, whether or not this rank had all its
 gradients: another rank may have had the others. Slots are taken and reduced where a unit's backward begins and ends,
-and nowhere else; a gradient that meets no slot of its unit waits beside (`units/gradients.py`). What is left is reduced
+and nowhere else; a gradient that meets no slot of its unit waits beside (`units/gradients.py`). Late ones are reduced
 when backward ends. The sum is taken in rank order over values scaled by 1 / world_size, so a step's result does not
 depend on timing.
 
@@ -15,8 +15,8 @@ A reduce slot is *free* (no holder), *collecting* (its holder's `gradients.slot`
   added to the shard's gradient. Nobody else waits for a reduction.
 - Reductions of one unit are finished in the order in which they were started: the first of a backward overwrites the
   shard's gradient and later ones add to it.
-- A gradient that comes while its unit has no slot joins the next slot that the unit has; what is left when backward
-  ends is reduced then, on all ranks if on any.
+- A gradient that comes while its unit has no slot joins the next slot that the unit has; if any rank still holds
+  one when backward ends, all ranks reduce that unit then.
 - `no_sync` and a backward that raised leave slots collecting: the next backward goes on in them, or `abandon` frees
   them.
 """
@@ -135,7 +135,7 @@ class Reducer:
         self._largest = largest
 
     def _follow_trainable(self, unit: Unit) -> None:
-        """Lay out what is trainable now. A slot of the unit's own that has become too small is given up."""
+        """Lay out the groups that are trainable now. A slot of the unit's own that has become too small is given up."""
         gradients = unit.gradients
         if gradients.is_waiting:
             raise UsageError(
@@ -152,8 +152,8 @@ class Reducer:
             del self._own[unit]
 
     def open(self, unit: Unit) -> None:
-        """Have a slot for the unit's gradients. Called where graph order says so, never where a gradient does: ranks
-        take slots in one order whichever gradients come to them."""
+        """Give the unit a slot for its gradients. Called in graph order, never because a gradient came: all ranks take
+        slots in one order, whichever gradients come to them."""
         gradients = unit.gradients
         if gradients.slot is None and gradients.reduce_bytes:
             if gradients.own_slot is None and not self._reduces:
@@ -193,7 +193,7 @@ class Reducer:
             self._start(unit, unit.gradients.complete())
 
     def finish(self, units: Sequence[Unit]) -> None:
-        """Backward is over: agree on what became of each gradient, reduce what is left and hand out the sums.
+        """Backward is over: agree on the fate of each gradient, reduce late ones and hand out the sums.
 
         Ranks must agree although this one used every parameter: another may not have, and no rank knows of the others.
         """
@@ -207,7 +207,7 @@ class Reducer:
         agreed = iter(self._control.agree(Moment.BACKWARD_END, own))
         of_units = [list(islice(agreed, len(unit.gradients.keys))) for unit in units]
         for unit, fates in zip(units, of_units, strict=True):
-            if Fate.WAITS in fates:
+            if Fate.WAITS in fates:  # on any rank, so all of them reduce, in unit order
                 self.open(unit)
                 self.reduce(unit)
             else:
@@ -220,7 +220,7 @@ class Reducer:
                 unit.gradients.hand_out(fates)
 
     def abandon(self, units: Sequence[Unit]) -> None:
-        """Backward raised: finish what peers may be waiting for and forget the rest."""
+        """Backward raised: finish the reductions that peers may be waiting for and forget the rest."""
         self._finish_all()
         for unit in units:
             unit.gradients.abandon()
@@ -286,6 +286,7 @@ class Reducer:
             self._finish(self._in_flight[0])
 
     def _finish(self, flight: _InFlight) -> None:
+        # In order within a unit: the first sum of a backward overwrites the shard's gradient, later ones add to it.
         for earlier in list(self._in_flight):
             if earlier is flight:
                 break

@@ -1,9 +1,9 @@
-"""Saved tensors are handles: what autograd would keep of a gathered parameter is remembered by its place alone.
+"""Saved tensors are handles: of an unsharded parameter that autograd would keep, only the place is remembered.
 
 While a unit's forward runs, saved-tensor hooks replace every tensor that aliases a slot by a `Handle`. Unpacking in
-backward has the unit unsharded again and returns the same view of whatever slot it got. Without this, autograd would
-keep pointing into a slot that by then holds another unit's parameters. Whatever is packed remembers the call of a unit
-that it was saved in: to unpack it is to run that call's backward, though no gradient of an output may have told of it.
+backward unshards the unit again and returns the same view of the slot that it got. Without this, autograd would
+keep pointing into a slot that by then holds another unit's parameters. Everything packed remembers the unit's call in
+which it was saved: to unpack it is to run that call's backward, even if no gradient of an output has arrived.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ class SavedTensors:
         return self._places[-1] if self._places else None
 
     def enter(self, forward: ForwardPass[Unit], call: Call[Unit]) -> None:
-        """A call begins: what is saved from here on is saved in it."""
+        """A call begins: tensors saved from here on belong to it."""
         self._places.append((forward, call))
         self._activated.append(None)
 
     def activate(self) -> None:
-        """Activate the hooks, for the innermost call, on top of whatever is active; not where that undoes a checkpoint
-        inside the unit (`UnitCalls.wants_hooks`), nor where ours are on top already."""
+        """Activate the hooks, for the innermost call, on top of those that are active; not where that undoes a
+        checkpoint inside the unit (`UnitCalls.wants_hooks`), nor where ours are on top already."""
         self._unearth()
         outer: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
         inside_others = outer is not None and not any(outer[0] is held[0] for held in self._active)
@@ -136,7 +136,7 @@ class SavedTensors:
         return forward
 
     def _unearth(self) -> None:
-        """Deactivate hooks of ours that lay under somebody else's when they were to go."""
+        """Deactivate hooks of ours that lay under others when they were due to go."""
         while self._buried and self._pop_top(self._buried[-1]):
             self._buried.pop()
 
@@ -155,7 +155,7 @@ class SavedTensors:
             error.add_note(f"shardwise: {_FUNC_WAY_OUT}")
 
     def drain(self) -> None:
-        """Deactivate whatever an interrupted forward left behind."""
+        """Deactivate hooks that an interrupted forward left behind."""
         while self._active and self._pop_top(self._active[-1]):
             pass
         for held in (self._active, self._activated, self._buried, self._places):
@@ -179,8 +179,8 @@ class SavedTensors:
         return self._restore(packed)
 
     def _chain(self, outer: Hooks) -> Hooks:
-        """Hooks that hand on to `outer` what is not ours: only the innermost hooks fire, and an outer checkpoint must
-        not be undone."""
+        """Hooks that pass tensors outside our slots on to `outer`: only the innermost hooks fire, and an outer
+        checkpoint must not be undone."""
         outer_pack, outer_unpack = outer
 
         def pack(tensor: Tensor) -> object:
@@ -199,7 +199,7 @@ class SavedTensors:
         return pack, unpack
 
     def _handle(self, tensor: Tensor) -> Handle | None:
-        try:
+        try:  # by storage, which every view and alias shares; not by address: fake tensors have none
             slot = self._slots.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return None  # sparse and other storage-less tensors alias no slot
@@ -233,7 +233,7 @@ class SavedTensors:
                 f"the weights of unit {unit.fqn!r} were updated between the forward that saved them and this backward; "
                 "call optimizer.step() after all backwards that use the old weights, or run the forward again"
             )
-        self._note(handle.place)
+        self._note(handle.place)  # first: the reduce slot of this call's unit is open before a gradient comes
         self._unshard(unit)
         return handle.view()
 

@@ -1,4 +1,4 @@
-"""The order in which units were needed last time, and what that says about now.
+"""The order in which units were needed last time, as a prediction for now.
 
 A step is a sequence of events: ("forward", unit) when a unit's forward begins, ("backward", unit) when its backward
 does. The order of one step predicts the next of the same mode; where it stops matching, predictions stop until the
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Phase(enum.Enum):
-    """What a unit was needed for."""
+    """The purpose that a unit was needed for."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -49,7 +49,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         strategy: a `Strategy` or its lower-case name.
         mesh: data axes only: 1 axis = shard, 2 axes = (replicate, shard). Default: all ranks; for hybrid strategies
             one shard group per host.
-        units: what is gathered together. None = automatic (transformers' `_no_split_modules`, else repeated blocks of
+        units: which modules become units. None = automatic (transformers' `_no_split_modules`, else repeated blocks of
             a ModuleList or Sequential; large embeddings and heads alone); module classes; an int = the least numel of
             a unit; a callable (fqn, module) -> bool. The rest belongs to the root.
         precision: dtypes of compute, reduction and masters. Default: everything as stored.
@@ -63,8 +63,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     Raises:
         ConfigError: an argument cannot be used; `slots` are fewer than the nesting of units needs.
         MeshError: ranks, mesh and strategy do not fit together, or torchrun's ranks have no process group.
-        LayoutError: the model has no parameters, or something that cannot be sharded: a tie to what was sharded before,
-            two tensors over the same memory, a tensor subclass, TorchScript, a container that nobody calls.
+        LayoutError: the model has no parameters, or something that cannot be sharded: a tie to a parameter sharded
+            before, two tensors over the same memory, a tensor subclass, TorchScript, a container that nobody calls.
         DifferentModelsError: ranks built different models.
 
     Ranks whose initial parameters or buffers differ get rank 0's, with a warning. A second call on an ancestor adopts
@@ -224,7 +224,7 @@ def _settle(
 
 
 def _of_units(precision: Precision) -> Precision:
-    """Without what concerns the module that is sharded alone."""
+    """Without the settings that concern only the module given to `shard`."""
     return Precision(param=precision.param, reduce=precision.reduce, master=precision.master)
 
 

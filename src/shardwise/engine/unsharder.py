@@ -39,7 +39,7 @@ class Unsharder:
         self.slots: dict[int, Slot[Unit]] = {}
         """Every slot by the identity of its storage, those that are shards themselves included."""
         self.retired_slots = 0
-        """Storages left to somebody who still held a view of them when their unit was resharded."""
+        """Storages left to holders of views when their unit was resharded."""
 
     @property
     def arenas(self) -> list[Arena[Unit]]:
@@ -72,13 +72,13 @@ class Unsharder:
             unit.forget_slots()
 
     def unshard(self, unit: Unit, again: bool) -> None:
-        """Have `unit` unsharded with the weights of now, and wait for it. `again`: after its forward, so from the
-        secondary shard if there is one."""
+        """Unshard `unit` with its present weights and wait for it. `again`: after its forward, so from the secondary
+        shard if there is one."""
         parameters = unit.parameters
         if parameters.state is ParameterState.UNSHARDING:
             parameters.wait_for_unshard()
         if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:
-            self.reshard(unit)
+            self.reshard(unit)  # an optimizer has written the shard since: the slot holds the weights of before
         if parameters.state is ParameterState.SHARDED:
             self._start(unit, self._free_slot(self._arena_of(unit, again), unit))
             parameters.wait_for_unshard()
@@ -94,6 +94,7 @@ class Unsharder:
             if parameters.state is ParameterState.SHARDED:
                 slot = self._arena_of(unit, event.phase is Phase.BACKWARD).preferred(unit)
                 if slot.holder is not None:
+                    # Prefetching never evicts, and never skips a unit: all_gathers are issued in the order of need.
                     return
                 self._start(unit, slot)
             if parameters.state is ParameterState.UNSHARDING:
@@ -105,7 +106,7 @@ class Unsharder:
         label = self._control.gather_label(unit.index)
         if slot.collectives.world_size > 1:
             self._control.note(label)
-        slot.take(unit)
+        slot.take(unit)  # the last readers of the slot are through before this rank's slices are written into it
         unit.parameters.unshard(slot, label)
 
     def _arena_of(self, unit: Unit, again: bool) -> Arena[Unit]:
@@ -119,6 +120,8 @@ class Unsharder:
         for slot in choices:
             if slot.holder is None:
                 return slot
+        # Units that nothing computes with first. A unit in backward comes back through its handles; one in forward does
+        # not. Both lists are in the order of `choices`, so every rank evicts the same unit.
         held = [(slot, slot.holder) for slot in choices if slot.holder is not None]
         evictable = [pair for pair in held if pair[1].parameters.state is not ParameterState.IN_USE]
         evictable += [pair for pair in held if not pair[1].calls.in_forward]
@@ -132,7 +135,7 @@ class Unsharder:
         )
 
     def reshard(self, unit: Unit) -> None:
-        """Take the unit's slot back, in whatever state it is."""
+        """Take the unit's slot back, from any state."""
         parameters = unit.parameters
         if parameters.state is ParameterState.UNSHARDING:
             parameters.wait_for_unshard()
@@ -143,7 +146,7 @@ class Unsharder:
         assert parameters.slot is not None
         key = parameters.slot.key
         slot, was_retired = parameters.reshard()
-        slot.collectives.release(slot.buffer)
+        slot.collectives.release(slot.buffer)  # after its last reader: the slot's next content is ordered behind this
         slot.free()
         if was_retired:
             self.slots[slot.key] = self.slots.pop(key)

@@ -18,7 +18,7 @@ class Range(NamedTuple):
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> tuple[Range, ...]:
-    """The fewest ranges, in order, that hold what any of `ranges` holds. Empty ones vanish, neighbours join."""
+    """The union of `ranges` as the fewest ranges, in order. Empty ones vanish, neighbours join."""
     joined: list[Range] = []
     for start, stop in sorted(Range(*given) for given in ranges):
         if stop <= start:

@@ -1,8 +1,9 @@
 """Collectives of CPU ranks on one x86-64 Linux host, through memory that they share.
 
-A gather buffer is one piece of memory for all ranks: whoever writes a slice has thereby gathered it, and all that is
-left of an all_gather is to say so and to see that the others did. A reduce buffer is one piece per rank which all can
-read: every rank sums its own slice of all of them. Neither copies; the counters of `counters.py` order them.
+A gather buffer is one piece of memory for all ranks: a rank that writes its slice has thereby gathered it, and all
+that is left of an all_gather is to post so and to see that the others did. A reduce buffer is one piece per rank
+which all can read: every rank sums its own slice of all of them. Neither copies; the counters of `counters.py` order
+them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ShmCollectives:
         self._shared: list[_SharedBuffer] = []
         self._reduce_buffers: dict[int, _SharedBuffer] = {}  # by the address of this rank's own memory
         self._scattering: list[_Deferred] = []
-        """Reductions that wait for nobody once everybody has posted, in their order."""
+        """Reductions that can run without waiting once every rank has posted, in their order."""
         self._sum = RankOrderSum()
         lines = self.world_size * (1 + JOURNAL_LINES)
         stage = Segment(group, lines=lines, parts=self.world_size, part_bytes=2 * STAGE_BYTES)

@@ -2,7 +2,7 @@
 
 A counter is one monotone int64 per rank, each alone in its cache line, written by its rank and watched by the others.
 On x86-64 a store is never seen before an earlier store or load of the same core, so whatever a rank wrote (or read)
-before it posted is over for whoever sees the post. Other processors would need fences that Python cannot issue.
+before it posted is over for every rank that sees the post. Other processors would need fences that Python cannot issue.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Watch:
 
 
 class Counter:
-    """How often each rank has done one thing. Posting carries a signature of what was done, which waiting compares."""
+    """How often each rank has done one thing. Posting carries a signature of the call, which waiting compares."""
 
     def __init__(self, head: memoryview, position: int, world_size: int, watch: Watch) -> None:
         """The `position`-th counter in a segment's head; each takes `world_size` lines."""
@@ -148,14 +148,14 @@ class Journal:
         self._count = 0
 
     def write(self, signature: int) -> None:
-        """This rank does what the signature says. Local."""
+        """Note a call of this rank by its signature. No communication."""
         start = self._start(self._rank)
         self._head[start + _WORDS + self._count % _KEPT] = signature
         self._count += 1
         self._head[start] = self._count
 
     def difference(self) -> ShardwiseError | None:
-        """The error that says where a peer did something else, if one did at a point that both have come to. Local."""
+        """The error about a peer that did something else where both have been, or None. No communication."""
         own = self._start(self._rank) + _WORDS
         for peer in range(self._world_size):
             theirs = self._start(peer) + _WORDS

@@ -85,7 +85,7 @@ class Slot(Generic[T]):
 
     @property
     def is_referenced(self) -> bool:
-        """Whether somebody besides the holder keeps a view of the storage."""
+        """Whether anyone besides the holder keeps a view of the storage."""
         return self._references() > self._expected_references
 
     def _references(self) -> int:

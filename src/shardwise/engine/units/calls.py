@@ -2,9 +2,9 @@
 
 Backward walks back through the moments of a forward pass, last first: where a call ended its backward begins, where it
 began its backward is over. Autograd runs the newest nodes first, so hooks of one backward come in that order on every
-rank; but which of them come depends on what took part in the loss, on this rank. So a hook only says how far
-backward has come, and the engine does what is due at *every* moment passed on the way, those included whose own
-hooks never fire: a block that this rank skipped, a head that only another rank's loss reads, a prefix that is
+rank; but which hooks fire depends on the tensors that took part in this rank's loss. So a hook only reports how far
+backward has come, and the engine does what is due at *every* moment passed on the way, even where that moment's own
+hook never fires: a block that this rank skipped, a head that only another rank's loss reads, a prefix that is
 detached here. What ranks gather and reduce, and in which order, then depends on the calls of the forward pass alone,
 which they all made alike."""
 
@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 U = TypeVar("U", bound=Hashable)
-"""What is called: a unit."""
+"""The callee: a unit."""
 
 
 class Call(Generic[U]):
@@ -91,14 +91,14 @@ class UnitCalls(Generic[U]):
         self._forward.append(call)
 
     def end_forward(self) -> Call[U] | None:
-        """The innermost forward is over, or raised. None if the unit was not told of its beginning."""
+        """The innermost forward is over, or raised. None if its beginning was not reported."""
         return self._forward.pop() if self._forward else None
 
     def wants_hooks(self, recompute: bool, inside_others: bool) -> bool:
         """Whether saved-tensor hooks are to be activated for a call that begins `inside_others`.
 
-        Not for the recomputation of a forward that ran inside nobody's hooks: what recomputes is then a checkpoint in
-        the unit's own module, whose hooks went inside ours. Ours must not go inside them now.
+        Not for the recomputation of a forward that ran outside any hooks: then a checkpoint in the unit's own module
+        recomputes, whose hooks went inside ours. Ours must not go inside them now.
         """
         if not recompute:
             self._was_inside_hooks = inside_others
@@ -165,7 +165,7 @@ class ForwardPass(Generic[U]):
                 self._first[call.unit] = call
 
     def follow(self, backward: int) -> bool:
-        """Whether this is the first that is heard of `backward`. It starts at the last moment."""
+        """Start `backward` at the last moment if this is its first report. Returns whether it is."""
         if backward == self._backward:
             return False
         self._backward = backward

@@ -4,11 +4,11 @@ A gradient is copied (cast, scaled) into the unit's reduce slot as it arrives, a
 meets no slot, which may happen on some ranks only, waits beside in memory of its own and joins the next slot that the
 unit has. What holds:
 
-- a key (group, parameter) is `written` only while the unit has a slot, which then holds the sum of what came of it;
+- a key (group, parameter) is `written` only while the unit has a slot, which then holds the sum of its gradients;
 - the places of other keys hold leftovers of another unit until `complete` zeroes them;
 - `complete` takes the slot off the unit in the same move, so nothing is added to a slot that is being reduced;
-- `late` holds something only while the unit has no slot: what came first is added first;
-- whatever came is known to `fates` until it is handed out or forgotten.
+- `late` is empty while the unit has a slot: late gradients are added first, before those that come later;
+- every gradient is known to `fates` until it is handed out or forgotten.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Fate(enum.IntEnum):
 
 
 class UnitGradients:
-    """What came of each gradient of a unit and is not handed out yet."""
+    """A unit's gradients between autograd and `.grad`."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
@@ -63,7 +63,7 @@ class UnitGradients:
         self.place()
 
     def listen(self, listener: Callable[[Tensor], None]) -> None:
-        """Have every gradient told as it comes."""
+        """Call `listener` with every gradient as it comes."""
         self._listener = listener
 
     def place(self) -> None:
@@ -102,19 +102,19 @@ class UnitGradients:
     # Collecting -------------------------------------------------------------------------------------------------------
 
     def open(self, slot: Slot[Any]) -> None:
-        """Collect in `slot`, which is the unit's: first what came while there was none."""
+        """Collect in `slot`, which the unit holds. Late gradients go there first."""
         assert self.slot is None, "gradients are collected in one slot at a time"
         self.slot = slot
         self._add_late(slot)
 
     def close(self) -> None:
-        """Give the slot up with what is in it."""
+        """Give up the slot and its contents."""
         if self.slot is not None:
             self.slot.free()
             self.slot = None
 
     def keep(self, slot: Slot[Any] | None) -> None:
-        """Have a slot that no other unit uses; None: give it up."""
+        """Set the slot of this unit alone; None: give it up."""
         self.own_slot = slot
 
     def forget_slots(self) -> None:
@@ -157,6 +157,7 @@ class UnitGradients:
         return slot
 
     def _add_late(self, slot: Slot[Any]) -> None:
+        # Copied, not added: nothing is written without a slot, so the places hold leftovers of another unit.
         for (g, i), late in self._late.items():
             self._views_of(slot)[g][i].copy_(late)
         self._written.update(self._late)
@@ -188,7 +189,7 @@ class UnitGradients:
         return Fate.REDUCED if key in self._used or key in self._penalties else Fate.UNUSED
 
     def add_penalties(self) -> None:
-        """Add what penalties brought to the shard's gradient, after the reductions."""
+        """Add the gradients of penalties to the shard's gradient, after the reductions."""
         for (g, i), piece in self._penalties.items():
             group = self.groups[g]
             total, accumulate = group.gradient_target()
@@ -207,7 +208,7 @@ class UnitGradients:
             group.end_backward()
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Drop what came of these gradients and was not handed out. No communication."""
+        """Drop these gradients, as far as they are not handed out. No communication."""
         for key in keys:
             self._late.pop(key, None)
             self._penalties.pop(key, None)

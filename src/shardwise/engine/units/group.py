@@ -36,7 +36,7 @@ class Dtypes:
 
 
 class Group:
-    """Both faces of its parameters: what modules compute with and what optimizers update."""
+    """Both faces of its parameters: the one for modules to compute with, the one for optimizers to update."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class Group:
         self.shard: Tensor
         """This rank's slice of the flat buffer: 1-D, master dtype."""
         self.leaves: list[nn.Parameter] = []
-        """The inner faces: what modules compute with and autograd knows."""
+        """The inner faces: parameters that modules compute with and autograd knows."""
         self.sharded: list[ShardedParameter] = []
-        """The outer faces: what users and optimizers see."""
+        """The outer faces: parameters that users and optimizers see."""
         self.grad_shard: Tensor | None = None
         self.grads: list[ShardedParameter] = []
         self._unkept = 0
@@ -88,7 +88,7 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """The shard is what modules compute with: a shard group of one and no cast, or no elements."""
+        """Modules compute with the shard itself: a shard group of one and no cast, or no elements."""
         return self.layout.numel == 0 or (self.layout.world_size == 1 and self.dtypes.master == self.dtypes.compute)
 
     @property
@@ -166,7 +166,7 @@ class Group:
 
     def gradient_target(self) -> tuple[Tensor, bool]:
         """The shard's gradient, and whether a sum is to be added to it: the first sum of a backward overwrites it,
-        unless some parameter still has a gradient of earlier backwards, and then it holds what p.grad says."""
+        unless some parameter still has a gradient of earlier backwards, and then it holds those gradients."""
         accumulate = not self._awaits_first_sum
         if self._awaits_first_sum:
             self._awaits_first_sum = False
@@ -190,7 +190,7 @@ class Group:
         self._awaits_first_sum = True
 
     def _leave_kept_gradients(self) -> None:
-        """If somebody keeps a gradient that its parameter let go of, leave the memory to them and take other."""
+        """If the user keeps a gradient that its parameter let go of, leave them the memory and allocate other."""
         for index, sharded in enumerate(self.sharded):
             if sharded.grad is None and self._references(index) > self._unkept:
                 self._new_gradients()
@@ -266,8 +266,8 @@ class Group:
 
 
 def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Full shape on one element: gradients that come late still meet a leaf of the right shape, and whoever reads the
-    parameter outside its unit's forward reads NaN."""
+    """Full shape on one element: gradients that come late still meet a leaf of the right shape, and a read of the
+    parameter outside its unit's forward gives NaN."""
     fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), fill, dtype=dtype, device=device).expand(shape)
 

@@ -112,7 +112,7 @@ class UnitParameters:
         self._listener: Callable[[ParameterState, ParameterState], None] | None = None
 
     def listen(self, listener: Callable[[ParameterState, ParameterState], None]) -> None:
-        """Have every change of state told, before it is made: (old, new)."""
+        """Call `listener(old, new)` before every change of state."""
         self._listener = listener
 
     def _move(self, state: ParameterState) -> None:
@@ -211,7 +211,7 @@ class UnitParameters:
         """Write this rank's slices, cast, to their final places in `slot` and start the all_gather. Collective."""
         self._move(ParameterState.UNSHARDING)
         self.slot = slot
-        self._unsharded_version = self.version
+        self._unsharded_version = self.version  # before the slices are read: a write from here on makes them stale
         slices = self._primary
         if self._secondary is not None and slot.collectives is self._secondary.collectives:
             slices = self._secondary
@@ -225,7 +225,7 @@ class UnitParameters:
         self._work.wait()
         self._work = FINISHED
         self._show_views()
-        self.slot.expect_references()
+        self.slot.expect_references()  # leaves and cached views: one more, at reshard, is a view that somebody keeps
         self._move(ParameterState.UNSHARDED)
 
     def _show_views(self) -> None:
@@ -251,12 +251,12 @@ class UnitParameters:
             self._secondary.read_from(self.slot, self._unsharded_version)
 
     def reshard(self) -> tuple[Slot[Any], bool]:
-        """Let go of the slot. Returns it, and whether somebody else still holds a view of it: then its storage is
-        theirs, and the slot goes on with another."""
+        """Let go of the slot. Returns it, and whether its storage was retired: someone else still holds a view of it,
+        so the storage is theirs and the slot goes on with another."""
         slot = self.slot
         assert slot is not None
         self._move(ParameterState.SHARDED)
-        is_referenced = slot.is_referenced
+        is_referenced = slot.is_referenced  # while the leaves still point there, as when references were expected
         for group in self.groups:
             group.point_at_placeholders()
         if is_referenced:

@@ -28,7 +28,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Listener(Protocol):
-    """What a unit's hooks tell of what happens: the engine."""
+    """The object that a unit's hooks report to: the engine."""
 
     @property
     def runs_model(self) -> bool:
@@ -129,7 +129,7 @@ class Unit:
                     group.sharded[i].hand_on_gradients()
                     leaf.register_post_accumulate_grad_hook(self._gradient_hook((g, i)))
 
-    # What the outer faces tell their unit (`sharded.parameter.Owner`) -------------------------------------------------
+    # Called by the outer faces (`sharded.parameter.Owner`) ------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:

@@ -1,0 +1,70 @@
+"""docs/read-the-engine.md keeps its promise: it is short enough and names what exists. Links of all pages as well."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "read-the-engine.md"
+MOST_LINES = 3000
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXT = PAGE.read_text(encoding="utf-8")
+FILES = [(PAGE.parent / link).resolve() for link in re.findall(r"\]\((\.\./src/[^)]+\.py)\)", TEXT)]
+NAMES = sorted(set(re.findall(r"`([A-Z]\w*\.\w+)`", TEXT)))
+
+
+def lines_of(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+def definitions_in(path: Path) -> set[str]:
+    """Its classes, and what they define as Class.name."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return found
+
+
+def test_every_file_is_there_once() -> None:
+    assert FILES
+    assert [path for path in FILES if not path.is_file()] == []
+    assert len(set(FILES)) == len(FILES)
+
+
+def test_it_is_short_enough() -> None:
+    total = sum(map(lines_of, FILES))
+    assert total <= MOST_LINES, f"{total} lines in the first reading"
+
+
+def test_the_page_gives_the_sum_within_a_tenth() -> None:
+    match = re.search(r"Thirteen files, about ([\d,]+) lines", TEXT)
+    assert match is not None
+    assert int(match[1].replace(",", "")) == pytest.approx(sum(map(lines_of, FILES)), rel=0.1)
+    assert len(FILES) == 13
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_names_is_in_its_files(name: str) -> None:
+    assert name in set().union(*map(definitions_in, FILES))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that its headings have on GitHub."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors_of(target))):
+            dead.append(link)
+    assert dead == []
