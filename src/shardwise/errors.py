@@ -73,7 +73,7 @@ class StaleWeightsError(ShardwiseError, RuntimeError):
 
 
 class OutOfMemory(ShardwiseError, RuntimeError):
-    """A step needed more memory than its device has. The message says what is where and the cheapest ways out."""
+    """A step needed more memory than its device has. The message tells what is where and names ways out."""
 
 
 class CollectiveTimeout(ShardwiseError, RuntimeError):

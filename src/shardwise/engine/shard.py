@@ -24,7 +24,7 @@ from shardwise.modules.late_parameters import Newcomers
 from shardwise.modules.site import Site
 from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.precision import Precision
-from shardwise.policy.strategy import Strategy
+from shardwise.policy.strategy import LEAST_SLOTS, Strategy
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter, outer_face
 
 M = TypeVar("M", bound=nn.Module)
@@ -74,8 +74,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     """
     install()
     strategy = Strategy.parse(strategy)
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise ConfigError(f"slots={slots!r}: a number of slots is at least 2")
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < LEAST_SLOTS:
+        raise ConfigError(f"slots={slots!r}: a number of slots is at least {LEAST_SLOTS}")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"sw.shard takes an nn.Module, not a {type(model).__name__}")
     if engine_of(model, below=False) is not None:
@@ -103,7 +103,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         )
         raise LayoutError(f"{type(model).__name__} {why}: nothing to shard")
     old = [unit for engine in below.values() for unit in engine.units]
-    least = 2 + nesting(model, [*(plan.module for plan in plans), *(unit.module for unit in old)])
+    least = LEAST_SLOTS + nesting(model, [*(plan.module for plan in plans), *(unit.module for unit in old)])
     if slots < least and resharding:
         raise ConfigError(f"slots={slots} is fewer than this model's nesting of units needs: at least {least}")
     adopted = [_take_over(model.get_submodule(fqn)) for fqn in below]

@@ -69,7 +69,9 @@ class Unit:
         self._hooked_leaves: set[int] = set()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise UsageError(f"a sharded model (unit {self.fqn!r}) cannot be deep-copied; copy it before sw.shard")
+        raise UsageError(
+            f"unit {self.fqn!r} of a sharded model cannot be deep-copied alone: copy the model that was sharded"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
