@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.sharded import chunks
 from shardwise.sharded import snapshot as snapshots
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.snapshot import HeldParameter, Snapshot, is_sole
@@ -36,7 +35,7 @@ WRITES: dict[str, Callable[[ShardedParameter, ShardedParameter], object]] = {
     "foreach": lambda held, other: torch._foreach_lerp_([other, held], [held, other], 0.5),
     "fused": _fused,
     "mask": lambda held, other: held.__setitem__(other > -9, 5.0),
-    "torch's load": lambda held, other: chunks.chunks_to_load(held) and chunks.view_at(held, (0, 0)).fill_(3),
+    "torch's load": lambda held, other: held.__create_chunk_list__() and held.local.view(-1)[:1].fill_(3),
     "local": lambda held, other: held.local.fill_(9),
     "numpy": lambda held, other: held.local.numpy().fill(9),
     "local's data": lambda held, other: held.local.data.fill_(9),
