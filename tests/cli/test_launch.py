@@ -61,7 +61,7 @@ def test_no_rank_outlives_its_launcher(start: Start, tmp_path: Path) -> None:
     """It would go on saving beside the ranks of the next start."""
     scenario = f"""
 open(r"{tmp_path}/rank-" + str(rank), "w").write(str(os.getpid()))
-print("training", flush=True)
+os.write(1, b"training\\n")  # in one piece: both ranks write to one pipe
 time.sleep(600)
 """
     command = _start_and_wait(start, scenario)
@@ -153,7 +153,7 @@ def test_another_missing_module_is_no_mistake(start: Start) -> None:
 SAVES_ON_INTERRUPT = """
 asked = []
 signal.signal(signal.SIGINT, lambda *_: asked.append(1))
-print("training", flush=True)
+os.write(1, b"training\\n")  # in one piece: both ranks write to one pipe
 while not asked:
     time.sleep(0.01)
 time.sleep(0.2 + rank)
@@ -217,7 +217,7 @@ def test_an_interrupt_before_the_ranks_listen(start: Start, delay_s: float) -> N
 def test_an_interrupt_while_ranks_import_is_no_failure(start: Start) -> None:
     """As an extension module says that is imported again after an interrupt broke its first import off."""
     scenario = """
-print("training", flush=True)
+os.write(1, b"training\\n")  # in one piece: both ranks write to one pipe
 try:
     time.sleep(600)
 except KeyboardInterrupt:
@@ -242,7 +242,7 @@ def test_a_straggler_is_not_waited_for(start: Start) -> None:
     scenario = """
 if rank == 0:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-print("training", flush=True)
+os.write(1, b"training\\n")  # in one piece: both ranks write to one pipe
 time.sleep(600)
 """
     shorter = "from shardwise.cli import launch; launch.STRAGGLER_GRACE_S = 1.0"

@@ -341,7 +341,7 @@ def test_too_few_slots_for_the_nesting_of_units_raise_in_shard() -> None:
         sw.shard(model, units=every_block_and_linear, slots=2)
     assert all(type(p) is nn.Parameter for p in model.parameters())  # it may be tried again
     squares(sw.shard(model, units=every_block_and_linear, slots=3), batch(0)).backward()
-    with pytest.raises(ConfigError, match=r"slots=1 .* at least 2"):
+    with pytest.raises(ConfigError, match=r"slots=1: .* at least 2"):
         sw.shard(Net(), units=lambda fqn, module: False, slots=1)
 
 

@@ -98,9 +98,9 @@ class Engine:
         self._passes = 0
         """Outermost forwards so far."""
         self._ahead_of_backward = 0
-        """Outermost forwards in grad mode since the root's last, or a backward."""
+        """Outermost forwards in grad mode since the last one of the root or the last backward, whichever is later."""
         self._walked: list[ForwardPass[Unit]] = []
-        """Of the backward under way: the passes it has come through, oldest first."""
+        """Of the backward under way: the passes it has come through, in that order."""
         self._finisher: Callable[[], object] = _nothing
         """Weakly, the callback that autograd holds until the backward under way is over or has raised."""
         self.newcomers: Newcomers

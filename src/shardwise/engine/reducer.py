@@ -279,7 +279,7 @@ class Reducer:
     def _reduction(group: Group, slot: Slot[Unit], sums: Slot[Unit] | None) -> Reduction:
         if sums is not None:
             return Reduction(group.flat_gradients(slot), group.slice_in(sums), accumulate=False)
-        return Reduction(group.flat_gradients(slot), *group.gradient_target())
+        return Reduction(group.flat_gradients(slot), *group.prepare_sum())
 
     def _finish_all(self) -> None:
         while self._in_flight:
@@ -301,7 +301,7 @@ class Reducer:
         if flight.slices:
             groups = [group for group in flight.unit.groups if group.trainable]
             for group, own in zip(groups, flight.slices, strict=True):
-                total, accumulate = group.gradient_target()
+                total, accumulate = group.prepare_sum()
                 self._unscaled.add(total, own) if accumulate else total.copy_(own)
         assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
         flight.slot.free()

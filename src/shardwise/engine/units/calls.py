@@ -1,10 +1,10 @@
 """Calls of units, and the outermost forward that they are part of, from its beginning to the end of its backward.
 
-Backward walks back through the moments of a forward pass, last first: where a call ended its backward begins, where it
-began its backward is over. Autograd runs the newest nodes first, so hooks of one backward come in that order on every
+Backward walks back through the moments of a forward pass, last first: where a call ended, its backward begins; where it
+began, its backward is over. Autograd runs the newest nodes first, so hooks of one backward come in that order on every
 rank; but which hooks fire depends on the tensors that took part in this rank's loss. So a hook only reports how far
 backward has come, and the engine does what is due at *every* moment passed on the way, even where that moment's own
-hook never fires: a block that this rank skipped, a head that only another rank's loss reads, a prefix that is
+hook never fires: a unit whose inside this rank skipped, a head that only another rank's loss reads, a prefix that is
 detached here. What ranks gather and reduce, and in which order, then depends on the calls of the forward pass alone,
 which they all made alike."""
 
@@ -36,7 +36,7 @@ class Call(Generic[U]):
         self.has_backward = False
         """A gradient may come through it."""
         self.is_first = False
-        """No earlier call of the same unit in this pass has a backward: with this one's the unit's is over."""
+        """No earlier call of the same unit in this pass has a backward: when this call's is over, so is the unit's."""
         self.is_open = False
         """Its backward has begun and is not over."""
 

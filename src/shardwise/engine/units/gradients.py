@@ -192,7 +192,7 @@ class UnitGradients:
         """Add the gradients of penalties to the shard's gradient, after the reductions."""
         for (g, i), piece in self._penalties.items():
             group = self.groups[g]
-            total, accumulate = group.gradient_target()
+            total, accumulate = group.prepare_sum()
             if not accumulate:
                 total.zero_()
             group.grads[i].local.add_(piece)

@@ -164,7 +164,7 @@ class Group:
         del piece
         self._unkept = self._references(-1)
 
-    def gradient_target(self) -> tuple[Tensor, bool]:
+    def prepare_sum(self) -> tuple[Tensor, bool]:
         """The shard's gradient, and whether a sum is to be added to it: the first sum of a backward overwrites it,
         unless some parameter still has a gradient of earlier backwards, and then it holds those gradients."""
         accumulate = not self._awaits_first_sum

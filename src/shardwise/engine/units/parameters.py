@@ -1,7 +1,8 @@
 """The parameters of one unit: a state machine.
 
-    SHARDED --unshard--> UNSHARDING --wait_for_unshard--> UNSHARDED <--show_unsharded / show_sharded--> IN_USE
-       ^                                                     |
+                                                                 --show_unsharded-->
+    SHARDED --unshard--> UNSHARDING --wait_for_unshard--> UNSHARDED                     IN_USE
+       ^                                                     |   <---show_sharded----
        +------------------------reshard----------------------+
 
 What holds in each state:
