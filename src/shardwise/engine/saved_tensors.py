@@ -166,7 +166,7 @@ class SavedTensors:
         if handle is not None:
             return handle
         # Detached (versions are shared): an operation that saves its own output would else keep itself alive for good.
-        return tensor.detach(), tensor._version, self.innermost
+        return tensor.detach(), tensor._version, self._places[-1] if self._places else None
 
     def _unpack(self, packed: object) -> Tensor:
         if type(packed) is tuple:
@@ -187,7 +187,7 @@ class SavedTensors:
             handle = self._handle(tensor)
             if handle is not None:
                 return handle
-            return Chained(outer_pack(tensor), outer_unpack, self.innermost)
+            return Chained(outer_pack(tensor), outer_unpack, self._places[-1] if self._places else None)
 
         def unpack(packed: object) -> Tensor:
             if isinstance(packed, Chained):
@@ -208,7 +208,7 @@ class SavedTensors:
         unit = slot.holder
         return Handle(
             unit,
-            self.innermost,
+            self._places[-1] if self._places else None,
             unit.parameters.version,
             tensor.dtype,
             int(tensor.storage_offset()),

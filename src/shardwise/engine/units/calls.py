@@ -171,7 +171,8 @@ class ForwardPass(Generic[U]):
         self._backward = backward
         self._position = len(self._moments)
         for call in self._moments:
-            call.close()
+            if call.is_open:  # a method's call for each moment of each backward adds up
+                call.close()
         return True
 
     def has_come_to(self, call: Call[U], backward: int) -> bool:

@@ -76,8 +76,9 @@ class UnitGradients:
     @property
     def is_waiting(self) -> bool:
         """Whether gradients of a `no_sync` backward wait to be reduced. Those that users have dropped are forgotten."""
-        if self._waiting:
-            self.forget([key for key in self.keys if WaitingGradient.was_dropped(self._face(key))])
+        if not (self._written or self._late or self._penalties):  # asked for every unit in every step
+            return False
+        self.forget([key for key in self.keys if WaitingGradient.was_dropped(self._face(key))])
         return bool(self._waiting)
 
     @property
@@ -201,8 +202,9 @@ class UnitGradients:
     def hand_out(self, fates: Sequence[int]) -> None:
         """Give every parameter that some rank used its gradient; the others keep what they had."""
         for (g, i), fate in zip(self.keys, fates, strict=True):
-            if fate != Fate.UNUSED:
-                self.groups[g].hand_out(i)
+            group = self.groups[g]
+            if fate != Fate.UNUSED and group.grads:
+                group.sharded[i].receive_grad(group.grads[i])
         self._used.clear()
         for group in self.groups:
             group.end_backward()

@@ -180,11 +180,6 @@ class Group:
         assert self.grad_shard is not None
         return self.grad_shard, accumulate
 
-    def hand_out(self, index: int) -> None:
-        """Give a parameter its piece of the shard's gradient."""
-        if self.grads:
-            self.sharded[index].receive_grad(self.grads[index])
-
     def end_backward(self) -> None:
         """The next sum is of another backward."""
         self._awaits_first_sum = True
