@@ -4,7 +4,8 @@
     python benchmarks/overhead_pairs.py /tmp/before               # seven pairs, about four minutes
     python benchmarks/overhead_pairs.py /tmp/before --pairs 9 --out results/NAME.json
 
-The probes are those of `overhead.py`: a step of 64 tiny units at two world sizes, fused AdamW on 300 small parameters.
+The probes are those of `overhead.py`, and both sides run this checkout's: a step of 64 tiny units at two world sizes,
+fused AdamW on 300 small parameters.
 Each measurement is a fresh process; the sides take turns in going first. Target: a median ratio of at most 1.03.
 """
 
@@ -32,10 +33,10 @@ PROBES = {
 
 
 def seconds(checkout: Path, probe: Probe) -> float:
-    """The probe's median in a process of its own, with the code of `checkout`."""
-    environment = {**os.environ, "PYTHONPATH": f"{checkout / 'src'}:{checkout}", "OMP_NUM_THREADS": "1"}
+    """The probe's median in a process of its own, with the engine of `checkout`."""
+    environment = {**os.environ, "PYTHONPATH": f"{checkout / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.probe", json.dumps(asdict(probe))]
-    done = subprocess.run(command, check=False, cwd=checkout, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{checkout}: {done.stderr.strip().splitlines()[-1]}")
     return float(done.stdout.strip().splitlines()[-1])

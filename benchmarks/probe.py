@@ -1,7 +1,8 @@
 """One measurement of `overhead.py` in a process of its own: `python -m benchmarks.probe PROBE.json`.
 
 The process is rank 0 of a world that exists only in a fake process group, so collectives cost nothing and
-move nothing; parameter values are garbage and never looked at. Prints the median time in seconds.
+move nothing; parameter values are garbage and never looked at. Prints the median time in seconds, of the processor:
+everything happens in one thread, and what else runs on the machine then counts less.
 """
 
 import importlib
@@ -53,9 +54,9 @@ def _median_s(action: Callable[[], None], between: Callable[[], None], probe: Pr
     """Time `action`, with an untimed `between` after each call."""
     times_s: list[float] = []
     for _ in range(probe.warmup + probe.repeats):
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         action()
-        times_s.append(time.perf_counter() - started_s)
+        times_s.append(time.process_time() - started_s)
         between()
     return median(times_s[probe.warmup :])
 

@@ -106,9 +106,12 @@ class ScaledAddition:
 
     def write(self, target: Tensor, source: Tensor) -> None:
         """target[:] = scale * source, scaled in the wider dtype of the two, and rounded once."""
-        if source.dtype == target.dtype and target.is_cpu and self._is_exact(target.dtype):
-            torch.mul(source, self._factor(target.dtype), out=target)
-            return
+        if source.dtype == target.dtype and target.is_cpu:
+            factor = self._factor(target.dtype)
+            # To multiply by a factor that is itself rounded to a narrow dtype would round twice.
+            if target.dtype.itemsize >= _FP32_BYTES or factor.item() == self._scale:
+                torch.mul(source, factor, out=target)
+                return
         wide = torch.promote_types(target.dtype, source.dtype)
         if target.dtype == wide != source.dtype:
             target.copy_(source)
@@ -132,10 +135,6 @@ class ScaledAddition:
             else:
                 total = self._memory(wide, part.numel()).copy_(part)
                 part.copy_(total.add_(term, alpha=self._scale))
-
-    def _is_exact(self, dtype: torch.dtype) -> bool:
-        """Whether torch would multiply by the factor of that dtype: by the number itself it would round less."""
-        return dtype.itemsize >= _FP32_BYTES or self._factor(dtype).item() == self._scale
 
     def _factor(self, dtype: torch.dtype) -> Tensor:
         """The scale as a 0-d tensor on the CPU: given a number, torch makes one for each call."""

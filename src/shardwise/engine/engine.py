@@ -35,7 +35,7 @@ from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Arguments, Unit
 from shardwise.engine.unsharder import Unsharder
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
-from shardwise.modules.late_parameters import Newcomers
+from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.trees import cast_tensors, exchange_input, exchange_tensors, first_differentiable, output_tensors
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
@@ -64,9 +64,7 @@ def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
     the latter, and the user's next call has to find modules that hold the sharded parameters."""
     held = engine()
     if held is not None and held.backward is not Backward.NONE:
-        if held.backward is Backward.RUNNING:  # else ranks were agreeing, and know
-            held.control.abandon()
-        held.show_sharded()
+        held.leave_backward()
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,6 +82,9 @@ class Engine:
         self.slots = slots
         self.keeps_params = keeps_params
         self.units: list[Unit] = []
+        """Outermost first."""
+        self.root: Unit
+        """The first of them. Set when units are installed."""
         self.schedule = Schedule()
         self.control = Control(mesh)
         self.unsharder = Unsharder(mesh, self.control, self.schedule, slots)
@@ -103,18 +104,16 @@ class Engine:
         """Of the backward under way: the passes it has come through, in that order."""
         self._finisher: Callable[[], object] = _nothing
         """Weakly, the callback that autograd holds until the backward under way is over or has raised."""
-        self.newcomers: Newcomers
-        """Set when the model is sharded."""
+        self.late_parameters: LateParameters
+        """Set when units are installed."""
 
     # Setting up ---------------------------------------------------------------------------------------------------
 
-    @property
-    def root(self) -> Unit:
-        return self.units[0]
-
-    def install(self, units: Sequence[Unit]) -> None:
+    def install(self, units: Sequence[Unit], late_parameters: LateParameters) -> None:
         """Take over `units`, outermost first, and hook their modules."""
         self.units = list(units)
+        self.root = self.units[0]
+        self.late_parameters = late_parameters
         self._is_allocated = False
         for index, unit in enumerate(self.units):
             unit.join(self, index, self.keeps_params)
@@ -297,7 +296,7 @@ class Engine:
         if unit is self.root:
             self._ahead_of_backward = 0
         if torch.is_grad_enabled():
-            self.newcomers.check()
+            self.late_parameters.check()
         self._follow_requires_grad()
         if not self._ahead_of_backward:
             self.schedule.begin((torch.is_grad_enabled(), unit.index, unit.module.training))
@@ -409,14 +408,16 @@ class Engine:
             self.unsharder.unshard(unit, again=True)
 
     def _begin_backward(self) -> None:
-        if self.backward is not Backward.NONE and self._finisher() is None:  # dropped: the last backward raised
+        if self.backward is Backward.RUNNING:
+            return
+        if self.backward is Backward.ENDING and self._finisher() is None:  # dropped: the last backward raised
             self._abandon_backward()
         if self.backward is Backward.NONE:
             self._follow_requires_grad()  # autograd drops gradients of parameters frozen since the forward
             self.allocate()
             for unit in self.units:
                 unit.gradients.hide_waiting()
-            finisher = partial(self._finish_backward)
+            finisher = partial(self._finish_backward)  # an object of its own: autograd alone keeps it
             torch.autograd.Variable._execution_engine.queue_callback(finisher)  # raises outside a backward
             self._finisher = weakref.ref(finisher, partial(_on_dropped, weakref.ref(self)))
             self.backward = Backward.RUNNING
@@ -450,6 +451,15 @@ class Engine:
     def _forget_backward(self) -> None:
         for unit in self.units:
             unit.calls.forget_backward()
+
+    def leave_backward(self) -> None:
+        """The backward under way raised. Waits for no peer; what it left is cleared up before the next one."""
+        was_running = self.backward is Backward.RUNNING  # else ranks were agreeing, and know
+        for forward in self._walked:
+            forward.close()
+        self.show_sharded()
+        if was_running:
+            self.control.abandon()
 
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters, but where a forward is inside. No communication."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.calls import Call, ForwardPass
+from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import StaleWeightsError, UsageError
 
@@ -171,7 +172,8 @@ class SavedTensors:
     def _unpack(self, packed: object) -> Tensor:
         if type(packed) is tuple:
             tensor, version, place = packed
-            self._note(place)
+            if place is None or not place[1].is_open:
+                self._note(place)
             if tensor._version != version:
                 raise modified_in_place(tensor, version)
             return tensor  # type: ignore[no-any-return]
@@ -233,8 +235,11 @@ class SavedTensors:
                 f"the weights of unit {unit.fqn!r} were updated between the forward that saved them and this backward; "
                 "call optimizer.step() after all backwards that use the old weights, or run the forward again"
             )
-        self._note(handle.place)  # first: the reduce slot of this call's unit is open before a gradient comes
-        self._unshard(unit)
+        is_open = handle.place is not None and handle.place[1].is_open
+        if not is_open:  # first: the reduce slot of this call's unit is to be open before a gradient comes
+            self._note(handle.place)
+        if not is_open or unit.parameters.state is not ParameterState.IN_USE:
+            self._unshard(unit)
         return handle.view()
 
 

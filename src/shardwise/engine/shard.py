@@ -20,7 +20,7 @@ from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
 from shardwise.modules.deferred_init.materialize import materialize, on_meta
-from shardwise.modules.late_parameters import Newcomers
+from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.site import Site
 from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.precision import Precision
@@ -111,9 +111,9 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     groups = adopted[0].mesh if adopted else build_mesh(strategy, mesh, secondary, None)
     engine = Engine(groups, strategy, precision, slots, keeps_params=not resharding)
     own = _build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
-    engine.install(_in_module_order(model, own, old, groups))
     plain = [parameter for parameter in model.parameters() if not isinstance(parameter, ShardedParameter)]
-    engine.newcomers = Newcomers(model, [*ignored, *plain])  # of those on the meta device others stand there now
+    late = LateParameters(model, [*ignored, *plain])  # of those on the meta device others stand there now
+    engine.install(_in_module_order(model, own, old, groups), late)
     _take_charge(model, engine)
     give_sharded_parameters()
     return model

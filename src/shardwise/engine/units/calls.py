@@ -11,7 +11,7 @@ which they all made alike."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 U = TypeVar("U", bound=Hashable)
 """The callee: a unit."""
@@ -123,14 +123,6 @@ class UnitCalls(Generic[U]):
         self._open = 0
 
 
-class Passed(NamedTuple, Generic[U]):
-    """A moment that backward has come to, walking back."""
-
-    call: Call[U]
-    is_end: bool
-    """The call's end: its backward begins. Else its beginning: its backward is over."""
-
-
 class ForwardPass(Generic[U]):
     """One outermost forward: when the calls inside it began and ended, and how far backward has come."""
 
@@ -170,18 +162,23 @@ class ForwardPass(Generic[U]):
             return False
         self._backward = backward
         self._position = len(self._moments)
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """No call's backward is under way: the last one raised, or another one begins."""
         for call in self._moments:
             if call.is_open:  # a method's call for each moment of each backward adds up
                 call.close()
-        return True
 
     def has_come_to(self, call: Call[U], backward: int) -> bool:
         """Whether `backward` has begun with that call."""
         return backward == self._backward and self._position <= call.end
 
-    def walk_back(self, position: int = 0) -> Iterator[Passed[U]]:
-        """The moments from the last one passed back to `position`, that one included."""
+    def walk_back(self, position: int = 0) -> Iterator[tuple[Call[U], bool]]:
+        """The moments from the last one passed back to `position`, that one included: a call, and whether it is its end
+        (its backward begins) or its beginning (its backward is over)."""
         while self._position > position:
             self._position -= 1
             call = self._moments[self._position]
-            yield Passed(call, is_end=self._position == call.end)
+            yield call, self._position == call.end

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 class ParameterState(enum.Enum):
     """Where a unit's parameters are."""
 
+    __hash__ = object.__hash__  # enum's own is written in Python, and a step looks moves up by the thousand
     SHARDED = "sharded"
     """Only this rank's slice exists."""
     UNSHARDING = "unsharding"
