@@ -22,8 +22,8 @@ from benchmarks.accelerator.meshes import FAKE_WORLD, fake_world
 from benchmarks.accelerator.row import NO_ACCELERATOR, Row, Verdict, figure, impossible, reached
 from benchmarks.accelerator.trace import Trace, profiled, spread
 from benchmarks.accelerator.waits import waits
+from shardwise.engine.lookup import require_engine
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.shard import require_engine
 
 FSDP2_SHARE = 0.35
 """Of FSDP2's host time a unit: the target that `overhead.py` has on CPUs."""

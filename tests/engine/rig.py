@@ -26,7 +26,7 @@ import shardwise as sw
 from shardwise.comm.recording import Event, RecordingCollectives
 from shardwise.engine import mesh as mesh_module
 from shardwise.engine.engine import Engine
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.engine.units.unit import Unit
 from shardwise.sharded.parameter import ShardedParameter
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import shardwise as sw
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares

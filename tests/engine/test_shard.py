@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, DifferentModelsError, LayoutError, MeshError, UsageError
 from shardwise.modules.trees import output_tensors
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares, unwarned, warned

@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.shared_memory.collectives import STAGE_BYTES
 from shardwise.comm.shared_memory.counters import JOURNAL_LINES
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.model_tools.memory import replicated
 from shardwise.policy.kinds import KINDS
 from tests.engine.allocations import Live, new, shared_mapping_bytes, traced

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import LayoutError
 from tests.engine.allocations import Live, traced
 from tests.engine.rig import Block, Net, seeded

@@ -14,8 +14,8 @@ from torch import Tensor
 from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Work
 from shardwise.comm.summation import ScaledAddition
 from shardwise.engine.engine import Engine
+from shardwise.engine.lookup import require_engine
 from shardwise.engine.saved_tensors import SavedTensors
-from shardwise.engine.shard import require_engine
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.gradients import UnitGradients
 from shardwise.engine.units.parameters import UnitParameters, _Slices

@@ -20,7 +20,7 @@ from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.io.storage import Location, check_location
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.names.transformers_names import find, is_transformers
 from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError
 from shardwise.modules.deferred_init.materialize import left_blank
 

@@ -39,7 +39,7 @@ from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
 from shardwise.checkpoint.ranks.file_barrier import Barrier, FileBarrier, read_note, write_note
 from shardwise.checkpoint.staging import HostMemory
 from shardwise.engine.engine import Engine
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError, UsageError
 
 _SIGHT_S = 5.0

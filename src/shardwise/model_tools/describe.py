@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from torch import nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.unit import Unit
 from shardwise.policy.precision import SHORT_NAMES

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.engine.torch_patches import stepped
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.sharded.parameter import ShardedParameter, outer_face

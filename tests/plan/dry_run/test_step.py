@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.recording import RecordingCollectives
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PlanError
 from shardwise.layout.flat import round_up
 from shardwise.plan.dry_run.job import Job

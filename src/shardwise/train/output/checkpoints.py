@@ -17,7 +17,7 @@ from shardwise.checkpoint.io.storage import LocalDirectory, is_url
 from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.checkpoint.ranks.consensus import Peers
-from shardwise.engine.shard import require_engine
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError, ConfigError, UnreadableError
 from shardwise.train.build.optimizer import options_of, set_options
 from shardwise.train.config.schema import CheckpointConfig

@@ -1,0 +1,123 @@
+"""The units of a model that is being sharded: their groups, their shards, and equal numbers on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwise.engine.agreement import agree_on_layout, agree_on_values
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.units.group import Dtypes, Group
+from shardwise.engine.units.unit import Unit
+from shardwise.modules.deferred_init.materialize import materialize, on_meta
+from shardwise.modules.site import Site
+from shardwise.modules.wrapping import UnitPlan
+from shardwise.policy.precision import Precision
+from shardwise.sharded.parameter import SHARDED_FACE
+
+
+def build_units(
+    model: nn.Module, plans: list[UnitPlan], mesh: Mesh, precision: Precision, settings: Sequence[object]
+) -> list[Unit]:
+    """A unit for each plan, sharded, after all ranks have agreed on the model and on `settings`. Every rank must call
+    this.
+
+    Raises:
+        DifferentModelsError: on every rank, if ranks built different models or were given different settings.
+    """
+    units = [(Unit(plan.fqn, plan.module, _groups(plan, mesh, precision)), plan) for plan in plans]
+    given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
+    agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
+    with torch.no_grad(), torch.inference_mode(False):
+        if on_meta(model):
+            _materialize(model, units, plans, mesh, precision)
+        else:
+            for unit, plan in units:
+                agree_on_values([(fqn, parameter) for fqn, parameter, _ in plan.parameters], mesh)
+                unit.shard_parameters(mesh.device)
+        _prepare_buffers(model, mesh, precision)
+    for group in (group for unit, _ in units for group in unit.groups):
+        for sharded in group.sharded:  # those who hold the original, such as optimizers, find the sharded one by it
+            setattr(given[sharded.fqn], SHARDED_FACE, sharded)
+    return [unit for unit, _ in units]
+
+
+def _materialize(
+    model: nn.Module, units: Sequence[tuple[Unit, UnitPlan]], plans: list[UnitPlan], mesh: Mesh, precision: Precision
+) -> None:
+    by_plan = {id(plan): unit for unit, plan in units}
+
+    def finish(plan: UnitPlan) -> None:
+        unit = by_plan[id(plan)]
+        replaced = {fqn: parameter for fqn, parameter, _ in plan.parameters}
+        for group in unit.groups:
+            group.replace_originals(replaced)
+        unit.shard_parameters(mesh.device)
+
+    real = [(fqn, parameter) for plan in plans for fqn, parameter, _ in plan.parameters if not parameter.is_meta]
+    agree_on_values(real, mesh)
+    with _SameRandomState(mesh):
+        materialize(model, plans, mesh.device, finish)
+    for unit, plan in units:
+        if not plan.parameters:
+            unit.shard_parameters(mesh.device)
+
+
+class _SameRandomState:
+    """Rank 0's random state on every rank; afterwards other ranks have their own back."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __enter__(self) -> None:
+        self._shared = self._mesh.is_dry
+        if self._shared:  # alone; and a random state is a real tensor, whatever mode makes the others fake
+            return
+        self._before = torch.get_rng_state()
+        state = self._before.to(self._mesh.device)
+        self._mesh.replicate.broadcast(state, 0)
+        self._mesh.shard.broadcast(state, 0)
+        torch.set_rng_state(state.cpu())
+        self._shared = bool(torch.equal(state.cpu(), self._before))
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._shared:
+            torch.set_rng_state(self._before)
+
+
+def _groups(plan: UnitPlan, mesh: Mesh, precision: Precision) -> list[Group]:
+    """Parameters by (stored dtype, trainable), each in the order of the module tree."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter, tuple[Site, ...]]]] = {}
+    for item in plan.parameters:
+        kinds.setdefault((item[1].dtype, item[1].requires_grad), []).append(item)
+    return [
+        Group(items, _dtypes(dtype, trainable, precision), mesh.shard) for (dtype, trainable), items in kinds.items()
+    ]
+
+
+def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision) -> Dtypes:
+    if not stored.is_floating_point:
+        return Dtypes(stored, stored, stored)
+
+    def given(name: str | None, default: torch.dtype) -> torch.dtype:
+        return default if name is None else getattr(torch, name)
+
+    master = given(precision.master, stored) if trainable else stored
+    compute = given(precision.param, master)
+    return Dtypes(master, compute, given(precision.reduce, compute))
+
+
+def _prepare_buffers(model: nn.Module, mesh: Mesh, precision: Precision) -> None:
+    """Move buffers to the device, cast them if asked, and have rank 0's everywhere."""
+    dtype = None if precision.buffers is None else getattr(torch, precision.buffers)
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer in two places stays one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in moved:
+                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                moved[buffer] = buffer.to(mesh.device, cast)
+            if buffer is not None:
+                module._buffers[name] = moved[buffer]
+    agree_on_values([(name, buffer) for name, buffer in model.named_buffers() if buffer.numel()], mesh)

@@ -1,0 +1,73 @@
+"""Which engine serves a module: it lies in the dictionary of the module that was given to `shard`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.units.unit import Unit
+from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter, outer_face
+
+_ENGINE = "_shardwise_engine"
+
+
+def set_engine(model: nn.Module, engine: Engine) -> None:
+    """From here on `engine` serves `model`."""
+    model.__dict__[_ENGINE] = engine
+
+
+def take_engine(model: nn.Module) -> Engine:
+    """The engine of a module that was given to `shard`, which then has none."""
+    engine: Engine = model.__dict__.pop(_ENGINE)
+    return engine
+
+
+def engine_of(model: nn.Module, below: bool = True) -> Engine | None:
+    """The engine that `shard` gave the module; with `below`, or else the one that a module below it has."""
+    for module in model.modules() if below else (model,):
+        engine: Engine | None = module.__dict__.get(_ENGINE)
+        if engine is not None:
+            return engine
+    return None
+
+
+def engines_by_name(model: nn.Module) -> dict[str, Engine]:
+    """Of every sharded model at or below the module, by its name from there."""
+    return {fqn: engine for fqn, module in model.named_modules() if (engine := module.__dict__.get(_ENGINE))}
+
+
+def engines_below(model: nn.Module) -> list[Engine]:
+    """Of every sharded model at or below the module, in module order. Raises UsageError if there is none."""
+    engines = list(engines_by_name(model).values())
+    if not engines:
+        raise _not_sharded(model)
+    return engines
+
+
+def engines_of(model: nn.Module) -> list[Engine]:
+    """Every engine that serves something of the module, in module order: of sharded models at or below it, and of the
+    one that it is a part of. Raises UsageError if there is none."""
+    engines: dict[Engine, None] = {}
+    for module in model.modules():
+        if _ENGINE in module.__dict__:
+            engines[module.__dict__[_ENGINE]] = None
+        for parameter in module._parameters.values():
+            face = parameter if parameter is None or isinstance(parameter, ShardedParameter) else outer_face(parameter)
+            if face is not None and isinstance(face.unit, Unit) and isinstance(face.unit.listener, Engine):
+                engines[face.unit.listener] = None
+    if not engines:
+        raise _not_sharded(model)
+    return list(engines)
+
+
+def require_engine(model: nn.Module) -> Engine:
+    """As `engine_of`. Raises UsageError if there is none."""
+    engine = engine_of(model)
+    if engine is None:
+        raise _not_sharded(model)
+    return engine
+
+
+def _not_sharded(model: nn.Module) -> UsageError:
+    return UsageError(f"{type(model).__name__} is not sharded; call sw.shard(model, ...) first")
