@@ -137,7 +137,7 @@ class Reducer:
     def _follow_trainable(self, unit: Unit) -> None:
         """Lay out the groups that are trainable now. A slot of the unit's own that has become too small is given up."""
         gradients = unit.gradients
-        if gradients.is_waiting:
+        if gradients.forget_dropped():
             raise UsageError(
                 f"requires_grad in unit {unit.fqn!r} changed while gradients of a sw.no_sync backward wait "
                 "to be reduced: run a backward outside sw.no_sync first"

@@ -24,6 +24,10 @@ from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError
 
+_NOT_PREFETCHED = 2
+"""Slots that are left to the unit which computes and to the one before it, whose kernels may still be reading. As many
+of the nearest events may be of units that are unsharded already: these are looked past."""
+
 
 class Unsharder:
     """The arena of one engine's unsharded parameters. Everything here happens in graph order, alike on every rank."""
@@ -85,8 +89,8 @@ class Unsharder:
 
     def prefetch(self, units: Sequence[Unit]) -> None:
         """Start unsharding units that the recorded order says come next, as far as there are free slots."""
-        wanted = max(1, self._slots - 2)
-        for event in islice(self._schedule.upcoming(), wanted + 2):
+        wanted = max(1, self._slots - _NOT_PREFETCHED)
+        for event in islice(self._schedule.upcoming(), wanted + _NOT_PREFETCHED):
             unit = units[event.unit]
             parameters = unit.parameters
             if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:  # kept over a step

@@ -30,9 +30,9 @@ class Call(Generic[U]):
         self.recompute = recompute
         """Inside a backward: a checkpoint runs the forward again."""
         self.begin = -1
-        """Which moment of its forward pass; -1 where no gradients are wanted."""
+        """Index of the moment at which it began, among those of its forward pass; -1 where no gradients are wanted."""
         self.end = -1
-        """Likewise; -1 while it is under way, and where it raised."""
+        """Index of the moment at which it ended; -1 while it is under way, and where it raised."""
         self.has_backward = False
         """A gradient may come through it."""
         self.is_first = False

@@ -59,12 +59,12 @@ class UnitGradients:
         self._used: set[Key] = set()
         """Gradients that came since gradients were last agreed on."""
         self._views: dict[int, list[list[Tensor]]] = {}
-        self._listener: Callable[[Tensor], None] | None = None
+        self._observer: Callable[[Tensor], None] | None = None
         self.place()
 
-    def listen(self, listener: Callable[[Tensor], None]) -> None:
-        """Call `listener` with every gradient as it comes."""
-        self._listener = listener
+    def observe(self, observer: Callable[[Tensor], None]) -> None:
+        """Call `observer` with every gradient as it comes."""
+        self._observer = observer
 
     def place(self) -> None:
         """Lay the trainable groups one after another in the unit's reduce slots."""
@@ -73,9 +73,8 @@ class UnitGradients:
             self.reduce_bytes = group.place_gradients(self.reduce_bytes)
         self._views.clear()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether gradients of a `no_sync` backward wait to be reduced. Those that users have dropped are forgotten."""
+    def forget_dropped(self) -> bool:
+        """Forget gradients of a `no_sync` backward that users have dropped; whether others wait to be reduced."""
         if not (self._written or self._late or self._penalties):  # asked for every unit in every step
             return False
         self.forget([key for key in self.keys if WaitingGradient.was_dropped(self._face(key))])
@@ -96,7 +95,7 @@ class UnitGradients:
     def hide_waiting(self) -> None:
         """A backward begins: `.grad` holds what was reduced before, which the coming sum is added to. No
         communication."""
-        if self.is_waiting:
+        if self.forget_dropped():
             for key in self.keys:
                 WaitingGradient.hide(self._face(key))
 
@@ -125,8 +124,8 @@ class UnitGradients:
 
     def add(self, key: Key, grad: Tensor, scaled: ScaledAddition) -> None:
         """Add the scaled grad, cast, to its place in the slot, or beside if there is none; the first one overwrites."""
-        if self._listener is not None:
-            self._listener(grad)
+        if self._observer is not None:
+            self._observer(grad)
         if grad.is_sparse:
             grad = grad.to_dense()
         self._used.add(key)

@@ -111,17 +111,17 @@ class UnitParameters:
         self._views: dict[int, tuple[int, list[list[Tensor]]]] = {}
         """By slot: its generation, and the full parameters in it, by group."""
         self._shown_versions: list[int] = []
-        self._listener: Callable[[ParameterState, ParameterState], None] | None = None
+        self._observer: Callable[[ParameterState, ParameterState], None] | None = None
 
-    def listen(self, listener: Callable[[ParameterState, ParameterState], None]) -> None:
-        """Call `listener(old, new)` before every change of state."""
-        self._listener = listener
+    def observe(self, observer: Callable[[ParameterState, ParameterState], None]) -> None:
+        """Call `observer(old, new)` before every change of state."""
+        self._observer = observer
 
     def _move(self, state: ParameterState) -> None:
         """The only place where the state changes."""
         assert state in _MOVES[self.state], f"parameters: {self.state.value} -> {state.value}"
-        if self._listener is not None:
-            self._listener(self.state, state)
+        if self._observer is not None:
+            self._observer(self.state, state)
         self.state = state
 
     # Versions ---------------------------------------------------------------------------------------------------------

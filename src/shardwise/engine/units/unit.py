@@ -141,7 +141,7 @@ class Unit:
 
     def about_to_step(self) -> None:
         """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
-        if self.gradients.is_waiting:
+        if self.gradients.forget_dropped():
             raise UsageError(
                 f"optimizer.step() while gradients of unit {self.fqn!r} from a backward inside sw.no_sync wait to be "
                 "reduced: run the last backward of a step outside sw.no_sync, or drop them with zero_grad()"

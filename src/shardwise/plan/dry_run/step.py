@@ -224,8 +224,8 @@ def _listen(unit: Unit, recorder: Recorder) -> None:
         elif old is ParameterState.IN_USE:
             recorder.mark("release", unit.fqn)
 
-    unit.parameters.listen(moved)
-    unit.gradients.listen(lambda grad: recorder.gradient(grad, unit.fqn))
+    unit.parameters.observe(moved)
+    unit.gradients.observe(lambda grad: recorder.gradient(grad, unit.fqn))
 
 
 def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
