@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm import BufferKind, Reduction, Region
-from shardwise.comm.dry import DryCollectives
+from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.protocol import BufferKind, Reduction, Region
 from shardwise.comm.recording import Event, RecordingCollectives
 from tests.comm.naive import collectives
 from tests.ranks import RankPools

@@ -150,7 +150,7 @@ def calibrate(path: Path, quick: bool = False) -> None:
     """
     from shardwise.errors import PlanError
     from shardwise.plan.hardware import calibration, devices
-    from shardwise.train.ranks import started
+    from shardwise.train.process.ranks import started
 
     with started() as ranks:
         measured = calibration.calibrate(ranks.device, calibration.QUICK if quick else calibration.THOROUGH)

@@ -25,14 +25,14 @@ from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, s
 from shardwise.train.config.schema import Config
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
 from shardwise.train.data.tokenizer import files_of
-from shardwise.train.interruption import Interrupted, Interruption
 from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
 from shardwise.train.output.checkpoints import Checkpoints, Resumed
 from shardwise.train.output.console import RunConsole, compared_with_ddp
 from shardwise.train.output.export import export
 from shardwise.train.output.out_of_memory import explained
 from shardwise.train.output.sample import sample_text
-from shardwise.train.ranks import Ranks, started
+from shardwise.train.process.interruption import Interrupted, Interruption
+from shardwise.train.process.ranks import Ranks, started
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics

@@ -18,7 +18,7 @@ from shardwise.plan.search.space import search_space
 from shardwise.train.build.job import arguments_of, hardware_here, source_of
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 
 if TYPE_CHECKING:
     from shardwise.plan.simulate.forecast import Forecast

@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError, ConfigError, UnreadableError
 from shardwise.train.build.optimizer import options_of, set_options
 from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)

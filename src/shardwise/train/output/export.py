@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.checkpoint.format.model_state import pieces_to_write
 from shardwise.errors import UsageError
 from shardwise.train.data.tokenizer import Tokenizer, files_of
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 from shardwise.train.run.claim import NAME
 from shardwise.train.run.directory import RunDirectory
 

@@ -17,7 +17,7 @@ from shardwise.policy.kinds import KINDS
 from shardwise.train.build.job import hardware_here, job_of, source_of
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 
 if TYPE_CHECKING:
     from shardwise.plan.simulate.forecast import Forecast

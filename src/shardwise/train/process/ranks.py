@@ -19,7 +19,7 @@ from shardwise.comm.channel import Channel, channel_of
 from shardwise.comm.protocol import Combine
 from shardwise.comm.timeout import timeout_s
 from shardwise.errors import PeerError
-from shardwise.train.interruption import Interrupted
+from shardwise.train.process.interruption import Interrupted
 
 T = TypeVar("T")
 

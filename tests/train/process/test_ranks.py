@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardwise.errors import PeerError
-from shardwise.train.interruption import Interrupted
-from shardwise.train.ranks import Ranks, started
+from shardwise.train.process.interruption import Interrupted
+from shardwise.train.process.ranks import Ranks, started
 from tests.ranks import RankPools
 
 
@@ -90,8 +90,8 @@ NO_THREADS_LEFT = """
 import os
 import torch
 import shardwise as sw
-from shardwise.train.interruption import Interrupted
-from shardwise.train.ranks import started
+from shardwise.train.process.interruption import Interrupted
+from shardwise.train.process.ranks import started
 
 def of_gloo():
     names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES, Counter, Journal, Watch
+from shardwise.comm.backends.shared_memory.segment import Segment, make_private
 from shardwise.comm.buffers import POISON_BYTE, check_reductions, pieces_of, poison_asked, shares, slice_of
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Reduction, Region, Then, Work
-from shardwise.comm.shared_memory.counters import JOURNAL_LINES, Counter, Journal, Watch
-from shardwise.comm.shared_memory.segment import Segment, make_private
 from shardwise.comm.signature import sign
 from shardwise.comm.summation import RankOrderSum
 from shardwise.comm.timeout import timeout_s
