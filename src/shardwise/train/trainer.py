@@ -55,7 +55,7 @@ def run(config: Config) -> None:
         config = config.for_ranks(ranks.world_size)
         directory = RunDirectory(config.run_directory)
         with RunConsole(config.train.steps, config.log.every, quiet=not ranks.is_first) as console:
-            if ranks.first_says(directory.is_finished):
+            if ranks.on_first(lambda: directory.is_finished):
                 console.say(
                     f"{directory.path} is finished: the model is in {directory.final}; set log.name to train anew"
                 )
@@ -332,8 +332,7 @@ class Trainer:
         if sample is not None:
             self.console.sample(sample)
         own = sw.memory(self.model).peak
-        counted = self.ranks.gather([own[kind] for kind in STATE_KINDS])
-        by_rank = [dict(zip(STATE_KINDS, map(int, row), strict=True)) for row in counted]
+        by_rank = self.ranks.hear({kind: own[kind] for kind in STATE_KINDS})
         footprint = compared_with_ddp(by_rank, replicated(self.model))
         step_time_s = statistics.median(self.step_times_s) if self.step_times_s else None  # resumed at its end
         self.console.summary(self.config.parallel.strategy, self.ranks.world_size, footprint, step_time_s)
