@@ -6,8 +6,8 @@ import torch
 
 from shardwise.comm.backends.dry import DryCollectives
 from shardwise.comm.protocol import BufferKind, Reduction, Region
-from shardwise.comm.recording import Event, RecordingCollectives
 from tests.comm.naive import collectives
+from tests.comm.recording import Event, RecordingCollectives
 from tests.ranks import RankPools
 
 

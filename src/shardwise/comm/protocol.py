@@ -79,7 +79,7 @@ class Finished:
     """A `Work` that was over when it was returned."""
 
     def wait(self) -> None:
-        return None
+        """Return at once."""
 
 
 FINISHED = Finished()
@@ -93,6 +93,7 @@ class Then:
         self._second: Callable[[], Work] | None = second
 
     def wait(self) -> None:
+        """Wait for the first phase, then begin the second and wait for it."""
         self._first.wait()
         if self._second is not None:
             second, self._second = self._second, None

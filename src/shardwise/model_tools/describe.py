@@ -86,6 +86,7 @@ class Description(str):
 
     @classmethod
     def of(cls, text: str, units: tuple[UnitPlace, ...]) -> Self:
+        """The text with its units."""
         self = cls(text)
         self.units = units
         return self
@@ -93,7 +94,7 @@ class Description(str):
 
 def describe(model: nn.Module) -> Description:
     """A table of units: fqns, elements, padding, bytes per rank, dtypes; then, parameter by parameter, which ranks hold
-    which elements. `print` it, or read `.units`. Local.
+    which elements. `print` it, or read `.units`. No communication.
 
     Units that differ in the numbers in their names alone are one line from four on; so are parameters inside them.
     """

@@ -60,6 +60,7 @@ class Checkpoints:
         return self.config.every > 0 and step % self.config.every == 0
 
     def path(self, step: int) -> Path:
+        """The checkpoint after `step` steps."""
         return self.directory / f"step-{step:06d}"
 
     @property

@@ -34,10 +34,12 @@ class Footprint:
 
     @property
     def largest_bytes(self) -> int:
+        """Sum over kinds."""
         return sum(self.largest.values())
 
     @property
     def replicated_bytes(self) -> int:
+        """Sum over kinds."""
         return sum(self.replicated.values())
 
 

@@ -38,6 +38,7 @@ class RunDirectory:
 
     @property
     def tensorboard(self) -> Path:
+        """TensorBoard's files."""
         return self.path / "tensorboard"
 
     @property

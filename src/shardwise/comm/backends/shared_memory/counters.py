@@ -106,6 +106,7 @@ class Counter:
         self._watch = watch
 
     def post(self, value: int, signature: int = 0) -> None:
+        """This rank has done it `value` times. No communication."""
         # A peer may be one post behind, so the last two signatures are kept. The counter is stored last.
         self._head[self._own + 1 + value % 2] = signature
         self._head[self._own] = value
