@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.plan.planner import Plan, Question
 
 CALIBRATED = Path("hardware.toml")
-"""Where a calibration goes if nothing else is said."""
+"""Default of a calibration's `--output`."""
 
 Text = str | None
 Count = int | None

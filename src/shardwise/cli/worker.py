@@ -172,7 +172,7 @@ def _end_with(launcher: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # gone before that was said
+    if os.getppid() != launcher:  # gone before the call above
         os._exit(Exit.FAILED)
 
 

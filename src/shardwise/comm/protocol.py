@@ -1,4 +1,4 @@
-"""What the engine asks of the thing that moves bytes: one small protocol, many implementations.
+"""The collectives that the engine uses: one small protocol, many implementations.
 
 Life of a *gather buffer* (one arena slot), the same on every rank and in the same order:
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 
 class BufferKind(enum.Enum):
-    """What a buffer is for."""
+    """Purpose of a buffer."""
 
     GATHER = "gather"
     """Parameters: every rank writes its slice, every rank reads all of it."""

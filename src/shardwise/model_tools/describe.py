@@ -1,4 +1,4 @@
-"""A table of a sharded model's units: what is in them, how large they are, and who holds what."""
+"""A table of a sharded model's units: contents, sizes, and which rank holds which elements."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class UnitPlace:
 
 
 class Description(str):
-    """The table as text, and what it is made from."""
+    """The table as text, with its data."""
 
     __slots__ = ("units",)
     units: tuple[UnitPlace, ...]

@@ -1,4 +1,4 @@
-"""What a sharded model holds, by kind: known before the first step, checked from outside in the tests."""
+"""Bytes that a sharded model holds, by kind: known before the first step, checked from outside in the tests."""
 
 from __future__ import annotations
 

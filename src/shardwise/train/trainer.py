@@ -38,7 +38,7 @@ from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics
 
 _FEW_TARGETS = 0.5
-"""Of the tokens in rows: with fewer that are learnt, the run says so."""
+"""Share of tokens that are targets below which the run prints a note."""
 
 
 def run(config: Config) -> None:
@@ -225,7 +225,7 @@ class Trainer:
         raise Interrupted
 
     def _explained_step(self, step: int) -> StepMetrics:
-        """A step; where memory does not do, an error that says what is where and what to change."""
+        """A step; out of memory, it raises an error with bytes by kind and ways out."""
         try:
             return self.step(step)
         except torch.OutOfMemoryError as error:

@@ -178,7 +178,7 @@ def _real(flat: Tensor) -> Tensor:
 
 
 class _OnStream:
-    """What a stream has been given to do so far."""
+    """The work enqueued on a stream so far."""
 
     def __init__(self, stream: torch.cuda.Stream, keep: object) -> None:
         """`keep` holds memory that the stream uses until the current stream is behind it, when freeing it is safe."""

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What the plan expects of the run."""
+    """The plan's forecast of the run."""
 
     words: str
-    """What was chosen and what it is expected to need, in a sentence."""
+    """The choice and its forecast, in a sentence."""
     memory: Mapping[str, int]
     """Bytes by kind at the peak."""
     step_time_s: float

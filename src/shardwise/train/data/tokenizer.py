@@ -22,7 +22,7 @@ _PADDED_TO = 64
 
 
 class Tokenizer(Protocol):
-    """What the data layer asks of a tokenizer."""
+    """A tokenizer as the data layer uses it."""
 
     vocab_size: int
     """Ids are below this. A model's embedding must have at least as many rows."""

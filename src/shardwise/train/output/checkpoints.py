@@ -71,7 +71,7 @@ class Checkpoints:
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizer, position: Position, extra: Mapping[str, Any]
     ) -> None:
-        """Save after `step` steps, then drop what is older than the newest `keep`. Every rank must call this.
+        """Save after `step` steps, then remove all but the newest `keep`. Every rank must call this.
 
         Where saves are asynchronous this one is still being written, and does not count among the newest.
 
@@ -121,7 +121,7 @@ class Checkpoints:
             commit.remove(self.path(old))
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> Resumed | None:
-        """Load what the configuration says; None where the run starts anew. Every rank must call this.
+        """Load the checkpoint that the configuration names; None where the run starts anew. Every rank must call this.
 
         What crashes left in the directory is removed, and newer checkpoints that do not verify are set aside. The
         optimizer keeps its options, which are the configuration's, and gets the saved state.
@@ -192,7 +192,7 @@ class Checkpoints:
         return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
     def _verifies(self, step: int) -> bool:
-        """Raises UnreadableError where that cannot be told: what is only away for a moment must not be set aside."""
+        """Raises UnreadableError where storage cannot be read: a checkpoint must not be set aside for that."""
         try:
             sw.checkpoint.verify(self.path(step))
         except UnreadableError as error:

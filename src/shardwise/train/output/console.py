@@ -1,4 +1,4 @@
-"""What a run says on the terminal: live on a TTY, a line every few seconds elsewhere, tables at the end."""
+"""A run on the terminal: live on a TTY, a line every few seconds elsewhere, tables at the end."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RunConsole:
         self.console.print(escape(text), soft_wrap=True)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step, unless `every` or, without a TTY, the clock says that it is too early."""
+        """Show a step, unless `every` or, without a TTY, the clock makes it too early."""
         now = self._clock()
         if self._first_step_s is None:
             self._first_step_s = now - metrics.step_time_s
@@ -139,7 +139,7 @@ class RunConsole:
         self.say(f"{share:.2f} of DDP's bytes per rank{took}")
 
     def beside_plan(self, outlook: Outlook, peak: Mapping[str, int], step_time_s: float) -> None:
-        """What was planned beside what was measured: bytes by kind on rank 0, and the step's median time."""
+        """Planned beside measured: bytes by kind on rank 0, and the step's median time."""
         self.console.print(plan_table(outlook, peak))
         change = step_time_s / outlook.step_time_s - 1
         self.say(f"step: {outlook.step_time_s:.3f} s planned, {step_time_s:.3f} s measured (median, {change:+.0%})")

@@ -17,7 +17,7 @@ _TEMPERATURE = 0.7
 
 
 class Sample(NamedTuple):
-    """A prompt out of the data and what the model made of it."""
+    """A prompt out of the data and the model's continuation."""
 
     prompt: str
     continuation: str

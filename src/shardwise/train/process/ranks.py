@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process's place in a run. What it hears of its peers goes from host to host: no device is waited for."""
+    """One process's place in a run. Exchanges go from host to host: no device is waited for."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""`runs/<name>/`: where a run writes what it did."""
+"""`runs/<name>/`: the files of a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RunDirectory:
 
     @property
     def is_finished(self) -> bool:
-        """Raises ConfigError where that cannot be told."""
+        """Whether `final` is there. Raises ConfigError where the directory cannot be read."""
         try:
             return self.final.is_dir()
         except OSError as error:

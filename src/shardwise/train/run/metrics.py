@@ -1,4 +1,4 @@
-"""What a step was: one JSON object a line, and TensorBoard where asked for."""
+"""Figures of each step: one JSON object a line, and TensorBoard where asked for."""
 
 from __future__ import annotations
 

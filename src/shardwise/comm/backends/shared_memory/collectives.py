@@ -272,7 +272,7 @@ class _SharedBuffer:
         return self.uses
 
     def expect(self, work: Work) -> None:
-        """What is left to do before the buffer can be posted or written again."""
+        """Set the work to finish before the buffer can be posted or written again."""
         self.pending = work
 
     def map_own(self) -> Tensor:
@@ -302,7 +302,7 @@ class _Arrival:
 
 
 class _Deferred:
-    """What is left of a collective once it was posted: formed in `wait`, later, so that fewer peers are late."""
+    """The rest of a collective once it was posted: done in `wait`, later, so that fewer peers are late."""
 
     def __init__(self, shared: _SharedBuffer, arrival: _Arrival, finish: Callable[[], None]) -> None:
         shared.expect(self)
