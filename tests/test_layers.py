@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
-    {"errors", "suggest"},
+    {"errors", "liveness", "suggest"},
     {"layout", "policy"},
     {"comm"},
     {"sharded"},
@@ -25,6 +25,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 SELF = {"jax": {"errors", "layout", "policy", "checkpoint"}}  # beside the layers
 # What each folder or module of a package may import of that package; "." is the modules that are not named.
 ROOMS: dict[str, dict[str, set[str]]] = {
+    "comm": {".": set(), "backends": {"."}},
     "engine": {"units": set(), ".": {"units"}},
     "checkpoint": {
         "io": set(),
@@ -48,15 +49,13 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "config": set(),
         "data": {"config"},
         "run": {"config", "data"},
-        "interruption": set(),
-        "ranks": {"interruption"},
-        "build": {"config", "data", "ranks"},
-        "loss": {"data", "interruption", "ranks"},
-        "output": {"config", "data", "run", "ranks", "build"},
-        ".": {"config", "data", "run", "interruption", "ranks", "build", "loss", "output"},
+        "process": set(),
+        "build": {"config", "data", "process"},
+        "output": {"config", "data", "run", "process", "build"},
+        ".": {"config", "data", "run", "process", "build", "output"},
     },
 }
-NO_TORCH = {"errors", "suggest", "layout", "policy"}
+NO_TORCH = {"errors", "liveness", "suggest", "layout", "policy"}
 TOP = "the package itself"
 
 

@@ -26,7 +26,7 @@ from benchmarks.accelerator.ranks import RANKS, on_two_ranks
 from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, figure, impossible
 from benchmarks.accelerator.twins import Course, Steps
 from benchmarks.gpt import GPT, GPTShape
-from shardwise.comm import nccl
+from shardwise.comm.backends import nccl
 
 _CYCLES = 2_000_000
 """About a millisecond."""

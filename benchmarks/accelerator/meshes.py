@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.accelerator.device import played
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.nccl import NcclCollectives
+from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.backends.nccl import NcclCollectives
 from shardwise.engine.mesh import Mesh
 
 FAKE_WORLD = 8

@@ -22,7 +22,7 @@ from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, failed, fig
 from benchmarks.accelerator.trace import profiled
 from benchmarks.accelerator.twins import Plain, Steps
 from benchmarks.gpt import GPT
-from shardwise.comm.nccl import NcclCollectives
+from shardwise.comm.backends.nccl import NcclCollectives
 from shardwise.comm.protocol import BufferKind, Region
 from shardwise.plan.simulate.forecast import NCCL_BYTES
 

@@ -39,7 +39,7 @@ from shardwise.sharded.parameter import ShardedParameter
 from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
 from shardwise.train.output.checkpoints import Checkpoints
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 from tests.checkpoint.file_changes import Change, Death, watching
 from tests.checkpoint.states import step
 from tests.engine.rig import adamw

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 MODULES = [
     *(f"io.{name}" for name in ("checksums", "direct", "local_file", "range_reader", "range_writer", "remote")),
-    *("io.storage", "io.thread_pool", "names.index_map", "ranks.save_thread"),
+    *("io.storage", "io.thread_pool", "names.index_map", "ranks.file_barrier", "ranks.save_thread"),
     *(f"format.{name}" for name in ("contents", "hugging_face", "manifest", "names_json", "safetensors_layout")),
     *("format.tensor_files", "format.training_json"),
     *(f"publish.{name}" for name in ("commit", "consolidation", "per_rank_files", "shared_files", "target")),

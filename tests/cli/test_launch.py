@@ -102,7 +102,7 @@ raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [
 def test_what_one_rank_fails_at_is_no_mistake_of_its_peers(start: Start) -> None:
     """Rank 1 hears of it and ends first, with a line for its user."""
     scenario = """
-from shardwise.train.ranks import started
+from shardwise.train.process.ranks import started
 with started() as ranks:
     try:
         with ranks.together():

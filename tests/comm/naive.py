@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import Collectives
-from shardwise.comm.gloo import GlooCollectives
-from shardwise.comm.shared_memory.collectives import ShmCollectives
+from shardwise.comm.backends.gloo import GlooCollectives
+from shardwise.comm.backends.shared_memory.collectives import ShmCollectives
+from shardwise.comm.protocol import Collectives
 
 KINDS = ("gloo", "shm")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from shardwise.comm import nccl
+from shardwise.comm.backends import nccl
 from shardwise.engine import mesh as mesh_module
 from tests.engine.streams import Stream
 

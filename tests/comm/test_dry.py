@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.comm import BufferKind, Reduction, Region
-from shardwise.comm.dry import DryCollectives
+from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.protocol import BufferKind, Reduction, Region
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -10,8 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.comm import BufferKind, Reduction, Region, Work, gloo
-from shardwise.comm.shared_memory import collectives as shm
+from shardwise.comm.backends import gloo
+from shardwise.comm.backends.shared_memory import collectives as shm
+from shardwise.comm.protocol import BufferKind, Reduction, Region, Work
 from tests.comm.naive import FLOATS, KINDS, collectives, same_bits, sum_in_rank_order, values
 from tests.ranks import RankPools
 

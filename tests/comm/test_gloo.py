@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Buffer, BufferKind, Region
-from shardwise.comm.gloo import GlooCollectives
+from shardwise.comm.backends.gloo import GlooCollectives
+from shardwise.comm.protocol import Buffer, BufferKind, Region
 from shardwise.errors import CollectiveTimeout, MismatchError
 from tests.ranks import RankPool, RankPools
 

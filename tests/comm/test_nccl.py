@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import nccl
-from shardwise.comm.nccl import NcclCollectives
+from shardwise.comm.backends import nccl
+from shardwise.comm.backends.nccl import NcclCollectives
 from shardwise.comm.protocol import BufferKind, Reduction, Region
 from tests.comm.nccl_double import BACKEND, KNOWN, Launch, NcclDouble, doubled, streams
 from tests.engine.rig import on_ranks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm import BufferKind, Reduction, Region
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.recording import Event, RecordingCollectives
+from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.protocol import BufferKind, Reduction, Region
 from tests.comm.naive import collectives
+from tests.comm.recording import Event, RecordingCollectives
 from tests.ranks import RankPools
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import collectives_for, select
-from shardwise.comm.shared_memory import segment
+from shardwise.comm.backends import select
+from shardwise.comm.backends.select import collectives_for
+from shardwise.comm.backends.shared_memory import segment
 from shardwise.errors import ConfigError
 from tests.ranks import RankPools
 
@@ -83,7 +84,7 @@ def test_fake_groups_are_dry(ranks: RankPools) -> None:
 
 
 def test_nccl_imports_without_a_gpu() -> None:
-    from shardwise.comm.nccl import NcclCollectives
+    from shardwise.comm.backends.nccl import NcclCollectives
 
     assert NcclCollectives.name == "nccl"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from shardwise.comm import Buffer, BufferKind, Collectives, Reduction, Region, Work
+from shardwise.comm.protocol import Buffer, BufferKind, Collectives, Reduction, Region, Work
 from shardwise.errors import CollectiveTimeout, MismatchError
 from tests.comm.naive import collectives
 from tests.ranks import RankPool, RankPools

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.recording import Event, RecordingCollectives
 from shardwise.engine import mesh as mesh_module
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.units.unit import Unit
 from shardwise.sharded.parameter import ShardedParameter
+from tests.comm.recording import Event, RecordingCollectives
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm import nccl
+from shardwise.comm.backends import nccl
 from shardwise.engine import mesh as mesh_module
 from shardwise.sharded.parameter import ShardedParameter
 

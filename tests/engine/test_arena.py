@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.dry import DryCollectives
+from shardwise.comm.backends.dry import DryCollectives
 from shardwise.comm.protocol import BufferKind
 from shardwise.engine.units.arena import SAME_CLASS, SLOT_ALIGN_BYTES, Arena, size_classes
 from shardwise.errors import ConfigError

@@ -14,8 +14,8 @@ from torch import nn
 
 import shardwise as sw
 from benchmarks.wire import counting
-from shardwise.comm.recording import RecordingCollectives
 from shardwise.engine.lookup import require_engine
+from tests.comm.recording import RecordingCollectives
 from tests.engine.cases import CASES, FP32, MIXED, Case, collectives, dtype_of
 from tests.engine.rig import Block, Net, batch, recording, seeded, squares
 

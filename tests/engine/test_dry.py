@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
-from shardwise.comm.recording import RecordingCollectives
 from shardwise.engine.lookup import require_engine
+from tests.comm.recording import RecordingCollectives
 from tests.engine.cases import CASES, FP32, MIXED, Case, dtype_of
 from tests.engine.rig import Net, batch, recording, seeded, squares
 

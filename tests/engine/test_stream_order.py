@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm import nccl
+from shardwise.comm.backends import nccl
 from shardwise.comm.buffers import PrivateBuffers
 from tests.engine.cases import CASES, Case
 from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.shared_memory.collectives import STAGE_BYTES
-from shardwise.comm.shared_memory.counters import JOURNAL_LINES
+from shardwise.comm.backends.shared_memory.collectives import STAGE_BYTES
+from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES
 from shardwise.engine.lookup import require_engine
 from shardwise.model_tools.memory import replicated
 from shardwise.policy.kinds import KINDS

@@ -64,8 +64,8 @@ def all_of(*patches: AbstractContextManager[Any]) -> Iterator[None]:
 
 def of_cpu_collectives(method: str, change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
     return all_of(
-        at(f"comm.shared_memory.collectives:ShmCollectives.{method}", change),
-        at(f"comm.gloo:GlooCollectives.{method}", change),
+        at(f"comm.backends.shared_memory.collectives:ShmCollectives.{method}", change),
+        at(f"comm.backends.gloo:GlooCollectives.{method}", change),
     )
 
 

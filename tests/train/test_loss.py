@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from shardwise.errors import UserError
 from shardwise.train.data.batches import IGNORED, MicroBatch
-from shardwise.train.interruption import Interruption
 from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate, next_token_nll
-from shardwise.train.ranks import Ranks, started
+from shardwise.train.process.interruption import Interruption
+from shardwise.train.process.ranks import Ranks, started
 from tests.ranks import RankPools
 
 VOCAB = 11

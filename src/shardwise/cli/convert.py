@@ -1,4 +1,4 @@
-"""`shardwise convert`: what was converted, in words."""
+"""`shardwise convert`: its result in words."""
 
 from shardwise.checkpoint import Converted
 from shardwise.train.output.console import format_bytes

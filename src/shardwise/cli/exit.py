@@ -1,4 +1,4 @@
-"""How a command ends: exit statuses, and what is said about an error."""
+"""How a command ends: exit statuses, and the words for an error."""
 
 import enum
 import traceback

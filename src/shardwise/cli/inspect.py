@@ -10,7 +10,7 @@ from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.sharding import shard_model
 from shardwise.train.config.schema import Config
 from shardwise.train.data.tokenizer import load_tokenizer
-from shardwise.train.ranks import Ranks, device_here
+from shardwise.train.process.ranks import Ranks, device_here
 
 
 def table(config: Config) -> str:

@@ -1,8 +1,9 @@
-"""`shardwise inspect CHECKPOINT`: what was found, for a terminal of 80 columns."""
+"""`shardwise inspect CHECKPOINT`: its report, for a terminal of 80 columns."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -190,15 +191,5 @@ def _cut(text: str, width: int) -> str:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    """Broken at spaces; what has none stays whole, so that paths can be copied."""
-    lines: list[str] = []
-    line = ""
-    lead = len(text) - len(text.lstrip(" "))
-    for word in text.split():
-        start = " " * (lead if not lines else indent)
-        if line and len(line) + 1 + len(word) > _WIDTH:
-            lines.append(line)
-            line = " " * indent + word
-        else:
-            line = f"{line} {word}" if line else start + word
-    return [*lines, line]
+    """Broken at spaces, with `indent` from the second line on; a path stays whole, so that it can be copied."""
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

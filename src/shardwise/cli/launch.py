@@ -1,24 +1,23 @@
-"""Starting the ranks of a run through torchrun's launcher, and finding out how they ended."""
+"""Starting the ranks of a run with torchrun's process manager, and finding out how they ended."""
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
 import tempfile
-import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwise.cli import report
 from shardwise.cli.exit import Exit
@@ -30,6 +29,7 @@ LOOPBACK = "127.0.0.1"
 STRAGGLER_GRACE_S = 20.0
 """After an interrupt: how long ranks may run on once the first of them has ended."""
 STOPPING = "stopping when the step under way is done; interrupt again to stop at once"
+_POLL_S = 0.1
 
 
 def launch(config: Config, debug: bool = False) -> Exit:
@@ -43,7 +43,7 @@ def launch(config: Config, debug: bool = False) -> Exit:
         The exit status. What went wrong, of the rank where it went wrong first, has been printed.
 
     Raises:
-        UserError: MASTER_PORT is set and taken.
+        UserError: MASTER_PORT is set and cannot be used.
     """
     assert config.parallel.ranks != "auto"
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
@@ -57,38 +57,82 @@ def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
 
     Args:
         task: "train", "calibrate" or "calibrate-quick".
-        path: what the task reads or writes.
+        path: the file that the task reads or writes.
         ranks: how many.
     """
-    port = _given_port()
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+    store = TCPStore(LOOPBACK, _port(), is_master=True, wait_for_workers=False)  # where ranks meet; it outlives them
+    interrupt = _Interrupt(STOPPING if task == "train" else "stopping")
+    failures: Mapping[int, ProcessFailure] = {}
+    stopped = False
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name, interrupt.handled():
         directory = Path(name)
-        _set_environment(name)
-        interrupt = _Interrupt(directory, ranks, STOPPING if task == "train" else "stopping")
-        failures: Mapping[int, ProcessFailure] = {}
-        stopped = False
         try:
-            with interrupt.handled(), _quiet_torchrun():
-                elastic_launch(_launch_config(port, ranks, directory), sys.executable)(
-                    "-m", "shardwise.cli.worker", task, str(path)
-                )
-        except ChildFailedError as error:
-            failures = error.failures
+            with _started(task, path, ranks, store.port, directory) as processes:
+                interrupt.send_to(processes.pids().values())
+                failures = _wait(processes, directory, interrupt)
         except (KeyboardInterrupt, SignalException):
             stopped = True
         reports = report.read(directory)
-        # A run that came to its end all the same is done.
-        interrupted = stopped or (interrupt.received and bool(reports or failures))
-        return _conclude(reports, failures, interrupted, debug)
+    # A run that came to its end all the same is done.
+    interrupted = stopped or (interrupt.received and bool(reports or failures))
+    return _conclude(reports, failures, interrupted, debug)
 
 
-def _set_environment(reports: str) -> None:
-    """What the ranks inherit."""
-    os.environ[report.ENVIRONMENT] = reports
-    os.environ[report.LAUNCHER] = str(os.getpid())
+def _port() -> int:
+    """MASTER_PORT where the user set it, for a firewall perhaps; else 0, which is any free one."""
+    given = os.environ.get("MASTER_PORT", "0")
+    try:
+        port = int(given)
+        socket.create_server((LOOPBACK, port)).close()
+    except (ValueError, OverflowError, OSError) as error:
+        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "ports are 1 to 65535"
+        raise UserError(f"MASTER_PORT={given} cannot be used ({reason}); unset it to have a free one chosen") from None
+    return port
+
+
+@contextmanager
+def _started(task: str, path: Path, ranks: int, port: int, directory: Path) -> Iterator[PContext]:
+    """The ranks as processes; at the end of the block those that still run are ended.
+
+    They start with SIGINT and SIGTERM blocked, until they have handlers: an early signal waits instead of being lost.
+    """
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # SIGINT and SIGTERM are _Interrupt's
+    logging.getLogger(PContext.__module__).setLevel(logging.CRITICAL)  # its lines would bury the one that matters
+    shared = _environment(ranks, port, directory)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, report.ENDING_SIGNALS)
+    try:
+        processes = start_processes(
+            name="rank",
+            entrypoint=sys.executable,
+            args={rank: ("-m", "shardwise.cli.worker", task, str(path)) for rank in range(ranks)},
+            envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
+            logs_specs=DefaultLogsSpecs(log_dir=str(directory / "torchrun")),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
+def _environment(ranks: int, port: int, directory: Path) -> dict[str, str]:
+    """Variables that every rank has beside those of this process: as torchrun sets them, and where reports go."""
+    variables = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher's
+        report.ENVIRONMENT: str(directory),
+        report.LAUNCHER: str(os.getpid()),
+    }
     if not torch.cuda.device_count():
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank per core, not a thread pool per rank
-        os.environ.update(malloc_settings(os.environ))
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # a rank per core, not a pool per rank
+        variables |= malloc_settings(os.environ)
+    return variables
 
 
 def malloc_settings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -104,41 +148,20 @@ def malloc_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
-def _given_port() -> int | None:
-    """MASTER_PORT where the user set it, for a firewall's sake perhaps."""
-    given = os.environ.get("MASTER_PORT")
-    if given is None:
-        return None
-    port = int(given) if given.isdecimal() else 0
-    if not 0 < port < 65536:
-        raise UserError(f"MASTER_PORT={given} is not a port (1 to 65535); unset it to have a free one chosen")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            reason = error.strerror
-            raise UserError(
-                f"MASTER_PORT={port} cannot be used ({reason}); unset it to have a free one chosen"
-            ) from None
-    return port
+def _wait(processes: PContext, directory: Path, interrupt: "_Interrupt") -> Mapping[int, ProcessFailure]:
+    """Wait for the end of all ranks; the first failure ends the others. Returns the failures by rank.
 
-
-def _launch_config(port: int | None, ranks: int, directory: Path) -> LaunchConfig:
-    """One host, no restarts. Only the c10d rendezvous takes a free port, and only the static one takes the given."""
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d" if port is None else "static",
-        rdzv_endpoint=f"{LOOPBACK}:{port or 0}",
-        rdzv_configs={} if port is None else {"rank": 0},
-        local_addr=LOOPBACK,
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(directory / "torchrun")),
-        signals_to_handle="SIGHUP,SIGQUIT",  # SIGINT and SIGTERM are _Interrupt's
-    )
+    Raises:
+        KeyboardInterrupt: a rank that was interrupted outside the training loop has left its peers waiting.
+    """
+    deadline_s = inf
+    while (result := processes.wait(timeout=0)) is None:
+        if interrupt.received and deadline_s == inf and report.read(directory):
+            deadline_s = time.monotonic() + STRAGGLER_GRACE_S
+        if time.monotonic() > deadline_s:
+            raise KeyboardInterrupt
+        time.sleep(_POLL_S)
+    return result.failures
 
 
 class _Interrupt:
@@ -147,68 +170,41 @@ class _Interrupt:
     Ranks live in sessions of their own, so a terminal's Ctrl-C reaches only the launcher.
     """
 
-    def __init__(self, directory: Path, ranks: int, says: str) -> None:
-        """`says`: a line for the first interrupt."""
+    def __init__(self, words: str) -> None:
+        """`words`: a line for the first interrupt."""
         self.received = False
-        self._directory = directory
-        self._ranks = ranks
-        self._says = says
-        self._ended = threading.Event()
+        self._words = words
+        self._pids: tuple[int, ...] = ()
 
     @contextmanager
     def handled(self) -> Iterator[None]:
         """Handle the signals inside this context."""
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._handle) for number in report.ENDING_SIGNALS}
         try:
             yield
         finally:
-            self._ended.set()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def send_to(self, pids: Iterable[int]) -> None:
+        """Pass interrupts on to these processes, an earlier one too."""
+        self._pids = tuple(pids)
+        if self.received:
+            self._pass_on()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        pids = report.read_pids(self._directory)
         if self.received:  # the second time
             raise KeyboardInterrupt
         self.received = True
-        if len(pids) < self._ranks:
-            self._leave(pids)
-        for pid in pids:
-            with suppress(ProcessLookupError):  # ended by itself: torchrun is about to notice
-                os.kill(pid, signal.SIGINT)
-        threading.Thread(target=self._end_stragglers, daemon=True).start()
+        self._pass_on()
         with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more: ranks save all the same
             below_progress = "\n" if sys.stderr.isatty() else ""
-            os.write(sys.stderr.fileno(), f"{below_progress}{self._says}\n".encode())  # `print` may be interrupted
+            os.write(sys.stderr.fileno(), f"{below_progress}{self._words}\n".encode())  # `print` may be interrupted
 
-    def _leave(self, pids: list[int]) -> NoReturn:
-        """Not all ranks can listen yet, so there is nothing to save: end at once. A KeyboardInterrupt can get lost in
-        an import. (Ranks without a process id here end as their launcher does.)"""
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self._directory, ignore_errors=True)
-        os.write(sys.stderr.fileno(), b"interrupted\n")
-        os._exit(Exit.INTERRUPTED)
-
-    def _end_stragglers(self) -> None:
-        """A rank that was interrupted outside the training loop leaves its peers waiting: do not wait with them."""
-        while not report.read(self._directory):
-            if self._ended.wait(0.5):
-                return
-        if not self._ended.wait(STRAGGLER_GRACE_S):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-@contextmanager
-def _quiet_torchrun() -> Iterator[None]:
-    """Mute the agent's log lines in this process: they would bury the one message that matters."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+    def _pass_on(self) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):  # ended by itself
+                os.kill(pid, signal.SIGINT)
 
 
 def _conclude(

@@ -1,4 +1,4 @@
-"""The console script: runs the commands where the `train` extra is installed, else says how to install it."""
+"""The console script: runs the commands where the `train` extra is installed, else prints how to install it."""
 
 import os
 import signal

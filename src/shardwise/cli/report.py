@@ -1,10 +1,7 @@
-"""What each rank leaves for the launcher: its process id when it starts, and how it ended if not well.
-
-One directory holds `rank-N.pid` and `rank-N.json` for every rank N of this machine.
-"""
+"""How a rank that did not end well tells the launcher: by a file `rank-N.json` in a directory of the launcher's."""
 
 import json
-import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,6 +16,9 @@ ENVIRONMENT = "SHARDWISE_REPORTS"
 
 LAUNCHER = "SHARDWISE_LAUNCHER"
 """The environment variable by which a rank knows the launcher's process id."""
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that ask a run to end."""
 
 _CAUSE_S = 3.0
 """How long a rank that failed with another waits for that one's report."""
@@ -44,7 +44,7 @@ class Report:
     line: str
     """One line for a user's mistake; empty otherwise."""
     traceback: str
-    """Or, of a step that ran out of memory, what its error says, which is more use."""
+    """The message alone where a step ran out of memory."""
     time_s: float
     """Seconds since the epoch."""
     consequence: bool
@@ -64,7 +64,7 @@ def describe(error: BaseException, rank: int) -> Report:
 
 
 def told(ending: Report, debug: bool = False) -> str:
-    """What the user is to read of how one rank ended."""
+    """The words for the user about how one rank ended."""
     if ending.kind == "mistake":
         line = f"error: rank {ending.rank}: {ending.line}"
         return f"{line}\n{ending.traceback}" if debug else line
@@ -74,7 +74,9 @@ def told(ending: Report, debug: bool = False) -> str:
 
 def write(directory: Path, report: Report) -> None:
     """Write a report; readers see all of it or nothing."""
-    _write_atomically(directory / f"rank-{report.rank}.json", json.dumps(asdict(report)))
+    partial = directory / f"rank-{report.rank}.partial"
+    partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    partial.replace(partial.with_suffix(".json"))
 
 
 def read(directory: Path) -> list[Report]:
@@ -84,26 +86,10 @@ def read(directory: Path) -> list[Report]:
 
 
 def await_cause(directory: Path) -> None:
-    """Wait until a rank has reported what was no consequence: the first rank to end has torchrun end all the others."""
+    """Wait until a rank has reported a cause: when the first rank ends, the launcher ends all others."""
     deadline = time.monotonic() + _CAUSE_S
     while all(report.consequence for report in read(directory)) and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def write_pid(directory: Path, rank: int) -> None:
-    """Tell the launcher where to send signals."""
-    _write_atomically(directory / f"rank-{rank}.pid", str(os.getpid()))
-
-
-def read_pids(directory: Path) -> list[int]:
-    """The process ids of the ranks that have started."""
-    return [int(path.read_text(encoding="utf-8")) for path in directory.glob("rank-*.pid")]
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _lost_a_peer(error: BaseException) -> bool:

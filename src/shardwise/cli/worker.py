@@ -1,4 +1,4 @@
-"""What one rank runs: `python -m shardwise.cli.worker TASK PATH`, started by `cli.launch` through torchrun."""
+"""The program of one rank: `python -m shardwise.cli.worker TASK PATH`, started by `cli.launch`."""
 
 import atexit
 import ctypes
@@ -34,12 +34,9 @@ def main() -> None:
     directory, rank = Path(os.environ[report.ENVIRONMENT]), int(os.environ["RANK"])
     _end_with(int(os.environ[report.LAUNCHER]))
     signal.signal(signal.SIGINT, _AtOnce(directory, rank))
-    try:
-        report.write_pid(directory, rank)
-    except FileNotFoundError:  # the launcher was interrupted and has removed it
-        os._exit(Exit.INTERRUPTED)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how the launcher ends a rank, even one that waits in native code
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, report.ENDING_SIGNALS)  # the launcher blocked them until now
     faulthandler.enable()  # a crash in native code shows where it was
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's way to end a rank, even one that waits in native code
     try:
         _TASKS[sys.argv[1]](Path(sys.argv[2]))
     except BaseException as error:
@@ -85,7 +82,7 @@ def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exi
     Returns:
         DONE. A user's mistake ends the process with status 2, an interrupt with 130, anything else with 1.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # what torchrun sends on when it is interrupted
+    for number in report.ENDING_SIGNALS:  # what torchrun sends on when it is interrupted
         signal.signal(number, signal.default_int_handler)  # the trainer may save
     _leave_if_stuck()
     try:
@@ -150,7 +147,7 @@ def calibrate(path: Path, quick: bool = False) -> None:
     """
     from shardwise.errors import PlanError
     from shardwise.plan.hardware import calibration, devices
-    from shardwise.train.ranks import started
+    from shardwise.train.process.ranks import started
 
     with started() as ranks:
         measured = calibration.calibrate(ranks.device, calibration.QUICK if quick else calibration.THOROUGH)
@@ -175,7 +172,7 @@ def _end_with(launcher: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # gone before that was said
+    if os.getppid() != launcher:  # gone before the call above
         os._exit(Exit.FAILED)
 
 

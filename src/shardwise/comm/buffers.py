@@ -26,30 +26,34 @@ class PrivateBuffers:
 
     @property
     def scratch_bytes(self) -> int:
+        """0: there is none."""
         return 0
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
+        """Memory of this process alone."""
         self._allocated += 1
         return self._buffer(nbytes, kind, self._allocated - 1)
 
     def claim(self, buffer: Buffer) -> None:
-        return None
+        """Nothing to wait for: nobody else reads it."""
 
     def release(self, buffer: Buffer) -> None:
+        """Poison it where asked for."""
         if self.poison:
             buffer.bytes.fill_(POISON_BYTE)
 
     def detach(self, buffer: Buffer) -> Buffer:
+        """New memory in its place."""
         return self._buffer(buffer.bytes.numel(), buffer.kind, buffer.index)
 
     def advance(self) -> None:
-        return None
+        """Nothing is left to do."""
 
     def abandon(self) -> None:
-        return None
+        """No peer waits."""
 
     def close(self) -> None:
-        return None
+        """Nothing to give back."""
 
     def _buffer(self, nbytes: int, kind: BufferKind, index: int) -> Buffer:
         reserved = max(ALIGNMENT_BYTES, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)

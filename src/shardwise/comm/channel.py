@@ -36,7 +36,7 @@ _FRAME = struct.Struct("<Bqqq")
 
 
 class _Kind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     SAID = 0
     """A message on its way up, or all messages combined on their way down."""

@@ -1,4 +1,4 @@
-"""What the engine asks of the thing that moves bytes: one small protocol, many implementations.
+"""The collectives that the engine uses: one small protocol, many implementations.
 
 Life of a *gather buffer* (one arena slot), the same on every rank and in the same order:
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 
 class BufferKind(enum.Enum):
-    """What a buffer is for."""
+    """Purpose of a buffer."""
 
     GATHER = "gather"
     """Parameters: every rank writes its slice, every rank reads all of it."""
@@ -79,7 +79,7 @@ class Finished:
     """A `Work` that was over when it was returned."""
 
     def wait(self) -> None:
-        return None
+        """Return at once."""
 
 
 FINISHED = Finished()
@@ -93,6 +93,7 @@ class Then:
         self._second: Callable[[], Work] | None = second
 
     def wait(self) -> None:
+        """Wait for the first phase, then begin the second and wait for it."""
         self._first.wait()
         if self._second is not None:
             second, self._second = self._second, None

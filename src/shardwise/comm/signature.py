@@ -25,7 +25,7 @@ def sign(op: str, label: int = 0, *what: object) -> int:
 
 
 def in_words(signature: int, labels: Mapping[int, str]) -> str:
-    """What a signature is about: the label's words, else the op."""
+    """A signature's purpose: the label's words, else the op."""
     label, op = _parts(signature)
     return labels.get(label, op) if label else op
 

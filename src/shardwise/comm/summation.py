@@ -41,7 +41,7 @@ class _Scratch:
 
     @property
     def nbytes(self) -> int:
-        """What it holds by now."""
+        """Bytes held now."""
         return sum(memory.nbytes for memory in self._memory.values())
 
 
@@ -83,7 +83,7 @@ class RankOrderSum:
 
     @property
     def scratch_bytes(self) -> int:
-        """What it holds by now."""
+        """Bytes held now."""
         return self._total.nbytes + self._widened.nbytes
 
 
@@ -101,7 +101,7 @@ class ScaledAddition:
 
     @property
     def scratch_bytes(self) -> int:
-        """What it holds by now."""
+        """Bytes held now."""
         return self._memory.nbytes + sum(factor.nbytes for factor in self._factors.values())
 
     def write(self, target: Tensor, source: Tensor) -> None:

@@ -34,6 +34,7 @@ class Entry:
 
     @property
     def stop(self) -> int:
+        """start + numel."""
         return self.start + self.numel
 
 

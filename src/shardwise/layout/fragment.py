@@ -19,4 +19,5 @@ class Fragment:
 
     @property
     def numel(self) -> int:
+        """Elements in it."""
         return self.stop - self.start

@@ -14,6 +14,7 @@ class Range(NamedTuple):
 
     @property
     def length(self) -> int:
+        """Elements in it."""
         return max(0, self.stop - self.start)
 
 

@@ -39,7 +39,7 @@ def checkpoint_units(model: nn.Module, mode: str) -> nn.Module:
         mode: "none"; "full" = every block; "every-N" = one block in N; "selective-ops" = every block, but the outputs
             of attention and of every second matmul are kept (torchtitan's selective activation checkpointing).
 
-    Call it once, after `sw.shard`. Local. Raises ConfigError for another mode.
+    Call it once, after `sw.shard`. No communication. Raises ConfigError for another mode.
     """
     recomputation = Recomputation.parse(mode)
     if not recomputation.every:

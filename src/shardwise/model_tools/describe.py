@@ -1,4 +1,4 @@
-"""A table of a sharded model's units: what is in them, how large they are, and who holds what."""
+"""A table of a sharded model's units: contents, sizes, and which rank holds which elements."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class UnitPlace:
 
 
 class Description(str):
-    """The table as text, and what it is made from."""
+    """The table as text, with its data."""
 
     __slots__ = ("units",)
     units: tuple[UnitPlace, ...]
@@ -86,6 +86,7 @@ class Description(str):
 
     @classmethod
     def of(cls, text: str, units: tuple[UnitPlace, ...]) -> Self:
+        """The text with its units."""
         self = cls(text)
         self.units = units
         return self
@@ -93,7 +94,7 @@ class Description(str):
 
 def describe(model: nn.Module) -> Description:
     """A table of units: fqns, elements, padding, bytes per rank, dtypes; then, parameter by parameter, which ranks hold
-    which elements. `print` it, or read `.units`. Local.
+    which elements. `print` it, or read `.units`. No communication.
 
     Units that differ in the numbers in their names alone are one line from four on; so are parameters inside them.
     """

@@ -1,4 +1,4 @@
-"""What a sharded model holds, by kind: known before the first step, checked from outside in the tests."""
+"""Bytes that a sharded model holds, by kind: known before the first step, checked from outside in the tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Memory:
 
 
 def memory(model: nn.Module) -> Memory:
-    """This rank's memory by kind. Local, but before the first forward every rank must call it: it allocates the slots.
+    """This rank's memory by kind. No communication, but before the first forward, when it allocates the slots, every
+    rank must call it.
 
     Shards, slots, optimizer state and buffers are exact. `temporaries` is the scratch memory of collectives and sums,
     complete once a step has been made; `other` is ignored parameters with their gradients, used flags and what stands
@@ -44,7 +45,7 @@ def memory(model: nn.Module) -> Memory:
 
 
 def replicated(model: nn.Module) -> dict[str, int]:
-    """Bytes by kind (`STATE_KINDS`) that every rank would hold under DDP. Local.
+    """Bytes by kind (`STATE_KINDS`) that every rank would hold under DDP. No communication.
 
     Computed, from the sharded tensors at their global size: every parameter, as many bytes of gradients for those that
     train (DDP's buckets are their storage), and every state tensor of the optimizers that have stepped.

@@ -1,4 +1,4 @@
-"""What cannot be sharded: told by name before anything of the model is changed."""
+"""Refusing models that cannot be sharded, by name, before anything of the model is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a parameter stands in the module tree, and what it is besides its numbers."""
+"""A parameter's place in the module tree, and its attributes besides its numbers."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements in it."""
         return math.prod(self.sizes)
 
 

@@ -272,15 +272,18 @@ class ShardedParameter(Tensor):
         self._no("pickling (torch.save)", _SAVE)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raises UsageError."""
         self._no("numpy()", _LOOK)
 
     def tolist(self) -> NoReturn:
+        """Raises UsageError."""
         self._no("tolist()", _LOOK)
 
     def __array__(self, dtype: object = None) -> NoReturn:
         self._no("conversion to a numpy array", _LOOK)
 
     def data_ptr(self) -> NoReturn:
+        """Raises UsageError."""
         self._no("data_ptr()", _ADDRESS)
 
     def _no(self, operation: str, way_out: str) -> NoReturn:

@@ -22,6 +22,7 @@ class Placement:
 
     @property
     def fqn(self) -> str:
+        """The parameter's name in the model."""
         return self.layout.entries[self.index].fqn
 
     @property

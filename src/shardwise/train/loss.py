@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from shardwise.errors import UserError
 from shardwise.train.data.batches import IGNORED, MicroBatch
-from shardwise.train.interruption import Interruption
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.interruption import Interruption
+from shardwise.train.process.ranks import Ranks
 
 
 class DeviceBatch(NamedTuple):

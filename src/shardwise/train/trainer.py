@@ -25,20 +25,20 @@ from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, s
 from shardwise.train.config.schema import Config
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
 from shardwise.train.data.tokenizer import files_of
-from shardwise.train.interruption import Interrupted, Interruption
 from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
 from shardwise.train.output.checkpoints import Checkpoints, Resumed
 from shardwise.train.output.console import RunConsole, compared_with_ddp
 from shardwise.train.output.export import export
 from shardwise.train.output.out_of_memory import explained
 from shardwise.train.output.sample import sample_text
-from shardwise.train.ranks import Ranks, started
+from shardwise.train.process.interruption import Interrupted, Interruption
+from shardwise.train.process.ranks import Ranks, started
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics
 
 _FEW_TARGETS = 0.5
-"""Of the tokens in rows: with fewer that are learnt, the run says so."""
+"""Share of tokens that are targets below which the run prints a note."""
 
 
 def run(config: Config) -> None:
@@ -55,7 +55,7 @@ def run(config: Config) -> None:
         config = config.for_ranks(ranks.world_size)
         directory = RunDirectory(config.run_directory)
         with RunConsole(config.train.steps, config.log.every, quiet=not ranks.is_first) as console:
-            if ranks.first_says(directory.is_finished):
+            if ranks.on_first(lambda: directory.is_finished):
                 console.say(
                     f"{directory.path} is finished: the model is in {directory.final}; set log.name to train anew"
                 )
@@ -225,7 +225,7 @@ class Trainer:
         raise Interrupted
 
     def _explained_step(self, step: int) -> StepMetrics:
-        """A step; where memory does not do, an error that says what is where and what to change."""
+        """A step; out of memory, it raises an error with bytes by kind and ways out."""
         try:
             return self.step(step)
         except torch.OutOfMemoryError as error:
@@ -332,8 +332,7 @@ class Trainer:
         if sample is not None:
             self.console.sample(sample)
         own = sw.memory(self.model).peak
-        counted = self.ranks.gather([own[kind] for kind in STATE_KINDS])
-        by_rank = [dict(zip(STATE_KINDS, map(int, row), strict=True)) for row in counted]
+        by_rank = self.ranks.hear({kind: own[kind] for kind in STATE_KINDS})
         footprint = compared_with_ddp(by_rank, replicated(self.model))
         step_time_s = statistics.median(self.step_times_s) if self.step_times_s else None  # resumed at its end
         self.console.summary(self.config.parallel.strategy, self.ranks.world_size, footprint, step_time_s)

@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError
 from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
 from shardwise.train.output.checkpoints import Checkpoints
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 from tests.checkpoint.disk_model import Disk, Survives
 from tests.checkpoint.file_changes import Change, watching
 from tests.checkpoint.states import step

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.recording import RecordingCollectives
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, PlanError
 from shardwise.layout.flat import round_up
@@ -27,6 +26,7 @@ from shardwise.plan.dry_run.recording import (
     Wait,
 )
 from shardwise.plan.dry_run.step import record
+from tests.comm.recording import RecordingCollectives
 from tests.engine.cases import CASES, FP32, MIXED, Case
 from tests.engine.rig import Net, recording, seeded
 

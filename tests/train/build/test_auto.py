@@ -16,7 +16,7 @@ from shardwise.train import trainer
 from shardwise.train.build import auto
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.files import load
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 from tests.ranks import RankPools
 
 TINY = """

@@ -6,7 +6,7 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.train.build.sharding import blocks, compile_blocks, needs_loss_scaling, shard_model
 from shardwise.train.config.schema import ParallelConfig
-from shardwise.train.ranks import started
+from shardwise.train.process.ranks import started
 
 
 def test_units_by_class_name_that_the_model_has_not() -> None:

@@ -23,7 +23,7 @@ from shardwise.train.config.files import load
 from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
 from shardwise.train.output.checkpoints import Checkpoints
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 from shardwise.train.trainer import Trainer
 from tests.checkpoint.test_asynchronous import fail_in_thread, held
 from tests.checkpoint.test_unreadable import away

@@ -14,7 +14,7 @@ from shardwise.train.config.schema import ModelConfig
 from shardwise.train.data.tokenizer import ByteTokenizer
 from shardwise.train.output import export as export_module
 from shardwise.train.output.export import write_model
-from shardwise.train.ranks import started
+from shardwise.train.process.ranks import started
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from tests.ranks import RankPools

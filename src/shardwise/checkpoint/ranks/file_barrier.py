@@ -12,12 +12,11 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.checkpoint.io.storage import Directory
-from shardwise.comm.shared_memory.counters import birth
 from shardwise.errors import CheckpointError, PeerError
+from shardwise.liveness import birth, machine
 
 _PATIENCE_S = 1800.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
@@ -128,9 +127,3 @@ def _process(rank: int) -> str:
 
 def _process_now() -> tuple[int, int]:
     return os.getpid(), birth(os.getpid())
-
-
-def machine() -> str:
-    """The same where process ids mean the same processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise.comm.dry import DryCollectives
+from shardwise.comm.backends.dry import DryCollectives
 from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Work
 from shardwise.engine.mesh import Mesh
 from shardwise.plan.dry_run.job import Job

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError, UserError
 from shardwise.plan.hardware.calibration import QUICK, calibrate
@@ -18,7 +16,7 @@ from shardwise.plan.search.space import search_space
 from shardwise.train.build.job import arguments_of, hardware_here, source_of
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 
 if TYPE_CHECKING:
     from shardwise.plan.simulate.forecast import Forecast
@@ -26,13 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What the plan expects of the run; known to rank 0."""
+    """The plan's forecast of the run."""
 
     words: str
-    """What was chosen and what it is expected to need, in a sentence."""
+    """The choice and its forecast, in a sentence."""
     memory: Mapping[str, int]
     """Bytes by kind at the peak."""
-    peak_bytes: int
     step_time_s: float
 
 
@@ -42,7 +39,7 @@ def settle(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, Outlo
     Rank 0 plans and tells the others. On CPU ranks all measure the machine first, for about three seconds.
 
     Returns:
-        The configuration with a strategy, the same on every rank; and on rank 0 the outlook. As it came, and None,
+        The configuration with a strategy, and the outlook; the same on every rank. The given configuration, and None,
         where the strategy is not "auto".
 
     Raises:
@@ -53,18 +50,17 @@ def settle(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, Outlo
     hardware: Hardware | None = None
     if ranks.device.type == "cpu" and config.parallel.hardware is None:
         hardware = calibrate(ranks.device, QUICK)
-    outlook: Outlook | None = None
-    choice: dict[str, Any] = {}
-    if ranks.is_first:
+
+    def plan() -> tuple[Config, Outlook] | PlanError:
         try:
-            planned, outlook = choose(config, text, ranks, hardware or hardware_here(config, ranks.device))
-            choice = {"strategy": planned.parallel.strategy, "shard_group": planned.parallel.shard_group}
-        except UserError as error:
-            choice = {"error": str(error)}
-    choice = _from_first(choice, ranks)
-    if "error" in choice:
-        raise PlanError(choice["error"])
-    return _with(config, choice), outlook
+            return choose(config, text, ranks, hardware or hardware_here(config, ranks.device))
+        except PlanError as error:
+            return error
+
+    planned = ranks.on_first(plan)
+    if isinstance(planned, PlanError):
+        raise planned
+    return planned
 
 
 def choose(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> tuple[Config, Outlook]:
@@ -78,11 +74,8 @@ def choose(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) ->
     except UserError as error:
         raise PlanError(f'parallel.strategy="auto": {error}') from error
     choice = {"strategy": best.job.strategy.value, "shard_group": best.job.shard_group}
-    return _with(config, choice), _outlook(best)
-
-
-def _with(config: Config, choice: dict[str, Any]) -> Config:
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=choice)})
+    parallel = config.parallel.model_copy(update=choice)
+    return config.model_copy(update={"parallel": parallel}), _outlook(best)
 
 
 def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> Forecast:
@@ -102,13 +95,4 @@ def _outlook(best: Forecast) -> Outlook:
         f"planned: {full_name(best.job)}; {gib(needed_bytes(best))} GiB of a device's {gib(best.usable_bytes)}, "
         f"{best.step_time_s:.3g} s a step"
     )
-    return Outlook(words, dict(best.memory), best.peak_memory_bytes, best.step_time_s)
-
-
-def _from_first(choice: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Rank 0's choice on every rank."""
-    if ranks.world_size == 1:
-        return choice
-    told = [choice]
-    dist.broadcast_object_list(told, src=0, device=ranks.device)
-    return told[0]
+    return Outlook(words, dict(best.memory), best.step_time_s)

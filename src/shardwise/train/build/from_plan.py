@@ -1,4 +1,4 @@
-"""From a plan to a run: the configuration that trains what was planned."""
+"""From a plan to a run: the configuration that trains the planned job."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import ValidationError
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.source import ModelSource
+from shardwise.policy.precision import short_dtype_name
 from shardwise.train.config.schema import Config
 
 STEPS = 1000
-"""Of a written configuration: a plan says nothing about how long to train."""
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Of a written configuration: a plan has no length of training."""
 
 
 def training_config(source: ModelSource, job: Job, name: str) -> Config:
@@ -30,7 +30,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
     check_model(source)
     _check_job(job)
     precision = job.precision
-    master = _DTYPES.get(precision.master or "float32")
+    master = short_dtype_name(precision.master or "float32")
     tree: dict[str, Any] = {
         "model": {**source.model_section(), "dtype": master},
         "data": {"seq_len": job.seq_len},
@@ -48,8 +48,8 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
             "reshard_after_forward": job.reshard_after_forward,
             "slots": job.slots,
             "units": job.units if isinstance(job.units, int) else None,
-            "param_dtype": _DTYPES.get(precision.param or ""),
-            "reduce_dtype": _DTYPES.get(precision.reduce or precision.param or precision.master or "float32"),
+            "param_dtype": short_dtype_name(precision.param),
+            "reduce_dtype": short_dtype_name(precision.reduce or precision.param or precision.master or "float32"),
         },
         "log": {"name": name},
     }

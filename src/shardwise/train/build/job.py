@@ -16,7 +16,7 @@ from shardwise.plan.hardware.devices import Hardware, find_device, with_usable_b
 from shardwise.plan.models.source import ModelSource
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.config.schema import Config
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 
 
 def arguments_of(config: Config, ranks: Ranks, hardware: Hardware) -> dict[str, Any]:

@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class TextShape:
-    """What the data asks of a model."""
+    """Sizes that the data requires of a model."""
 
     vocab_size: int
     """Token ids are below this."""

@@ -73,6 +73,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Schedule:
+        """The schedule of `[train]`."""
         return cls(config.lr, config.steps, config.warmup_steps, config.schedule, config.min_lr_ratio)
 
     def __call__(self, step: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import Config
 from shardwise.train.data.batches import Datasets
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 
 _OWN = {"checkpoint.resume", "parallel.hardware"}
 """Paths, which hosts may have of their own."""

@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.suggest import did_you_mean
 from shardwise.train.config.schema import HYBRID_STRATEGIES, ParallelConfig
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 
 
 def shard_model(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:

@@ -33,7 +33,7 @@ NoneWord = BeforeValidator(lambda value: None if value == "none" else value)
 
 
 class Section(BaseModel):
-    """What every section shares: frozen, no unknown keys, no silent conversions (the text "3" is not the number 3)."""
+    """Base of every section: frozen, no unknown keys, no silent conversions (the text "3" is not the number 3)."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -46,7 +46,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """`[model]`: what is trained. Exactly one of `path`, `config` and `factory` says so."""
+    """`[model]`: the model to train, given by exactly one of `path`, `config` and `factory`."""
 
     path: Annotated[str | None, NoneWord] = None
     """A Hugging Face directory, or a `config.json`."""
@@ -167,7 +167,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """`[log]`: where a run writes what it did."""
+    """`[log]`: the run's directory and its logs."""
 
     directory: str = "runs"
     """The directory that holds the runs."""

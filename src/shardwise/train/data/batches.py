@@ -122,12 +122,7 @@ class Batches:
 
     def batch(self, step: int) -> tuple[MicroBatch, ...]:
         """This rank's micro-batches of a step. Every rank gets equally many."""
-        share = self._share
-        own = self.global_rows(step)[share.rank :: share.world_size]
-        return tuple(
-            _micro_batch(self._rows, own[first : first + share.micro_batch])
-            for first in range(0, len(own), share.micro_batch)
-        )
+        return _micro_batches(self._rows, self.global_rows(step), self._share)
 
 
 def evaluation_batches(rows: PackedRows, share: Share) -> tuple[MicroBatch, ...]:
@@ -138,7 +133,12 @@ def evaluation_batches(rows: PackedRows, share: Share) -> tuple[MicroBatch, ...]
     """
     one_pass = share.micro_batch * share.world_size
     padded = -(-len(rows) // one_pass) * one_pass
-    own = list(range(padded))[share.rank :: share.world_size]
+    return _micro_batches(rows, range(padded), share)
+
+
+def _micro_batches(rows: PackedRows, indices: Sequence[int], share: Share) -> tuple[MicroBatch, ...]:
+    """One rank's share of rows by index, in forwards."""
+    own = indices[share.rank :: share.world_size]
     return tuple(
         _micro_batch(rows, own[first : first + share.micro_batch]) for first in range(0, len(own), share.micro_batch)
     )

@@ -22,7 +22,7 @@ _PADDED_TO = 64
 
 
 class Tokenizer(Protocol):
-    """What the data layer asks of a tokenizer."""
+    """A tokenizer as the data layer uses it."""
 
     vocab_size: int
     """Ids are below this. A model's embedding must have at least as many rows."""
@@ -46,12 +46,15 @@ class ByteTokenizer:
     vocab_size = -(-(_BYTE_VALUES + 1) // _PADDED_TO) * _PADDED_TO
 
     def encode(self, text: str) -> list[int]:
+        """UTF-8 bytes, and bytes that were no UTF-8 as they were."""
         return list(text.encode(errors=TEXT_ERRORS))
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The bytes as UTF-8, with replacement characters; other ids vanish."""
         return bytes(token for token in ids if token < _BYTE_VALUES).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
+        """Files of a byte-level BPE without a merge, which gives the same ids."""
         _byte_level_tokenizer().save_pretrained(directory)
 
 
@@ -75,15 +78,18 @@ class HuggingFaceTokenizer:
         return template if isinstance(template, str) else None
 
     def encode(self, text: str) -> list[int]:
+        """Token ids without special tokens. Bytes that were no UTF-8 are replacement characters."""
         readable = text.encode(errors=TEXT_ERRORS).decode(errors="replace")  # Rust takes no lone surrogates
         ids: list[int] = self.inner.encode(readable, add_special_tokens=False)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
         text: Any = self.inner.decode(list(ids), skip_special_tokens=True)
         return str(text)
 
     def save(self, directory: Path) -> None:
+        """As `save_pretrained`."""
         self.inner.save_pretrained(directory)
 
 

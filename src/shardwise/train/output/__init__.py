@@ -1,1 +1,1 @@
-"""What a training run leaves behind: lines on the terminal, checkpoints, a sample, the final model."""
+"""Output of a training run: lines on the terminal, checkpoints, a sample, the final model."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,7 +22,9 @@ from shardwise.errors import CheckpointError, ConfigError, UnreadableError
 from shardwise.train.build.optimizer import options_of, set_options
 from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Resumed:
     extra: Mapping[str, Any]
     """That `Checkpoints.save` was given."""
     set_aside: tuple[Path, ...] = ()
-    """Newer checkpoints that are not intact, where they are now. Only rank 0 knows."""
+    """Newer checkpoints that are not intact, where they are now."""
     changed: tuple[str, ...] = ()
     """The optimizer's settings that the configuration gives otherwise, in words."""
 
@@ -58,6 +60,7 @@ class Checkpoints:
         return self.config.every > 0 and step % self.config.every == 0
 
     def path(self, step: int) -> Path:
+        """The checkpoint after `step` steps."""
         return self.directory / f"step-{step:06d}"
 
     @property
@@ -68,7 +71,7 @@ class Checkpoints:
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizer, position: Position, extra: Mapping[str, Any]
     ) -> None:
-        """Save after `step` steps, then drop what is older than the newest `keep`. Every rank must call this.
+        """Save after `step` steps, then remove all but the newest `keep`. Every rank must call this.
 
         Where saves are asynchronous this one is still being written, and does not count among the newest.
 
@@ -79,14 +82,12 @@ class Checkpoints:
         everything = {**extra, "data": asdict(position)}
         asynchronous = self.config.asynchronous
         sw.checkpoint.save(self.path(step), model, optimizer, step, everything, asynchronous, files=self.files)
-        with self._together("old checkpoints cannot be removed"):
-            self._drop_old()
+        self._on_first("old checkpoints cannot be removed", self._drop_old)
 
     def finish(self, model: nn.Module) -> None:
         """Have the last save on disk. Every rank must call this."""
         sw.checkpoint.wait(model)
-        with self._together("old checkpoints cannot be removed"):
-            self._drop_old()
+        self._on_first("old checkpoints cannot be removed", self._drop_old)
 
     @contextmanager
     def finished(self, model: nn.Module) -> Iterator[None]:
@@ -96,29 +97,31 @@ class Checkpoints:
         except Exception as error:
             try:
                 save_thread.wait()
-                self._drop_old()
+                if self.ranks.is_first:
+                    self._drop_old()
             except (CheckpointError, OSError) as failed:
                 error.add_note(str(failed))
             raise
         self.finish(model)
 
-    @contextmanager
-    def _together(self, doing: str) -> Iterator[None]:
-        """What goes wrong on one rank, most often the first, which has the files to itself, is raised on all."""
-        with self.ranks.together():
+    def _on_first(self, doing: str, task: Callable[[], T]) -> T:
+        """As `Ranks.on_first`, of a task with files, which may change between two ranks' looks at them. An OSError
+        becomes a CheckpointError that begins with `doing`."""
+
+        def run() -> T:
             try:
-                yield
+                return task()
             except OSError as error:
                 raise CheckpointError(f"{doing}: {error}") from error
 
+        return self.ranks.on_first(run)
+
     def _drop_old(self) -> None:
-        """Local."""
-        if self.ranks.is_first:
-            for old in self._committed()[self.config.keep :]:
-                commit.remove(self.path(old))
+        for old in self._committed()[self.config.keep :]:
+            commit.remove(self.path(old))
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> Resumed | None:
-        """Load what the configuration says; None where the run starts anew. Every rank must call this.
+        """Load the checkpoint that the configuration names; None where the run starts anew. Every rank must call this.
 
         What crashes left in the directory is removed, and newer checkpoints that do not verify are set aside. The
         optimizer keeps its options, which are the configuration's, and gets the saved state.
@@ -130,11 +133,9 @@ class Checkpoints:
         """
         set_aside: list[Path] = []
         path: Path | str | None
-        with self._together(f"{self.directory} cannot be read"):
-            if self.ranks.is_first:
-                commit.remove_partials(self.directory)
+        self._on_first(f"{self.directory} cannot be read", lambda: commit.remove_partials(self.directory))
         if self.config.resume in {"auto", "never"}:
-            path = self._newest(set_aside)
+            path, set_aside = self._newest()
         else:
             path = self.config.resume if is_url(self.config.resume) else Path(self.config.resume)
             with Peers(require_engine(model).mesh).together(f"{path} cannot be loaded"):
@@ -150,39 +151,33 @@ class Checkpoints:
         self._refuse_newer_than(loaded.step)
         return Resumed(path, loaded.step, Position(**loaded["data"]), loaded, tuple(set_aside), tuple(changed))
 
-    def _newest(self, set_aside: list[Path]) -> Path | None:
-        """The run's newest checkpoint that verifies. Those before it, which do not, are renamed."""
-        steps: list[int] = []
-        good: int | None = None
-        with self._together(f"{self.directory} cannot be read"):
-            if self.ranks.is_first:  # it looks for all: files may change, and ranks must take the same way
-                steps = self._committed()
-                if self.config.resume == "auto":
-                    good = next((step for step in steps if self._verifies(step)), None)
-        found, chosen = self.ranks.count(len(steps)), self.ranks.count(0 if good is None else good + 1) - 1
-        if chosen >= 0:
-            with self._together("a damaged checkpoint cannot be set aside"):
-                set_aside += [commit.set_aside(self.path(step)) for step in steps if step > chosen]
-            return self.path(chosen)
-        if found and self.config.resume == "never":
+    def _newest(self) -> tuple[Path | None, list[Path]]:
+        """The run's newest checkpoint that verifies. Those before it, which do not, are renamed; their new paths."""
+        steps = self._on_first(f"{self.directory} cannot be read", self._committed)
+        if not steps:
+            return None, []
+        if self.config.resume == "never":
             raise ConfigError(
-                f'checkpoint.resume="never", but {self.directory} has {found} checkpoints of an unfinished run: set '
-                "log.name to train anew, or remove them"
+                f'checkpoint.resume="never", but {self.directory} has {len(steps)} checkpoints of an unfinished run: '
+                "set log.name to train anew, or remove them"
             )
-        if found:
+        good = self._on_first(
+            f"{self.directory} cannot be read", lambda: next((step for step in steps if self._verifies(step)), None)
+        )
+        if good is None:
             raise ConfigError(
-                f"none of the {found} checkpoints in {self.directory} is intact (sw.checkpoint.verify says why): set "
-                "log.name to train anew, or remove them"
+                f"none of the {len(steps)} checkpoints in {self.directory} is intact (sw.checkpoint.verify says why): "
+                "set log.name to train anew, or remove them"
             )
-        return None
+        set_aside = self._on_first(
+            "a damaged checkpoint cannot be set aside",
+            lambda: [commit.set_aside(self.path(step)) for step in steps if step > good],
+        )
+        return self.path(good), set_aside
 
     def _refuse_newer_than(self, step: int) -> None:
         """A run that goes on would come to save where they are."""
-        own: list[int] = []
-        with self._together(f"{self.directory} cannot be read"):
-            if self.ranks.is_first:
-                own = self._committed()
-        newest = self.ranks.count(max(own, default=0))
+        newest = max(self._on_first(f"{self.directory} cannot be read", self._committed), default=0)
         if newest > step:
             raise ConfigError(
                 f"checkpoint.resume={self.config.resume!r} is at step {step} and the run has {self.path(newest)}: "
@@ -197,7 +192,7 @@ class Checkpoints:
         return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
     def _verifies(self, step: int) -> bool:
-        """Raises UnreadableError where that cannot be told: what is only away for a moment must not be set aside."""
+        """Raises UnreadableError where storage cannot be read: a checkpoint must not be set aside for that."""
         try:
             sw.checkpoint.verify(self.path(step))
         except UnreadableError as error:

@@ -1,4 +1,4 @@
-"""What a run says on the terminal: live on a TTY, a line every few seconds elsewhere, tables at the end."""
+"""A run on the terminal: live on a TTY, a line every few seconds elsewhere, tables at the end."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ class Footprint:
 
     @property
     def largest_bytes(self) -> int:
+        """Sum over kinds."""
         return sum(self.largest.values())
 
     @property
     def replicated_bytes(self) -> int:
+        """Sum over kinds."""
         return sum(self.replicated.values())
 
 
@@ -103,7 +105,7 @@ class RunConsole:
         self.console.print(escape(text), soft_wrap=True)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step, unless `every` or, without a TTY, the clock says that it is too early."""
+        """Show a step, unless `every` or, without a TTY, the clock makes it too early."""
         now = self._clock()
         if self._first_step_s is None:
             self._first_step_s = now - metrics.step_time_s
@@ -137,7 +139,7 @@ class RunConsole:
         self.say(f"{share:.2f} of DDP's bytes per rank{took}")
 
     def beside_plan(self, outlook: Outlook, peak: Mapping[str, int], step_time_s: float) -> None:
-        """What was planned beside what was measured: bytes by kind on rank 0, and the step's median time."""
+        """Planned beside measured: bytes by kind on rank 0, and the step's median time."""
         self.console.print(plan_table(outlook, peak))
         change = step_time_s / outlook.step_time_s - 1
         self.say(f"step: {outlook.step_time_s:.3f} s planned, {step_time_s:.3f} s measured (median, {change:+.0%})")
@@ -159,31 +161,29 @@ def memory_line(memory: Mapping[str, int | None]) -> str:
 
 def summary_table(strategy: str, world_size: int, footprint: Footprint) -> Table:
     """Bytes per rank: counted under this strategy, and computed for DDP from the same tensors at their global size."""
-    table = Table(title=f"bytes per rank on {world_size} rank(s)", title_justify="left")
-    table.add_column("kind")
-    table.add_column(f"{strategy}, counted", justify="right")
-    table.add_column("DDP, computed", justify="right")
-    for kind in STATE_KINDS:
-        table.add_row(kind, format_bytes(footprint.largest[kind]), format_bytes(footprint.replicated[kind]))
-    table.add_section()
-    table.add_row("all", format_bytes(footprint.largest_bytes), format_bytes(footprint.replicated_bytes))
-    return table
+    rows = [(kind, footprint.largest[kind], footprint.replicated[kind]) for kind in STATE_KINDS]
+    rows.append(("all", footprint.largest_bytes, footprint.replicated_bytes))
+    return _bytes_table(f"bytes per rank on {world_size} rank(s)", (f"{strategy}, counted", "DDP, computed"), rows)
 
 
 def plan_table(outlook: Outlook, peak: Mapping[str, int]) -> Table:
     """Bytes by kind: planned at the step's peak, and measured, each at its highest. A dash: nobody measured it."""
-    table = Table(title="rank 0, planned and measured", title_justify="left")
+    planned = outlook.memory
+    rows = [(kind, planned.get(kind, 0), peak.get(kind)) for kind in KINDS if planned.get(kind) or peak.get(kind)]
+    both = [kind for kind, _, measured in rows if measured is not None]
+    rows.append(("all that was measured", sum(planned.get(k, 0) for k in both), sum(peak[k] for k in both)))
+    return _bytes_table("rank 0, planned and measured", ("planned", "measured"), rows)
+
+
+def _bytes_table(title: str, columns: tuple[str, str], rows: Sequence[tuple[str, int, int | None]]) -> Table:
+    """A row for each kind, the last one below a line."""
+    table = Table(title=title, title_justify="left")
     table.add_column("kind")
-    table.add_column("planned", justify="right")
-    table.add_column("measured", justify="right")
-    kinds = [kind for kind in KINDS if outlook.memory.get(kind) or peak.get(kind)]
-    for kind in kinds:
-        measured = format_bytes(peak[kind]) if kind in peak else "-"
-        table.add_row(kind, format_bytes(outlook.memory.get(kind, 0)), measured)
-    table.add_section()
-    both = [kind for kind in kinds if kind in peak]
-    planned = sum(outlook.memory.get(kind, 0) for kind in both)
-    table.add_row("all that was measured", format_bytes(planned), format_bytes(sum(peak[kind] for kind in both)))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for number, (kind, *sizes) in enumerate(rows, 2):
+        cells = ("-" if size is None else format_bytes(size) for size in sizes)
+        table.add_row(kind, *cells, end_section=number == len(rows))
     return table
 
 

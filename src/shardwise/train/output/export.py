@@ -13,13 +13,13 @@ import shardwise as sw
 from shardwise.checkpoint.format.model_state import pieces_to_write
 from shardwise.errors import UsageError
 from shardwise.train.data.tokenizer import Tokenizer, files_of
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 from shardwise.train.run.claim import NAME
 from shardwise.train.run.directory import RunDirectory
 
 
 def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks, step: int) -> None:
-    """Write `final/`, a checkpoint of the model alone. Every rank must call this; each writes what it holds.
+    """Write `final/`, a checkpoint of the model alone. Every rank must call this; each writes its own part.
 
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` and
     `AutoTokenizer.from_pretrained` load; any other module safetensors files of its state_dict.

@@ -1,4 +1,4 @@
-"""When a step runs out of memory: what was planned, what is held, and ways out."""
+"""The message when a step runs out of memory: planned and held bytes, and ways out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.policy.kinds import KINDS
 from shardwise.train.build.job import hardware_here, job_of, source_of
 from shardwise.train.build.models import TextShape
 from shardwise.train.config.schema import Config
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 
 if TYPE_CHECKING:
     from shardwise.plan.simulate.forecast import Forecast
@@ -48,7 +48,7 @@ def explained(
 
 
 def _ways_out(config: Config) -> Iterator[str]:
-    """Changes that need less memory without changing what is computed."""
+    """Changes that need less memory without changing the result."""
     if config.train.activation_checkpointing != "full":
         yield "train.activation_checkpointing=full"
     size = config.train.micro_batch
@@ -61,7 +61,7 @@ def _ways_out(config: Config) -> Iterator[str]:
 
 
 def _table(planned: Forecast | None, held: Mapping[str, int]) -> list[str]:
-    """Bytes by kind: the plan's at its peak, and what is held now."""
+    """Bytes by kind: the plan's at its peak, and those held now."""
     expected = parts(planned) if planned is not None else {}
     kinds = [kind for kind in dict.fromkeys([*KINDS, *expected]) if expected.get(kind) or held.get(kind)]
     rows = [("GiB", "planned", "held now")]

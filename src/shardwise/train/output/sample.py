@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.train.data.packing import PackedRows
 from shardwise.train.data.tokenizer import Tokenizer
-from shardwise.train.ranks import Ranks
+from shardwise.train.process.ranks import Ranks
 
 PROMPT_TOKENS = 48
 NEW_TOKENS = 160
@@ -17,7 +17,7 @@ _TEMPERATURE = 0.7
 
 
 class Sample(NamedTuple):
-    """A prompt out of the data and what the model made of it."""
+    """A prompt out of the data and the model's continuation."""
 
     prompt: str
     continuation: str

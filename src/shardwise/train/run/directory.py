@@ -1,4 +1,4 @@
-"""`runs/<name>/`: where a run writes what it did."""
+"""`runs/<name>/`: the files of a run."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class RunDirectory:
 
     @property
     def tensorboard(self) -> Path:
+        """TensorBoard's files."""
         return self.path / "tensorboard"
 
     @property
@@ -52,7 +53,7 @@ class RunDirectory:
 
     @property
     def is_finished(self) -> bool:
-        """Raises ConfigError where that cannot be told."""
+        """Whether `final` is there. Raises ConfigError where the directory cannot be read."""
         try:
             return self.final.is_dir()
         except OSError as error:

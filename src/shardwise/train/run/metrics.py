@@ -1,4 +1,4 @@
-"""What a step was: one JSON object a line, and TensorBoard where asked for."""
+"""Figures of each step: one JSON object a line, and TensorBoard where asked for."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ class MetricsWriter:
         self._evaluations: IO[str] = evaluations.open("a", encoding="utf-8")
 
     def step(self, metrics: StepMetrics) -> None:
+        """Write one step."""
         self._steps.write(json.dumps(asdict(metrics)) + "\n")
         if metrics.step % self._flush_every == 0:
             self._steps.flush()
@@ -76,6 +77,7 @@ class MetricsWriter:
         self._steps.flush()
 
     def close(self) -> None:
+        """Close all files."""
         self._steps.close()
         self._evaluations.close()
         if self._board is not None:

@@ -59,10 +59,12 @@ class GlooCollectives(PrivateBuffers):
 
     @property
     def scratch_bytes(self) -> int:
+        """Sums, staged slices of peers, small messages and headers."""
         return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes + self._line.header_bytes
 
     @torch.no_grad()
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+        """Send the own slice of each region to every peer, and receive theirs in place."""
         slices = [
             [buffer.bytes[r.start + q * r.shard_bytes :][: r.shard_bytes] for q in range(self.world_size)]
             for r in regions
@@ -71,6 +73,7 @@ class GlooCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
+        """Send each peer its slice; sum the peers' terms of the own slice in rank order, piece by piece."""
         check_reductions(reductions, self.world_size)
         jobs = [
             _Job([slice_of(r.flat, q, self.world_size) for q in range(self.world_size)], r.out, r.accumulate)
@@ -81,6 +84,7 @@ class GlooCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
+        """One exchange of everything up to SMALL_BYTES, else a reduce-scatter and an all-gather."""
         if after is not FINISHED:
             return Then(after, lambda: self.all_reduce(tensor, op, label=label))
         flat = tensor.detach().view(-1)
@@ -96,6 +100,7 @@ class GlooCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Along a binomial tree."""
         # A binomial tree over positions counted from `src`: position p hears from p without its lowest set bit.
         flat = tensor.detach().view(-1)
         position = (self.rank - src) % self.world_size
@@ -111,10 +116,12 @@ class GlooCollectives(PrivateBuffers):
         post.wait_sent()
 
     def barrier(self) -> None:
+        """An exchange of empty messages."""
         self.exchange(b"", lambda a, b: b"", 0)
 
     @torch.no_grad()
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        """Every message goes to every peer."""
         post = self._post(sign("exchange", label), len(message))
         mine = torch.frombuffer(bytearray(message or b" "), dtype=torch.uint8)[: len(message)]
         for peer in self._peers:
@@ -130,6 +137,7 @@ class GlooCollectives(PrivateBuffers):
         return functools.reduce(combine, said)
 
     def abandon(self) -> None:
+        """Send a header to every peer that says so."""
         if self._line.failure is None:  # else peers are told
             self._left.append(self._post(sign("abandon")))
 

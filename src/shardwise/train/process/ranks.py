@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,14 +19,14 @@ from shardwise.comm.channel import Channel, channel_of
 from shardwise.comm.protocol import Combine
 from shardwise.comm.timeout import timeout_s
 from shardwise.errors import PeerError
-from shardwise.train.interruption import Interrupted
+from shardwise.train.process.interruption import Interrupted
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process's place in a run. What it hears of its peers goes from host to host: no device is waited for."""
+    """One process's place in a run. Exchanges go from host to host: no device is waited for."""
 
     rank: int
     world_size: int
@@ -57,12 +57,8 @@ class Ranks:
         """The sum of an integer over all ranks. Every rank must call this."""
         return int(self.sum([local], np.int64)[0])
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers, in rank order, on every rank. Every rank must call this."""
-        return self.hear([float(value) for value in values])
-
     def hear(self, own: T) -> list[T]:
-        """What every rank has to say, in rank order, on every rank; small, and pickled. Every rank must call this."""
+        """One small picklable object of every rank, in rank order, on every rank. Every rank must call this."""
 
         def both(left: bytes, right: bytes) -> bytes:
             return pickle.dumps(pickle.loads(left) | pickle.loads(right))
@@ -81,7 +77,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All ranks leave the block, or all raise: whoever failed its own error, the others a PeerError with it.
+        """Either all ranks exit the block or all raise: the failing rank its own error, the others a PeerError.
 
         Every rank must enter. No collective may be inside.
         """
@@ -97,9 +93,16 @@ class Ranks:
         if failed is not None:
             raise PeerError(f"rank {failed} failed: {said[failed]}")
 
-    def first_says(self, decision: bool) -> bool:
-        """Rank 0's answer to a question, on every rank, so that all take the same way. Every rank must call this."""
-        return self.count(int(decision and self.is_first)) > 0
+    def on_first(self, task: Callable[[], T]) -> T:
+        """Run a task on rank 0 alone and return its result, small and picklable, on every rank.
+
+        Every rank must call this. If the task raises, all ranks raise, as in `together`.
+        """
+        results: list[T] = []
+        with self.together():
+            if self.is_first:
+                results.append(task())
+        return self.hear(results)[0][0]
 
 
 @contextmanager

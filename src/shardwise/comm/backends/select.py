@@ -8,8 +8,8 @@ import platform
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.dry import DryCollectives
-from shardwise.comm.gloo import GlooCollectives
+from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.backends.gloo import GlooCollectives
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import ConfigError
 
@@ -46,7 +46,7 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str)
     if asked and (asked == "nccl") != (device.type == "cuda"):
         raise ConfigError(f"SHARDWISE_COLLECTIVES={asked!r} does not serve ranks on {device.type}")
     if device.type == "cuda":
-        from shardwise.comm.nccl import NcclCollectives
+        from shardwise.comm.backends.nccl import NcclCollectives
 
         return NcclCollectives(group, device, separate_reductions=_separate_reductions())
     return GlooCollectives(group) if asked == "gloo" else _on_cpus(group, must_share=asked == "shm")
@@ -61,11 +61,11 @@ def _separate_reductions() -> bool:
 
 def _on_cpus(group: dist.ProcessGroup, must_share: bool) -> Collectives:
     # The ranks decide together: first whether all could, then (in the constructor) whether it works.
-    from shardwise.comm.shared_memory.segment import exchange
+    from shardwise.comm.backends.shared_memory.segment import exchange
 
     suitable = platform.system() == "Linux" and platform.machine() == "x86_64"
     if all(able for (able,) in exchange(group, [suitable])):
-        from shardwise.comm.shared_memory.collectives import ShmCollectives
+        from shardwise.comm.backends.shared_memory.collectives import ShmCollectives
 
         try:
             return ShmCollectives(group)

@@ -19,23 +19,27 @@ class DryCollectives(PrivateBuffers):
     name = "dry"
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+        """Peers' slices stay as they are."""
         return FINISHED
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
+        """Deliver this rank's own term as the sum."""
         check_reductions(reductions, self.world_size)
         for r in reductions:
             deliver(slice_of(r.flat, self.rank, self.world_size), r)
         return FINISHED
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
+        """Leave the tensor as it is."""
         return after
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        return None
+        """Leave the tensor as it is."""
 
     def barrier(self) -> None:
-        return None
+        """Return at once."""
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        """Return this rank's message."""
         return message

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES, Counter, Journal, Watch
+from shardwise.comm.backends.shared_memory.segment import Segment, make_private
 from shardwise.comm.buffers import POISON_BYTE, check_reductions, pieces_of, poison_asked, shares, slice_of
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Reduction, Region, Then, Work
-from shardwise.comm.shared_memory.counters import JOURNAL_LINES, Counter, Journal, Watch
-from shardwise.comm.shared_memory.segment import Segment, make_private
 from shardwise.comm.signature import sign
 from shardwise.comm.summation import RankOrderSum
 from shardwise.comm.timeout import timeout_s
@@ -67,9 +67,11 @@ class ShmCollectives:
 
     @property
     def scratch_bytes(self) -> int:
+        """Sums and this rank's two stages."""
         return self._sum.scratch_bytes + 2 * STAGE_BYTES
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
+        """Shared memory: one piece for all ranks of a gather buffer, one piece a rank of a reduce buffer."""
         self._meet(sign("allocate", 0, nbytes, kind))  # ranks that disagree here would map each other's memory wrong
         shared = _SharedBuffer(self._group, self._watch, len(self._shared), nbytes, kind)
         self._shared.append(shared)
@@ -80,14 +82,17 @@ class ShmCollectives:
         return buffer
 
     def claim(self, buffer: Buffer) -> None:
+        """Wait until no rank reads the buffer's last use."""
         shared = self._shared[buffer.index]
         shared.pending.wait()
         shared.finished.wait(shared.uses, f"claim of buffer {buffer.index}")
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+        """Post that the own slices are written; the work waits until every rank has."""
         return self._post(self._shared[buffer.index], sign("all_gather", label, buffer.index, regions))
 
     def release(self, buffer: Buffer) -> None:
+        """Post that this rank has read the buffer."""
         shared = self._shared[buffer.index]
         shared.finished.post(shared.uses)
         if self.poison:
@@ -98,12 +103,14 @@ class ShmCollectives:
             shared.poisoned.wait(shared.uses, f"release of buffer {buffer.index}")
 
     def detach(self, buffer: Buffer) -> Buffer:
+        """Put private memory with the same contents under the old views; the buffer itself is mapped anew."""
         replacement = self._map(self._shared[buffer.index])
         self._reduce_buffers.pop(buffer.bytes.data_ptr(), None)
         make_private(buffer.bytes)
         return replacement
 
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
+        """Post; once waited for, sum the own slice of every rank's buffer, in rank order."""
         check_reductions(reductions, self.world_size)
         shared = self._shared[buffer.index]
         shared.pending.wait()
@@ -121,6 +128,7 @@ class ShmCollectives:
         return work
 
     def advance(self) -> None:
+        """Finish reductions, in their order, as far as every rank has posted."""
         for work in self._scattering:  # in their order: a later one may add to what an earlier one writes
             if not work.is_ready():
                 return
@@ -128,6 +136,7 @@ class ShmCollectives:
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
+        """In place inside a reduce buffer, else through the stages, in pieces of STAGE_BYTES."""
         if after is not FINISHED:
             return Then(after, lambda: self.all_reduce(tensor, op, label=label))
         flat = tensor.detach().view(-1)
@@ -144,6 +153,7 @@ class ShmCollectives:
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Through rank `src`'s stage, in pieces of STAGE_BYTES."""
         flat = tensor.detach().view(-1)
         for chunk in pieces_of(flat, STAGE_BYTES // flat.itemsize):
             mine = chunk if self.rank == src else None
@@ -152,10 +162,12 @@ class ShmCollectives:
                 chunk.copy_(shown[src, : chunk.numel() * chunk.itemsize].view(chunk.dtype))
 
     def barrier(self) -> None:
+        """Wait for every rank's turn."""
         self._meet(sign("barrier"))
 
     @torch.no_grad()
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        """Through the stages; as often as the longest message needs."""
         room = STAGE_BYTES - _LENGTH_BYTES
         said = [b""] * self.world_size
         length = len(message).to_bytes(_LENGTH_BYTES, "little")
@@ -171,6 +183,7 @@ class ShmCollectives:
         return functools.reduce(combine, said)
 
     def abandon(self) -> None:
+        """Write it into the journal, which peers read while they wait."""
         self._journal.write(sign("abandon"))
 
     def close(self) -> None:
@@ -259,7 +272,7 @@ class _SharedBuffer:
         return self.uses
 
     def expect(self, work: Work) -> None:
-        """What is left to do before the buffer can be posted or written again."""
+        """Set the work to finish before the buffer can be posted or written again."""
         self.pending = work
 
     def map_own(self) -> Tensor:
@@ -289,7 +302,7 @@ class _Arrival:
 
 
 class _Deferred:
-    """What is left of a collective once it was posted: formed in `wait`, later, so that fewer peers are late."""
+    """The rest of a collective once it was posted: done in `wait`, later, so that fewer peers are late."""
 
     def __init__(self, shared: _SharedBuffer, arrival: _Arrival, finish: Callable[[], None]) -> None:
         shared.expect(self)

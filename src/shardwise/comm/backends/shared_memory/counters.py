@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.comm.shared_memory.segment import LINE_BYTES, exchange
+from shardwise.comm.backends.shared_memory.segment import LINE_BYTES, exchange
 from shardwise.comm.signature import in_words, mismatch
 from shardwise.errors import CollectiveTimeout, ShardwiseError
+from shardwise.liveness import birth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -106,6 +106,7 @@ class Counter:
         self._watch = watch
 
     def post(self, value: int, signature: int = 0) -> None:
+        """This rank has done it `value` times. No communication."""
         # A peer may be one post behind, so the last two signatures are kept. The counter is stored last.
         self._head[self._own + 1 + value % 2] = signature
         self._head[self._own] = value
@@ -171,12 +172,3 @@ class Journal:
 
     def _start(self, rank: int) -> int:
         return self._first + rank * JOURNAL_LINES * _WORDS
-
-
-def birth(pid: int) -> int:
-    """When a process started, in clock ticks since boot; -1 if it is gone or only waits to be reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return -1
-    return -1 if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardwise.errors import PeerError
-from shardwise.train.interruption import Interrupted
-from shardwise.train.ranks import Ranks, started
+from shardwise.train.process.interruption import Interrupted
+from shardwise.train.process.ranks import Ranks, started
 from tests.ranks import RankPools
 
 
@@ -21,10 +21,9 @@ def exchange() -> None:
         assert (ranks.rank, ranks.world_size, ranks.device.type) == (rank, 3, "cpu")
         assert ranks.sum([rank + 0.5, 1.0]) == [3 * 0.5 + 3, 3.0]
         assert ranks.count(2**53 + rank) == 3 * 2**53 + 3  # float64 would lose the last bit
-        assert ranks.gather([rank, -rank]) == [[0.0, 0.0], [1.0, -1.0], [2.0, -2.0]]
+        assert ranks.hear([rank, -rank]) == [[0, 0], [1, -1], [2, -2]]
         assert ranks.hear(f"I am {rank}") == ["I am 0", "I am 1", "I am 2"]
-        assert ranks.first_says(rank == 0) is True
-        assert ranks.first_says(rank != 0) is False
+        assert ranks.on_first(lambda: rank == 0) is True
         with ranks.together():
             pass
         with pytest.raises(ValueError if rank == 1 else PeerError, match=r"^(rank 1 failed: )?no cheese$"):
@@ -49,9 +48,9 @@ def test_alone_there_is_no_process_group() -> None:
         assert ranks == Ranks(0, 1, torch.device("cpu"))
         assert ranks.sum([1.5]) == [1.5]
         assert ranks.count(3) == 3
-        assert ranks.gather([1.0]) == [[1.0]]
+        assert ranks.hear([1.0]) == [[1.0]]
         assert ranks.hear("I") == ["I"]
-        assert ranks.first_says(True)
+        assert ranks.on_first(lambda: True)
 
 
 @pytest.fixture
@@ -90,8 +89,8 @@ NO_THREADS_LEFT = """
 import os
 import torch
 import shardwise as sw
-from shardwise.train.interruption import Interrupted
-from shardwise.train.ranks import started
+from shardwise.train.process.interruption import Interrupted
+from shardwise.train.process.ranks import started
 
 def of_gloo():
     names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]

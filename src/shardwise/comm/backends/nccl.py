@@ -70,12 +70,14 @@ class NcclCollectives(PrivateBuffers):
         self._free: dict[int, torch.cuda.Event] = {}  # by buffer: after its last reader
 
     def claim(self, buffer: Buffer) -> None:
+        """Order the current stream after the buffer's last reader."""
         # The engine writes on the current stream: not before a gather buffer's last reader, which may be on another
         # stream, nor before the reduce stream is through with a reduce buffer.
         if buffer.index in self._free:
             self._current().wait_event(self._free.pop(buffer.index))
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+        """NCCL, in place, on the gather stream; several regions are one launch."""
         with self._on(self._gather_stream), self._together(self._group, len(regions)):
             for region in regions:
                 nbytes = region.shard_bytes * self.world_size
@@ -84,10 +86,12 @@ class NcclCollectives(PrivateBuffers):
         return _OnStream(self._gather_stream, keep=buffer)
 
     def release(self, buffer: Buffer) -> None:
+        """Record the event after which the buffer may be written."""
         super().release(buffer)
         self._free[buffer.index] = self._current().record_event()
 
     def detach(self, buffer: Buffer) -> Buffer:
+        """New memory of the caching allocator, which frees the old one with its last view."""
         # The next gather into the new memory waits for the current stream, whose freed block it may be. The old memory
         # may be freed at any time: the gather into it is behind the current stream, as the caller has waited.
         self._free.pop(buffer.index, None)
@@ -95,6 +99,7 @@ class NcclCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
+        """NCCL, in place, on the reduce stream; several reductions are one launch."""
         check_reductions(reductions, self.world_size)
         with self._on(self._reduce_stream):
             own = [slice_of(r.flat, self.rank, self.world_size) for r in reductions]
@@ -109,6 +114,7 @@ class NcclCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
+        """NCCL, in place, on the reduce stream."""
         with self._on(self._reduce_stream):
             if isinstance(after, _OnStream):  # of another group, so on another stream; `after` keeps its memory until
                 self._reduce_stream.wait_event(after.event)  # the compute stream has waited for it as well
@@ -120,18 +126,23 @@ class NcclCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
+        """NCCL, as bytes, on the current stream."""
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), group=self._group, group_src=src)
 
     def barrier(self) -> None:
+        """Wait on the host until every rank has come."""
         dist.barrier(self._group, device_ids=[self._gather_stream.device_index])
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        """Through the channel between the hosts: no stream is waited for."""
         return self._channel.exchange(message, combine, label)
 
     def abandon(self) -> None:
+        """Tell the peers through the channel."""
         self._channel.abandon()
 
     def close(self) -> None:
+        """Close the channel and a second communicator."""
         self._channel.close()
         if self._reduce_group is not self._group:
             dist.destroy_process_group(self._reduce_group)
@@ -167,7 +178,7 @@ def _real(flat: Tensor) -> Tensor:
 
 
 class _OnStream:
-    """What a stream has been given to do so far."""
+    """The work enqueued on a stream so far."""
 
     def __init__(self, stream: torch.cuda.Stream, keep: object) -> None:
         """`keep` holds memory that the stream uses until the current stream is behind it, when freeing it is safe."""
