@@ -286,30 +286,24 @@ def explore(question: Question, progress: Progress | None = None) -> Exploration
     whole = search_space(with_sequences(source, question.arguments), question.global_batch)
     for family in whole.families:  # unknown names raise before anything is run
         _ = family.base.hardware, family.base.node_interconnect
-    exploration = _explored(question, source, whole, _Tally(whole, progress), scale=True)
+    exploration = _explored(question, source, whole, progress, scale=True)
     scales = any(len(family.batches) > SCALED_FROM for family in whole.families)
     if not scales or _is_confirmed(exploration, source):
         return exploration
-    return _explored(question, source, whole, _Tally(whole, progress), scale=False)
+    return _explored(question, source, whole, progress, scale=False)
 
 
-class _Tally:
-    """Counts configurations and passes the number on."""
-
-    def __init__(self, whole: SearchSpace, progress: Progress | None) -> None:
-        self._total = sum(family.size for family in whole.families)
-        self._done = itertools.count(1)
-        self._progress = progress
-
-    def __call__(self) -> None:
-        """One more is done. From any thread."""
-        if self._progress is not None:
-            self._progress(next(self._done), self._total)
-
-
-def _explored(question: Question, source: ModelSource, whole: SearchSpace, tally: _Tally, scale: bool) -> Exploration:
+def _explored(
+    question: Question, source: ModelSource, whole: SearchSpace, progress: Progress | None, scale: bool
+) -> Exploration:
     families = whole.families
     count = sum(family.size for family in families)
+    done = itertools.count(1)
+
+    def tally() -> None:
+        if progress is not None:
+            progress(next(done), count)
+
     candidates: list[Candidate] = []
     if question.workers > 1 and count >= PARALLEL_FROM and len(families) > 1 and not callable(question.model):
         setting = SearchSetting(question.model, question.budget_bytes, question.objective, scale)

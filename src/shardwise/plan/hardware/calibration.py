@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -185,7 +186,7 @@ def _operations(watch: _Stopwatch) -> dict[str, Points]:
         "_softmax": (2, lambda x: lambda: aten._softmax(x, -1, False)),
         "_softmax_backward_data": (3, lambda x: lambda: aten._softmax_backward_data(x, x, -1, x.dtype)),
         "sum": (1, lambda x: lambda: aten.sum(x, [0], True)),
-        "copy_": (2, lambda x: _copy_into(torch.empty_like(x), x)),
+        "copy_": (2, lambda x: partial(torch.empty_like(x).copy_, x)),
         "mul_": (2, lambda x: lambda: x.mul_(1.0)),
         "_fused_adamw_": (7, _step_of_adamw),
     }
@@ -198,10 +199,6 @@ def _operations(watch: _Stopwatch) -> dict[str, Points]:
         return _rates(watch.curve(_growing(2**16, largest, factor=8), sized))
 
     return {name: curve(*maker) for name, maker in makers.items()}
-
-
-def _copy_into(target: Tensor, source: Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(source)
 
 
 def _step_of_adamw(x: Tensor) -> Callable[[], object]:
@@ -273,7 +270,7 @@ def _describe(device: torch.device, measured: Measured, ranks: int) -> Hardware:
     best = {dtype: Figure(max(rate for _, rate in points), source) for dtype, points in measured.matmul.items()}
     bandwidth = Figure(max(rate for _, rate in measured.memory), source)
     if device.type == "cuda":
-        known = _known_gpu(torch.cuda.get_device_name(device))
+        known = find_device(packaged_name(torch.cuda.get_device_name(device)))
         total = torch.cuda.get_device_properties(device).total_memory
         usable = Figure(float(total), source)
         return replace(known, usable_bytes=usable, matmul_flops=best, measured=measured)
@@ -289,11 +286,6 @@ def _describe(device: torch.device, measured: Measured, ranks: int) -> Hardware:
         memory_bytes_per_s=bandwidth,
         measured=measured,
     )
-
-
-def _known_gpu(name: str) -> Hardware:
-    """The packaged device that torch's name for a GPU means."""
-    return find_device(packaged_name(name))
 
 
 def packaged_name(name: str) -> str:

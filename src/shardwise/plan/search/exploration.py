@@ -91,6 +91,7 @@ class Exploration:
 
     @property
     def best(self) -> Forecast | None:
+        """The best configuration's forecast; None where nothing fits."""
         return self.fitting[0].forecast if self.fitting else None
 
 
@@ -137,7 +138,8 @@ def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
     needs, has = needed_bytes(forecast), available_bytes(forecast, budget_bytes)
     if needs > has:
         return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why_too_large(forecast, has))
-    return Candidate(forecast.job, Verdict.FITS, forecast, _slowed_by(forecast))
+    waits = forecast.exposed_comm_s > WAITING_SHARE * forecast.step_time_s
+    return Candidate(forecast.job, Verdict.FITS, forecast, "network" if waits else "compute")
 
 
 _SINGULAR = {"optimizer": "the optimizer takes", "other": "other memory takes"}
@@ -186,8 +188,10 @@ def nothing_fits(exploration: Exploration) -> PlanError:
     forecast, job = nearest.forecast, nearest.job
     assert forecast is not None
     has = available_bytes(forecast, exploration.budget_bytes)
+    gpu = getattr(job.gpu, "name", job.gpu)
     return PlanError(
-        f"nothing fits {_gpus(job)}: the nearest, {describe(job)}, {why_too_large(forecast, has)}; {ways_out(job)}"
+        f"nothing fits {job.world_size} x {gpu}: the nearest, {describe(job)}, {why_too_large(forecast, has)}; "
+        f"{ways_out(job)}"
     )
 
 
@@ -267,11 +271,6 @@ def gib(nbytes: float) -> str:
     return f"{size:,.1f}" if size >= 0.1 or not size else f"{size:.4f}"
 
 
-def _gpus(job: Job) -> str:
-    count = job.world_size
-    return f"{count} x {getattr(job.gpu, 'name', job.gpu)}"
-
-
 def _bisect(
     low: int, high: int, best: Forecast | None, judged: Callable[[int], Candidate], fits_below: bool
 ) -> Forecast | None:
@@ -295,10 +294,6 @@ def _implies(smaller: Job, larger: Job) -> bool:
     """Whether live bytes of one batch bound those of another from below: accumulated gradients stay from the second
     micro-batch on, so a job that accumulates says nothing about one that does not."""
     return smaller.micro_batch <= larger.micro_batch and (smaller.accumulation == 1 or larger.accumulation > 1)
-
-
-def _slowed_by(forecast: Forecast) -> str:
-    return "network" if forecast.exposed_comm_s > WAITING_SHARE * forecast.step_time_s else "compute"
 
 
 def _family_key(job: Job) -> tuple[object, ...]:
