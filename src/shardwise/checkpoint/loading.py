@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,24 +111,6 @@ def _describe(model: nn.Module, optimizer: Optimizer | None) -> str:
     return f"{type(optimizer).__name__}|{[[fqn for fqn, _ in members] for members in groups]}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A parameter in an optimizer's group, and the state that it has there."""
-
-    fqn: str
-    parameter: Tensor
-    group: dict[str, Any]
-    present: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _NewState:
-    """The state of one parameter, to be put into the optimizer when it has been read."""
-
-    parameter: Tensor
-    values: dict[str, Any]
-
-
 _UNKNOWN = "unknown"
 """Kind of the optimizer of a checkpoint that was converted."""
 
@@ -145,7 +126,8 @@ class _Reading:
         self.by_rank_files = tensor_files.find(contents, per_rank_buffers.STEM)
         self.optimizer_pieces: Wanted = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._states: list[_NewState] = []
+        self._states: list[tuple[Tensor, dict[str, Any]]] = []
+        """Parameters, each with the state to put into the optimizer when it has been read."""
         self._matched = Matched()
 
     def expect_model(self, model: nn.Module) -> None:
@@ -156,12 +138,14 @@ class _Reading:
 
     @property
     def model_pieces(self) -> Wanted:
+        """The model's pieces to read, each with its place in a file."""
         return self._matched.wanted
 
     def expect_optimizer(self, model: nn.Module, optimizer: Optimizer, strict: bool) -> None:
         """Match the optimizer's parameters with the saved groups and state by fqn."""
         saved = self._saved_for(type(optimizer).__name__, strict)
         groups_of = {fqn: number for number, group in enumerate(saved["groups"]) for fqn in group["fqns"]}
+        stored = self.optimizer_files.tensors
         left = dict.fromkeys((self.training["optimizer"] or {"state": ()})["state"])
         for number, (group, members) in enumerate(
             zip(optimizer.param_groups, optimizer_state.named_groups(model, optimizer), strict=True)
@@ -171,8 +155,8 @@ class _Reading:
             self._expect_options(number, fqns, group, [saved["groups"][position] for position in found], strict)
             for fqn, parameter in members:
                 if fqn in saved["state"]:
-                    member = _Member(fqn, parameter, group, optimizer.state.get(parameter, {}))
-                    self._expect_state(member, saved["state"][fqn], self.optimizer_files.tensors)
+                    present = optimizer.state.get(parameter, {})
+                    self._expect_state((fqn, parameter), group, present, saved["state"][fqn], stored)
                     del left[fqn]
                 else:
                     self._matched.missing.append(f"optimizer state of {fqn}")
@@ -208,33 +192,38 @@ class _Reading:
         else:
             self._matched.missing.append(f"options of the optimizer's group {number}")
 
-    def _expect_state(self, member: _Member, saved: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
+    def _expect_state(
+        self,
+        named: tuple[str, Tensor],
+        group: dict[str, Any],
+        present: dict[str, Any],
+        saved: dict[str, Any],
+        stored: dict[str, StoredTensor],
+    ) -> None:
+        """Match the saved state of one parameter, given with its fqn; `present` is what the optimizer has of it."""
+        fqn, parameter = named
         values: dict[str, Any] = {}
         pieces: Wanted = []
         for name, value in saved.items():
             if not isinstance(value, dict):
                 values[name] = value
             elif "scalar" in value:
-                values[name] = optimizer_state.scalar(value, member.parameter, member.group)
+                values[name] = optimizer_state.scalar(value, parameter, group)
             elif value.get("tensor") not in stored:
-                self._matched.missing.append(f"{member.fqn}.{name}")
+                self._matched.missing.append(f"{fqn}.{name}")
                 return
             else:
                 tensor = stored[value["tensor"]]
-                dtype = self._state_dtype(member.fqn, member.parameter, tensor.dtype)
-                room = optimizer_state.room_for(member.parameter, dtype, member.present.get(name))
-                piece = piece_of((f"{member.fqn}.{name}",), room)
+                follows = tensor.dtype == self.training["optimizer"]["dtypes"].get(fqn)
+                dtype = parameter.dtype if follows else DTYPES[tensor.dtype]  # it was, and stays, the parameter's
+                room = optimizer_state.room_for(parameter, dtype, present.get(name))
+                piece = piece_of((f"{fqn}.{name}",), room)
                 if not self._matched.fits(piece, tensor.shape):
                     return
                 values[name] = room
                 pieces.append((piece, Place.whole(tensor.name, tensor.shape)))
         self.optimizer_pieces += pieces
-        self._states.append(_NewState(member.parameter, values))
-
-    def _state_dtype(self, fqn: str, parameter: Tensor, saved: str) -> torch.dtype:
-        """State that was kept in the parameter's dtype stays in the parameter's dtype when that changes."""
-        follows = saved == self.training["optimizer"]["dtypes"].get(fqn)
-        return parameter.dtype if follows else DTYPES[saved]
+        self._states.append((parameter, values))
 
     def check_dtypes(self) -> None:
         """Raise CheckpointError for a tensor of the model that the stored numbers cannot be cast to."""
@@ -248,10 +237,10 @@ class _Reading:
         """Put the options and the state that was read into the optimizer."""
         for group, saved in self._options:
             optimizer_state.restore_options(group, saved)
-        for state in self._states:
-            optimizer.state.pop(state.parameter, None)
-            if state.values:
-                optimizer.state[state.parameter] = state.values
+        for parameter, values in self._states:
+            optimizer.state.pop(parameter, None)
+            if values:
+                optimizer.state[parameter] = values
 
     def result(self) -> Loaded:
         """For the caller."""

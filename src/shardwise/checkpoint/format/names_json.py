@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.manifest import check_file, reading
 from shardwise.checkpoint.format.tensor_files import WritablePiece
 from shardwise.checkpoint.names.index_map import IndexMap, Place, tile
 from shardwise.errors import CheckpointError
@@ -83,13 +82,10 @@ def read(contents: Contents) -> list[Named]:
     """
     if NAME not in contents.manifest.files:
         return []
-    path = f"{contents}/{NAME}"
     try:
-        check_file(contents.directory, NAME, contents.manifest.files[NAME])
-        with reading(path):
-            return decode(contents.directory.read(NAME))
+        return decode(contents.read(NAME))
     except (OSError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+        raise CheckpointError(f"{contents}/{NAME} is damaged: {error}") from None
 
 
 def _named(entry: Any) -> Named:

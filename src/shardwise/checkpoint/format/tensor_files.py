@@ -146,11 +146,8 @@ def lay_out_files(stem: str, tensors: tuple[StoredTensor, ...], max_file_bytes: 
 def create(directory: Path, files: TensorFiles) -> None:
     """Make the files in their full size, so that a full disk is an error now. One rank does it."""
     for name, layout in files.files.items():
-        fd = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            _allocate(fd, layout.nbytes)
-        finally:
-            os.close(fd)
+        with (directory / name).open("xb") as file:
+            _allocate(file.fileno(), layout.nbytes)
 
 
 def _allocate(fd: int, nbytes: int) -> None:

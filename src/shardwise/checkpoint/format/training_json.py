@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.manifest import check_file, reading
 from shardwise.errors import CheckpointError, UsageError
 
 NAME = "training.json"
@@ -79,15 +78,12 @@ def encode(document: Mapping[str, Any]) -> bytes:
 
 def read(contents: Contents) -> dict[str, Any]:
     """The document of a checkpoint. Raises CheckpointError if it is missing or damaged."""
-    path = f"{contents}/{NAME}"
     if NAME not in contents.manifest.files:
         raise CheckpointError(f"{contents} is damaged: its manifest names no {NAME}")
     try:
-        check_file(contents.directory, NAME, contents.manifest.files[NAME])
-        with reading(path):
-            document: dict[str, Any] = json.loads(contents.directory.read(NAME))
+        document: dict[str, Any] = json.loads(contents.read(NAME))
         if document["format"] != _FORMAT:
             raise ValueError(f"format {document['format']!r} is not known")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{contents}/{NAME} is damaged: {type(error).__name__}: {error}") from None
     return document

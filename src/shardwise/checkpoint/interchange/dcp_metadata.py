@@ -34,10 +34,6 @@ _RECORDS = {
         "_MEM_FORMAT_ENCODING",
     )
 } | {(f"{_DCP}.filesystem", "_StorageInfo")}
-_SEQUENCES = {("torch", "Size"), ("builtins", "tuple"), ("builtins", "list")}
-_PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
-_ORDERED = {("collections", "OrderedDict")}
-_LAYOUT = {("torch.serialization", "_get_layout")}
 _DTYPES = frozenset(TORCH_NAMES.values())
 
 Key = tuple[str | int, ...]
@@ -120,14 +116,8 @@ class _Unpickler(pickle.Unpickler):
         known = (module, name)
         if known in _RECORDS:  # a new class for each reading: what a pickle may do to it, nothing else sees
             return self._records.setdefault(known, type(name, (_Record,), {}))
-        if known in _SEQUENCES:
-            return tuple if name != "list" else list
-        if known in _PATHS:
-            return _joined
-        if known in _LAYOUT:
-            return _first
-        if known in _ORDERED:
-            return dict
+        if known in _STAND_INS:
+            return _STAND_INS[known]
         if module == "torch" and name in _DTYPES:
             return name
         raise CheckpointError(
@@ -140,8 +130,15 @@ def _joined(*parts: str) -> str:
     return os.path.join(*map(str, parts)) if parts else ""  # noqa: PTH118 - a name, not a path to follow
 
 
-def _first(value: Any) -> Any:
-    return value
+_STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): tuple,
+    ("builtins", "tuple"): tuple,
+    ("builtins", "list"): list,
+    ("collections", "OrderedDict"): dict,
+    ("torch.serialization", "_get_layout"): str,
+    **{(module, name): _joined for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+}
+"""What is called in place of other globals."""
 
 
 def _checked(document: Any) -> DcpMetadata:

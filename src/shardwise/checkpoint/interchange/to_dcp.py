@@ -62,14 +62,8 @@ def write_dcp(carried: Carried, target: Path, flat: bool) -> None:
                 f"the model has a tensor called {taken[0]!r}, which is taken at the top level: convert without --flat"
             )
         state = {**model, **state}
-    partial = commit.begin(target)
-    try:
-        with _quietly(), _first_cause():
-            save(state, storage_writer=_Writer(partial), planner=_Planner(), no_dist=True)
-        commit.commit(target)
-    except BaseException:
-        commit.discard(target)
-        raise
+    with commit.building(target) as partial, _quietly(), _first_cause():
+        save(state, storage_writer=_Writer(partial), planner=_Planner(), no_dist=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,18 +52,16 @@ def _empty(stored: StoredTensor) -> Tensor:
 def _fill(path: Path, carried: Carried) -> None:
     written: Any = read_stream(path)
     wanted: dict[str, dict[str, Any]] = nested_state(carried, lambda tensors, stored: (tensors, stored.name))
-    fd = os.open(path, os.O_WRONLY)
-    try:
+    with path.open("r+b", buffering=0) as file:
         for name, (tensors, own) in _without_ties(wanted["model"]).items():
-            _copy(fd, written["model"][name], tensors, own)
+            _copy(file.fileno(), written["model"][name], tensors, own)
         for fqn, state in wanted.get("optimizer", {}).get("state", {}).items():
             for kind, value in state.items():
+                saved = written["optimizer"]["state"][fqn][kind]
                 if isinstance(value, Tensor):
-                    write_at(fd, written["optimizer"]["state"][fqn][kind].start, bytes_of(value.reshape(-1)))
+                    write_at(file.fileno(), saved.start, bytes_of(value.reshape(-1)))
                 elif isinstance(value, tuple):
-                    _copy(fd, written["optimizer"]["state"][fqn][kind], *value)
-    finally:
-        os.close(fd)
+                    _copy(file.fileno(), saved, *value)
 
 
 def _without_ties(model: dict[str, Any]) -> dict[str, Any]:

@@ -59,9 +59,8 @@ class SavedTensor:
         """
         first = self.start + self.offset * self.dtype.itemsize
         if self.is_contiguous:
-            return self._resolved(
-                read_elements(self.path, first + start * self.dtype.itemsize, self.dtype, stop - start)
-            )
+            values = read_elements(self.path, first + start * self.dtype.itemsize, self.dtype, stop - start)
+            return self._resolved(values)
         extent = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)) + 1
         extent = 0 if 0 in self.shape else extent
         storage = read_elements(self.path, first, self.dtype, extent)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.checkpoint.format import names_json
 from shardwise.checkpoint.interchange.carried import Carried, Selection, Tensors
@@ -19,6 +19,7 @@ from shardwise.checkpoint.interchange.nested import FILE_NAMES
 from shardwise.checkpoint.interchange.rearranged import as_stored
 from shardwise.errors import CheckpointError
 
+V = TypeVar("V")
 _MODEL = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizers")
 _STEPS = (("step",), ("train_state", "step"), ("training_state", "step"))
@@ -64,7 +65,7 @@ class _Sorting:
     def carried(self, with_optimizer: bool) -> Carried:
         file_names = self._values.pop((FILE_NAMES,), None)
         model = self._model()
-        optimizer, state = self._optimizer(model) if with_optimizer else self._no_optimizer()
+        optimizer, state = self._optimizer(model, with_optimizer)
         step, extra = self._step(), self._extra()
         self._left_out += [".".join(map(str, key)) for key in (*self._keys, *self._refused)]
         carried = Carried(
@@ -95,27 +96,14 @@ class _Sorting:
         is_number = saved.shape == () and saved.dtype in _INTEGERS
         return key in _STEPS and is_number and (len(key) > 1 or self._has_sections)
 
-    def _is_optimizers(self, key: Key) -> bool:
-        return len(key) > 1 and key[0] in _OPTIMIZER
-
-    def _no_optimizer(self) -> tuple[None, dict[str, str]]:
-        everything: tuple[dict[Key, Any], ...] = (self._keys, self._values, self._refused)
-        for entries in everything:
-            for key in [key for key in entries if self._is_optimizers(key)]:
-                del entries[key]
-        return None, {}
-
-    def _optimizer(self, model: Mapping[str, str]) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """The document and the tensors, taken out of what there is; (None, {}) without an optimizer."""
-        tensors = {key: self._keys.pop(key) for key in [key for key in self._keys if self._is_optimizers(key)]}
-        values = {key: self._values.pop(key) for key in [key for key in self._values if self._is_optimizers(key)]}
-        for key, why in self._refused.items():
-            if self._is_optimizers(key):
-                raise CheckpointError(f"{'.'.join(map(str, key))} of its optimizer: {why}; --model-only does without")
-        if not tensors and not values:
+    def _optimizer(self, model: Mapping[str, str], wanted: bool) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """The document and the tensors, taken out of what there is; (None, {}) if there is none, or none is wanted."""
+        tensors, values, refused = (_taken(entries) for entries in (self._keys, self._values, self._refused))
+        if not wanted or not (tensors or values or refused):
             return None, {}
-        reading = _Optimizer({key[1:]: value for key, value in values.items()}, self._tree.tensors, model)
-        return reading.read({key[1:]: name for key, name in tensors.items()})
+        for key, why in refused.items():
+            raise CheckpointError(f"{'.'.join(map(str, key))} of its optimizer: {why}; --model-only does without")
+        return _Optimizer(values, self._tree.tensors, model).read(tensors)
 
     def _step(self) -> int:
         for key in _STEPS:
@@ -145,8 +133,14 @@ class _Sorting:
                 inner[str(key[-1])] = value
         given = extra.pop(
             "extra", None
-        )  # what `sw.checkpoint.save` was given, in a checkpoint that shardwise converted
+        )  # that `sw.checkpoint.save` was given, where shardwise converted its checkpoint
         return {**extra, **given} if isinstance(given, dict) else extra or None
+
+
+def _taken(entries: dict[Key, V]) -> dict[Key, V]:
+    """The optimizer's entries, taken out of all; by the rest of the way to them."""
+    keys = [key for key in entries if len(key) > 1 and key[0] in _OPTIMIZER]
+    return {key[1:]: entries.pop(key) for key in keys}
 
 
 def _named_as_files(carried: Carried, file_names: Any) -> Carried:

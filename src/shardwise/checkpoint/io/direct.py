@@ -64,11 +64,6 @@ def begin_writeback(fd: int, start: int, nbytes: int) -> None:
         _sync_file_range(fd, start, nbytes, _WRITE)
 
 
-def _find_sync_file_range() -> ctypes._NamedFuncPointer | None:
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
-
-
-_sync_file_range = _find_sync_file_range()
+_sync_file_range: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -123,14 +122,9 @@ class LocalDirectory:
         """See `Directory`."""
         return (self.path / name).read_bytes()
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[Source]:
+    def open(self, name: str) -> AbstractContextManager[Source]:
         """See `Directory`."""
-        file = LocalFile(self.path / name)
-        try:
-            yield file
-        finally:
-            file.close()
+        return closing(LocalFile(self.path / name))
 
     def write(self, name: str, data: bytes, durable: bool = True) -> None:
         """See `Directory`."""

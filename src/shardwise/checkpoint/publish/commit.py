@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.checkpoint.format import manifest
@@ -53,6 +55,21 @@ def commit(path: Path) -> None:
 def discard(path: Path) -> None:
     """Remove the partial directory of `path`, if that is possible."""
     shutil.rmtree(partial_of(path), ignore_errors=True)
+
+
+@contextmanager
+def building(path: Path) -> Iterator[Path]:
+    """Inside, the empty partial directory of `path`; it is committed on exit, and removed if the block raises.
+
+    Raises CheckpointError if `path` is taken.
+    """
+    partial = begin(path)
+    try:
+        yield partial
+        commit(path)
+    except BaseException:
+        discard(path)
+        raise
 
 
 def remove(path: Path) -> None:

@@ -16,7 +16,7 @@ from shardwise.checkpoint.format.manifest import FileRecord, JoinedFile, Manifes
 from shardwise.checkpoint.format.tensor_files import to_write
 from shardwise.checkpoint.io.checksums import RegionSums
 from shardwise.checkpoint.io.remote import RemoteDirectory
-from shardwise.checkpoint.publish.target import NOTE, FileSets, Written, remove_notes
+from shardwise.checkpoint.publish.target import NOTE, FileSets, Written, remove_notes, write_documents
 from shardwise.errors import CheckpointError, UnreadableError
 
 BEGUN = f"{NOTE}begun"
@@ -77,9 +77,7 @@ class PerRankFiles:
     def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
         """See `Target`."""
         records = {name: FileRecord(found[-1].stop, tuple(found)) for name, found in written.regions.items()}
-        for name, data in documents.items():
-            self.directory.write(name, data)
-            records[name] = manifest.record_of(data)
+        records |= write_documents(self.directory, documents)
         layouts = {name: layout for file_set in file_sets for name, layout in file_set.files.files.items()}
         joined = {name: JoinedFile(layout.nbytes, tuple(written.parts[name])) for name, layout in layouts.items()}
         manifest.write(self.directory, Manifest(records, joined))

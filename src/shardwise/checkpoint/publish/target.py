@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from shardwise.checkpoint.format.manifest import Part
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.manifest import FileRecord, Part
 from shardwise.checkpoint.format.tensor_files import TensorFiles, WritablePiece
 from shardwise.checkpoint.io.checksums import Region
 from shardwise.checkpoint.io.storage import Directory
@@ -85,6 +86,13 @@ class Target(Protocol):
 
     def discard(self) -> None:
         """Remove everything that was written, if that is possible. Rank 0 only."""
+
+
+def write_documents(directory: Directory, documents: Mapping[str, bytes]) -> dict[str, FileRecord]:
+    """Write small files, given by name, and have them on disk. Returns their records."""
+    for name, data in documents.items():
+        directory.write(name, data)
+    return {name: manifest.record_of(data) for name, data in documents.items()}
 
 
 def remove_notes(messages: Directory) -> None:

@@ -71,11 +71,10 @@ class Peers:
         """Rank 0's number (not negative) on every rank."""
         return self._highest([number if self.is_first else 0])[0]
 
-    def agree(self, plan: str, otherwise: str) -> None:
+    def agree(self, text: str, otherwise: str) -> None:
         """Raise MismatchError with the message `otherwise` on every rank unless all ranks give the same text."""
-        digest = xxhash.xxh3_64_intdigest(plan.encode()) >> (64 - _POSITIVE_BITS)
-        highest, lowest = self._highest([digest, 2**_POSITIVE_BITS - digest])
-        if highest != 2**_POSITIVE_BITS - lowest:
+        digest = xxhash.xxh3_64_intdigest(text.encode()) >> (64 - _POSITIVE_BITS)
+        if not self.equal_on_all_ranks([digest])[0]:
             raise MismatchError(otherwise)
 
     def equal_on_all_ranks(self, numbers: list[int]) -> list[bool]:
