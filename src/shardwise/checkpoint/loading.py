@@ -31,7 +31,7 @@ _DISAGREE = (
 
 
 class Loaded(dict[str, Any]):
-    """The `extra` that `save` was given, and what did not fit."""
+    """The `extra` that `save` was given, and the names that did not fit."""
 
     step: int = 0
     """That `save` was given."""
@@ -43,7 +43,7 @@ class Loaded(dict[str, Any]):
     """In both with different shapes, which are named: left as they were."""
 
 
-@torch.inference_mode(False)  # what is made here is trained on later
+@torch.inference_mode(False)  # tensors made here are trained later
 @torch.no_grad()
 def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, strict: bool = True) -> Loaded:
     """Read a checkpoint into a sharded model, and an optimizer. Every rank must call this.
@@ -104,7 +104,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
 
 
 def _describe(model: nn.Module, optimizer: Optimizer | None) -> str:
-    """What must be the same of it on every rank."""
+    """Text that must be equal on every rank."""
     if optimizer is None:
         return "no optimizer"
     groups = optimizer_state.named_groups(model, optimizer)
@@ -163,7 +163,7 @@ class _Reading:
         self._matched.unexpected.update((f"optimizer state of {fqn}", fqn) for fqn in left)
 
     def _saved_for(self, kind: str, strict: bool) -> dict[str, Any]:
-        """What was saved that an optimizer of this kind can take: nothing of another kind's."""
+        """The saved state that an optimizer of this kind can take; empty if another kind was saved."""
         saved: dict[str, Any] | None = self.training["optimizer"]
         if saved is not None and saved["class"] in {kind, _UNKNOWN}:
             return saved

@@ -180,7 +180,7 @@ def reading(path: object) -> Iterator[None]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON readers keep the last of two equal names, and nobody would check the first."""
+    """Refuse equal names: JSON readers keep the last, and the first would go unchecked."""
     named: dict[str, Any] = {}
     for name, value in pairs:
         if name in named:

@@ -1,4 +1,4 @@
-"""A model's state_dict as pieces: the tensors to save or to load, each once, with what this rank holds of it."""
+"""A model's state_dict as pieces: the tensors to save or to load, each once, with this rank's part."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _BY_POSITION = {"params", "param_names"}
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What is saved: JSON, and tensors named `<fqn>.<state name>`."""
+    """An optimizer as it is saved: JSON, and tensors named `<fqn>.<state name>`."""
 
     document: dict[str, Any]
     """A copy: "class", "groups" (options, with "fqns"), "dtypes" of parameters by fqn, and "state": fqn -> name -> a
@@ -53,7 +53,7 @@ def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str,
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
-    """Everything that the optimizer knows. No communication; shares its tensors' memory.
+    """The optimizer's groups, options and state. No communication; shares its tensors' memory.
 
     Raises UsageError, naming it, for state or an option that can be saved neither as JSON nor as a tensor of its
     parameter's shape, and for state of anything but a parameter.
@@ -97,7 +97,7 @@ def _option(key: str, value: Any) -> Any:
 
 
 def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any:
-    """What stands for one value of the state in JSON; a tensor is appended to `pieces`."""
+    """The JSON form of one value of the state; a tensor is appended to `pieces`."""
     if isinstance(value, Tensor) and type(value) is type(parameter) is ShardedParameter:
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
@@ -140,7 +140,7 @@ def restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
     """A number that was a tensor, where the optimizer expects it: beside the parameter if its step is fused.
 
-    What has the shape of a parameter of one element, which was not sharded when it was saved, is cut as that is now.
+    State in the shape of a one-element parameter that was not sharded when it was saved is sharded like it now.
     """
     dtype = DTYPES[saved["dtype"]]
     if isinstance(parameter, ShardedParameter) and saved["shape"] and tuple(saved["shape"]) == parameter.shape:
@@ -152,7 +152,7 @@ def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
 def room_for(parameter: Tensor, dtype: torch.dtype, present: object) -> Tensor:
     """Uninitialised state with the parameter's shape and sharding.
 
-    `present`: what the optimizer has there; used again if it is like that, so that state is not held twice.
+    `present`: the optimizer's current value; reused if shape, dtype and sharding agree: state is not held twice.
     """
     if (
         isinstance(present, Tensor)

@@ -109,7 +109,7 @@ class TensorFiles:
         return {f"{self.stem}.safetensors.index.json": (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
 
 
-def plan(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -> TensorFiles:
+def files_for(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -> TensorFiles:
     """Lay tensors out in files of at most `max_file_bytes`. The same on every rank.
 
     Raises UsageError for a stored tensor that is made of tensors of several dtypes.

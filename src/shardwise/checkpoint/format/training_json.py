@@ -26,14 +26,15 @@ def package_version() -> str:
 
 def check_json(value: object, what: str) -> None:
     """Raise UsageError, naming the obstacle, unless JSON gives the value back as it is."""
-    if not _survives(value):
+    if not is_json(value):
         raise UsageError(
             f"{what} cannot be saved as JSON: {_fault(value)}; use dicts with string keys, lists, strings, numbers, "
             "booleans and None"
         )
 
 
-def _survives(value: object) -> bool:
+def is_json(value: object) -> bool:
+    """Whether JSON gives the value back as it is."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError, RecursionError):
@@ -41,11 +42,11 @@ def _survives(value: object) -> bool:
 
 
 def _fault(value: object) -> str:
-    """What JSON does not give back, and where in the value it is."""
+    """The part of a value that JSON does not give back, and the way to it."""
     way = ""
     for _ in range(_DEEPEST):  # what contains itself has no end
         inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        where, found = next(((f"[{key!r}]", item) for key, item in inner if not _survives(item)), ("", None))
+        where, found = next(((f"[{key!r}]", item) for key, item in inner if not is_json(item)), ("", None))
         if not where:
             break
         way, value = way + where, found
@@ -54,7 +55,7 @@ def _fault(value: object) -> str:
         key = next((key for key in value if not isinstance(key, str)), None)
         return f"{way} is a dict with the key {key!r}"
     if isinstance(value, float):
-        return f"{way} is NaN"  # which equals nothing, so that nobody could tell whether it came back
+        return f"{way} is NaN"  # which does not equal itself
     return f"{way} is of type {type(value).__name__}"
 
 

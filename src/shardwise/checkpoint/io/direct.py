@@ -44,7 +44,7 @@ def cut_at_pages(start: int, stop: int, page_bytes: int = PAGE_BYTES) -> Pages:
 
 
 def huge_page_buffer(nbytes: int) -> memoryview:
-    """Fresh memory, zeros, aligned to pages. Of its own mapping, which goes when nobody holds a part of it."""
+    """Fresh memory, zeros, aligned to pages. A mapping of its own, freed when no view of it is left."""
     if nbytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
     mapping = mmap.mmap(-1, nbytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -2,7 +2,7 @@
 
 The kernel reads a file into small pages unless one reader goes through it from end to end, which ranks that each read
 their own ranges do not; and a disk is asked for less at a time the smaller the pages are. So whole pages are read into
-a little memory in huge pages, and copied to where they belong. What is in the page cache already is taken from there.
+a little memory in huge pages, and copied to where they belong. Pages that the page cache has are taken from there.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RangeReader:
     def ask(self, start: int, into: memoryview, past_cache: bool = True) -> None:
         """Fill `into` from byte `start` on; ranges in the order of the file are read together.
 
-        past_cache: nobody else on this machine is going to read these bytes.
+        past_cache: no other process of this machine is going to read these bytes.
 
         Raises EOFError, perhaps only in a later call, with the position, if the file ends before.
         """
@@ -127,7 +127,7 @@ class _Window:
         return step
 
     def take(self, pages: memoryview, reached: int) -> int:
-        """Copy what was read, up to byte `reached` of the file, to where it belongs. Returns its bytes."""
+        """Copy bytes that were read, up to byte `reached` of the file, into their ranges. Returns their number."""
         read, taken_bytes = np.frombuffer(pages, dtype=np.uint8), 0
         for start, into in self.ranges:
             done = min(max(0, reached - start), into.nbytes)

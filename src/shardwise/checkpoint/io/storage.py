@@ -105,7 +105,7 @@ class LocalDirectory:
 
     def names(self) -> list[str]:
         """See `Directory`."""
-        try:  # whoever waits for a commit looks here while the directory is renamed
+        try:  # ranks that wait for a commit look here while the directory is renamed
             return sorted(entry.name for entry in self.path.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []

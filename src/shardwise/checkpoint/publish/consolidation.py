@@ -91,7 +91,7 @@ class _Consolidation:
     def _distribute(self, file: str, record: FileRecord, parts: Sequence[tuple[str, Part]]) -> None:
         path = f"{self._contents}/{file}"
         with ExitStack() as stack:
-            with manifest.reading(path):  # what goes wrong with the target is not the source's
+            with manifest.reading(path):  # errors of the target are not the source's
                 source = stack.enter_context(self._contents.directory.open(file))
             for start, chunk in manifest.checked_chunks(path, source, record):
                 self._put(start, chunk, parts)

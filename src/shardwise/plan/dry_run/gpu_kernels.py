@@ -1,4 +1,4 @@
-"""What a GPU's kernels compute and save, where a CPU's do otherwise.
+"""GPU kernels as a dry run needs them: the tensors that they save, where a CPU's kernels save others.
 
 Fake CUDA tensors need a CUDA build of torch, so a dry run's tensors are a CPU's and would take a CPU's kernels. The
 functions here are exchanged for the operations that a GPU would be given:

@@ -45,7 +45,7 @@ _AS_STORED = Precision()
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run, one field per argument of `sw.plan.forecast`. Raises ConfigError for what cannot be."""
+    """A run, one field per argument of `sw.plan.forecast`. Raises ConfigError for an invalid value."""
 
     gpu: object = "h100-sxm-80gb"
     """A name from the hardware data, the path of a file like its, or a `sw.plan.Hardware`. One of kind "cpu" has the

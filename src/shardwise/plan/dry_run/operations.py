@@ -1,4 +1,4 @@
-"""What one ATen operation costs: work, bytes moved, floating-point operations, memory taken and given back inside."""
+"""The cost of one ATen operation: work, bytes moved, floating-point operations, memory taken and given back inside."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Operation:
 
 @cache
 def operation_of(func: Any) -> Operation | None:
-    """What is known of an overload; None for operations that take no memory and do no work."""
+    """The description of an overload; None for operations that take no memory and do no work."""
     packet = func._overloadpacket
     namespace, _, name = str(packet).partition(".")
     if namespace == "prim":

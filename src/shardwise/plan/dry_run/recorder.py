@@ -1,4 +1,4 @@
-"""Turns what happens in a dry run into events: operations, memory, collectives, units."""
+"""Turns a dry run into events: operations, memory, collectives, units."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ACCUMULATING = frozenset(
         torch.ops.aten.masked_fill.Scalar,
     }
 )
-"""What autograd computes in place where it may, and out of place on subclasses of Tensor, as fake tensors are."""
+"""Operations that autograd computes in place where it may, but out of place on subclasses of Tensor (fake tensors)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class _TrackedStorage:
         return Allocate(self.number, self.nbytes, self.kind or self._by_life(), self.module, self.phase)
 
     def _by_life(self) -> str:
-        """What forward leaves to backward is an activation; anything else that is not the engine's is temporary."""
+        """A block that outlives its forward is an activation; any other that is not the engine's is temporary."""
         if self.phase is StepPhase.SETUP:
             return "other"
         kept = self.phase in (StepPhase.FORWARD, StepPhase.RECOMPUTE) and self.died is not self.phase
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
         self._owners: list[str] = []
         self._last_module = ""
         self.first_block_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """What the first block was given first, on the meta device."""
+        """The first inputs of the first block, on the meta device."""
         self._unit_of: Callable[[Tensor], str | None] = lambda memory: None
 
     # What happened ------------------------------------------------------------------------------------------------

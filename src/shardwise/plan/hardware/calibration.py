@@ -24,7 +24,7 @@ from shardwise.policy.precision import short_dtype_name
 SOURCE = "measured by `shardwise plan --calibrate`"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHAIN = 20
-"""Blocks of the chain that shows what an operation costs the host."""
+"""Blocks of the chain on which the host's time for an operation is measured."""
 _KERNELS_OF_BLOCK = 8
 """Norm, product and GELU forward; GELU, two products, a sum and norm backward."""
 _COLD_BYTES = 2**25
@@ -53,7 +53,7 @@ def calibrate(
 ) -> Hardware:
     """Measure matrix products, attention, memory and collectives on this machine. Every rank must call this.
 
-    All ranks measure together, so that what they share (a processor's memory, its clock, a network) is shared here too.
+    All ranks measure together, so that they share a processor's memory, its clock and the network as in training.
 
     Args:
         device: this rank's. The default process group, where there is one, moves the bytes.
@@ -208,7 +208,7 @@ def _step_of_adamw(x: Tensor) -> Callable[[], object]:
 
 
 def _operation_s(watch: _Stopwatch) -> float:
-    """What an operation of a module costs the host, forward and backward alike, when its tensors are tiny."""
+    """The host's seconds for one operation of a module on tiny tensors, the mean of forward and backward."""
     blocks = (torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(_CHAIN))
     model = torch.nn.Sequential(*blocks).to(watch.device)
     x = torch.ones(4, 8, device=watch.device)
@@ -294,12 +294,12 @@ def packaged_name(name: str) -> str:
     The more words of a packaged name are in it the better; torch's names leave "sxm" out.
     """
     words = name.lower().replace("-", " ").split()
-    said = set(words) | {word.removesuffix("gb") + "gb" for word in words if word.removesuffix("gb").isdigit()}
+    known = set(words) | {word.removesuffix("gb") + "gb" for word in words if word.removesuffix("gb").isdigit()}
     joined = " ".join(words)
 
     def score(candidate: str) -> int:
         parts = [part for part in candidate.split("-") if part != "sxm"]
-        return sum(part in said or part in joined for part in parts) if parts[0] in joined else 0
+        return sum(part in known or part in joined for part in parts) if parts[0] in joined else 0
 
     best = max(device_names(), key=lambda candidate: (score(candidate), -len(candidate)))
     return best if score(best) else name

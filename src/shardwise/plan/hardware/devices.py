@@ -92,7 +92,7 @@ class Hardware:
     """As a program sees it before it allocates anything."""
     memory_bytes_per_s: Figure
     processors: Figure
-    """Streaming multiprocessors, compute units, cores: what a kernel's tiles are dealt out to."""
+    """Streaming multiprocessors, compute units, cores: the units over which a kernel's tiles are distributed."""
     power_w: Figure
     link_bytes_per_s: Figure
     """Between devices of one node, one way, of one device."""

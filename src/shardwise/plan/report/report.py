@@ -77,7 +77,7 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Memory by kind of one configuration, beside what there is."""
+    """Memory by kind of one configuration, beside the memory that the device has."""
 
     label: str
     parts: Mapping[str, int]

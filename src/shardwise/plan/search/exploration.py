@@ -1,4 +1,4 @@
-"""Search: which configurations fit, which of them is best, what holds each back, and why the others fall out."""
+"""Search: which configurations fit, which of them is best, the bottleneck of each, and why the others do not fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGEST_CLUSTER_NODES = 4096
 
 
 class Objective(enum.Enum):
-    """What is best."""
+    """By which configurations are ordered."""
 
     TOKENS_PER_S = "tokens_per_s"
     """The most tokens a second and GPU."""
@@ -50,7 +50,7 @@ class Objective(enum.Enum):
 
 
 class Verdict(enum.Enum):
-    """What a search found out about one configuration."""
+    """The outcome of a search for one configuration."""
 
     FITS = "fits"
     TOO_LARGE = "too large"
@@ -70,7 +70,7 @@ class Candidate:
     forecast: Forecast | None
     """None where the verdict follows without one."""
     limited_by: str
-    """What holds it back, or why it falls out: memory, network, compute; or a sentence."""
+    """The bottleneck (memory, network, compute), or the reason why it is not among the fitting ones, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def explore_family(
 
 
 def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
-    """Whether a forecast fits, and what holds it back."""
+    """Whether a forecast fits, and its bottleneck."""
     needs, has = needed_bytes(forecast), available_bytes(forecast, budget_bytes)
     if needs > has:
         return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why_too_large(forecast, has))
@@ -154,7 +154,7 @@ def why_too_large(forecast: Forecast, has_bytes: int) -> str:
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: int | None) -> Exploration:
-    """Put candidates in order. Where the next larger micro-batch does not fit, memory is what holds one back."""
+    """Put candidates in order. Memory is the bottleneck of one whose next larger micro-batch does not fit."""
     everything = list(candidates)
     larger_fails = {
         _family_key(candidate.job)
@@ -285,7 +285,7 @@ def _bisect(
 
 
 def _is_hopeless(forecast: Forecast, budget_bytes: int | None) -> bool:
-    """Whether live bytes alone are too many, whatever the allocator does."""
+    """Whether live bytes alone exceed the memory, before any fragmentation."""
     live = forecast.peak_memory_bytes + forecast.context_bytes + forecast.nccl_bytes
     return live > available_bytes(forecast, budget_bytes)
 

@@ -27,7 +27,7 @@ from shardwise.plan.search.space import Family
 
 @dataclass(frozen=True, slots=True)
 class SearchSetting:
-    """What every family of a search has in common: the first message to a process."""
+    """The settings that all families of a search share: the first message to a process."""
 
     model: ModelLike
     """Picklable: a name, a path or a dict."""
@@ -44,8 +44,8 @@ def explore_in_processes(
     """Explore families in several processes.
 
     Args:
-        setting: what the families have in common.
-        families: what to explore; the largest are started first.
+        setting: shared by all families.
+        families: to explore; the largest are started first.
         processes: at most so many at a time.
         on_candidate: called after each configuration, from any thread.
 
@@ -65,7 +65,9 @@ def explore_in_processes(
                 found.append(candidate)
                 on_candidate()
         finally:
-            idle.put(process)  # a dead one too: exploring with it raises, and nobody waits in vain
+            idle.put(
+                process
+            )  # a dead one too: exploring with it raises, where waiting for one that lives might never end
         return found
 
     count = min(processes, len(families))

@@ -16,7 +16,7 @@ from shardwise.suggest import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """What the formulas need of a model."""
+    """The sizes of a model that the formulas need."""
 
     parameters: int
     """All that a token meets, tied ones once: of a mixture of experts, its share of the experts."""
