@@ -76,23 +76,23 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     doing = f"{os.fspath(path)} cannot be loaded"
     with peers.together(doing):
         reading = _Reading(Contents.of(path))
-        reading.expect_model(model)
+        matched = reading.expect_model(model)
         if optimizer is not None:
             reading.expect_optimizer(model, optimizer, strict)
         if strict:
-            reading.raise_differences()
-        reading.check_dtypes()
-        wanted = [*reading.model_pieces, *reading.optimizer_pieces]
+            matched.raise_differences(reading.contents, "strict=False loads what fits and reports the rest")
+        matched.check_dtypes(reading.contents, reading.model_files.tensors)
+        wanted = [*matched.wanted, *reading.optimizer_pieces]
         rows = per_rank_buffers.own_rows(wanted, reading.by_rank_files.tensors, peers)
     peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
         engine.reshard_all()
         done = [
-            tensor_files.read(reading.contents, reading.model_files, reading.model_pieces, peers.reads_alone),
+            tensor_files.read(reading.contents, reading.model_files, matched.wanted, peers.reads_alone),
             tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces, peers.reads_alone),
             tensor_files.read(reading.contents, reading.by_rank_files, rows),
         ]
-        give_extra_state(model, [piece for piece, _ in reading.model_pieces])
+        give_extra_state(model, [piece for piece, _ in matched.wanted])
         if optimizer is not None:
             reading.restore(optimizer)
             states = reading.training["rng"]
@@ -130,16 +130,12 @@ class _Reading:
         """Parameters, each with the state to put into the optimizer when it has been read."""
         self._matched = Matched()
 
-    def expect_model(self, model: nn.Module) -> None:
-        """Match the model's state_dict with the files by name."""
+    def expect_model(self, model: nn.Module) -> Matched:
+        """Match the model's state_dict with the files by name. Further differences are added to the result."""
         self._matched = match(model, self.model_files.tensors)
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
         self._matched.missing = [name for name in self._matched.missing if name not in ignored]
-
-    @property
-    def model_pieces(self) -> Wanted:
-        """The model's pieces to read, each with its place in a file."""
-        return self._matched.wanted
+        return self._matched
 
     def expect_optimizer(self, model: nn.Module, optimizer: Optimizer, strict: bool) -> None:
         """Match the optimizer's parameters with the saved groups and state by fqn."""
@@ -224,14 +220,6 @@ class _Reading:
                 pieces.append((piece, Place.whole(tensor.name, tensor.shape)))
         self.optimizer_pieces += pieces
         self._states.append((parameter, values))
-
-    def check_dtypes(self) -> None:
-        """Raise CheckpointError for a tensor of the model that the stored numbers cannot be cast to."""
-        self._matched.check_dtypes(self.contents, self.model_files.tensors)
-
-    def raise_differences(self) -> None:
-        """Raise CheckpointError if anything does not fit."""
-        self._matched.raise_differences(self.contents, "strict=False loads what fits and reports the rest")
 
     def restore(self, optimizer: Optimizer) -> None:
         """Put the options and the state that was read into the optimizer."""

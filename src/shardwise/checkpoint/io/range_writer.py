@@ -90,7 +90,8 @@ class RangeWriter:
                     window = None
         if window is not None:
             self._put(file, window)
-        self._finish()
+        while self._busy:
+            self._wait()
         file.write_kept()
         file.end_direct()
         return sums.regions()
@@ -127,10 +128,6 @@ class RangeWriter:
         writing, memory = self._busy.popleft()
         self.direct_bytes += writing.result()
         self._free.append(memory)
-
-    def _finish(self) -> None:
-        while self._busy:
-            self._wait()
 
 
 class _Window:

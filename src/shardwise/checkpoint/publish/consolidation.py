@@ -74,19 +74,12 @@ class _Consolidation:
             if file in parts:
                 self._distribute(file, record, sorted(parts[file], key=lambda item: item[1].offset))
             else:
-                records[file] = self._copy(file, record)
+                LocalDirectory(self._partial).write(file, self._contents.read(file))
+                records[file] = record
         for name, fd in self._fds.items():
             os.fsync(fd)
             records[name] = FileRecord(self._joined[name].nbytes, tuple(self._sums[name].regions()))
         return records
-
-    def _copy(self, file: str, record: FileRecord) -> FileRecord:
-        with manifest.reading(f"{self._contents}/{file}"):
-            data = self._contents.directory.read(file)
-        if manifest.record_of(data) != record:
-            raise CheckpointError(f"{self._contents}/{file} is damaged: its checksum is another")
-        LocalDirectory(self._partial).write(file, data)
-        return record
 
     def _distribute(self, file: str, record: FileRecord, parts: Sequence[tuple[str, Part]]) -> None:
         path = f"{self._contents}/{file}"

@@ -13,9 +13,8 @@ from shardwise.checkpoint.ranks import save_thread
 from shardwise.engine.mesh import Mesh
 from shardwise.errors import CheckpointError, MismatchError, PeerError, UsageError
 
-_WORD_BYTES = 7
-"""Of text in one positive int64."""
-_TEXT_BYTES = _WORD_BYTES * 512
+_TEXT_BYTES = 3584
+"""Of an error's text that other ranks quote; each is one int64 of a collective."""
 _POSITIVE_BITS = 62
 
 
@@ -85,9 +84,7 @@ class Peers:
     def _broadcast_text(self, text: str) -> str:
         """Return the text of the one rank whose text is not empty; only its beginning if it is long."""
         data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        words = [int.from_bytes(data[i : i + _WORD_BYTES], "big") for i in range(0, _TEXT_BYTES, _WORD_BYTES)]
-        heard = b"".join(word.to_bytes(_WORD_BYTES, "big") for word in self._highest(words))
-        return heard.rstrip(b"\0").decode(errors="replace")
+        return bytes(self._highest(list(data))).rstrip(b"\0").decode(errors="replace")
 
     def _highest(self, numbers: list[int]) -> list[int]:
         values = torch.tensor(numbers, dtype=torch.int64, device=self._mesh.device)
