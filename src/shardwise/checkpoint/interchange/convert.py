@@ -99,7 +99,7 @@ def convert(  # noqa: PLR0913 - options of a command
 def read(source: Location, kind: Kind, model_only: bool = False) -> Carried:
     """Everything in a checkpoint of a known kind; tensors stay in their files. Raises CheckpointError."""
     path = Path(source)
-    if kind in {Kind.SHARDWISE, Kind.PARTS}:
+    if kind.is_own:
         carried = read_checkpoint(source)
     elif kind is Kind.HUGGING_FACE:
         carried = read_hugging_face(path)

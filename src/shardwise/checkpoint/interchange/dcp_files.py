@@ -31,7 +31,7 @@ from shardwise.checkpoint.format.local_tensor import DTYPES
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange import dcp_metadata
 from shardwise.checkpoint.interchange.carried import PART_BYTES, Carried, Run, Tensors
-from shardwise.checkpoint.interchange.dcp_metadata import DcpTensor, Key
+from shardwise.checkpoint.interchange.dcp_metadata import DcpTensor, Key, dotted
 from shardwise.checkpoint.interchange.nested import Tree, nested_state
 from shardwise.checkpoint.interchange.torch_file import SavedTensor, dtype_name, read_stream
 from shardwise.checkpoint.publish import commit
@@ -196,7 +196,7 @@ def read_dcp(directory: Path) -> Tree:
             raise
         except CheckpointError as error:
             refused[key] = str(error)
-    keys = {key: ".".join(map(str, key)) for key in metadata.tensors}
+    keys = {key: dotted(key) for key in metadata.tensors}
     return Tree(DcpTensors(directory, metadata.tensors), keys, values, refused)
 
 
@@ -205,7 +205,7 @@ class DcpTensors:
 
     def __init__(self, directory: Path, tensors: Mapping[Key, DcpTensor]) -> None:
         self._directory = directory
-        self._tensors = {".".join(map(str, key)): tensor for key, tensor in tensors.items()}
+        self._tensors = {dotted(key): tensor for key, tensor in tensors.items()}
         self.stored = {
             name: StoredTensor(name, dtype_name(getattr(torch, tensor.dtype), name), tensor.shape)
             for name, tensor in self._tensors.items()

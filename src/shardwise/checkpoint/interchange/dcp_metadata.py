@@ -40,6 +40,11 @@ Key = tuple[str | int, ...]
 """The way to a value through nested dicts (names) and lists (numbers)."""
 
 
+def dotted(key: Key) -> str:
+    """The names and numbers of a way, joined with dots."""
+    return ".".join(map(str, key))
+
+
 @dataclass(frozen=True, slots=True)
 class FileRange:
     """Bytes of a file: one torch.save stream."""

@@ -139,17 +139,12 @@ def _inspect(location: Location, quick: bool, progress: Progress | None) -> Insp
         raise
     except (CheckpointError, FileNotFoundError, NotADirectoryError) as error:
         damage.append(str(error))
-    own = kind in {Kind.SHARDWISE, Kind.PARTS}
-    if own:
+    checked = "headers and sizes checked" if kind.is_own else "headers and sizes checked; this kind has no checksums"
+    if kind.is_own:
+        checked = checked if quick else "every byte checked"
         more = [str(error) for error in manifest.damage(location, quick, progress)]
         damage = more or damage  # faults of the files say more than that they cannot be read
-    return Inspection(str(location), kind, _sizes(location), tuple(damage), _checked(kind, quick), **found)
-
-
-def _checked(kind: Kind, quick: bool) -> str:
-    if kind not in {Kind.SHARDWISE, Kind.PARTS}:
-        return "headers and sizes checked; this kind has no checksums"
-    return "headers and sizes checked" if quick else "every byte checked"
+    return Inspection(str(location), kind, _sizes(location), tuple(damage), checked, **found)
 
 
 def _found(location: Location, kind: Kind) -> dict[str, Any]:
@@ -163,7 +158,7 @@ def _found(location: Location, kind: Kind) -> dict[str, Any]:
         "extra": carried.extra,
         "left_out": carried.left_out,
     }
-    if kind in {Kind.SHARDWISE, Kind.PARTS}:
+    if kind.is_own:
         training = training_json.read(Contents.of(location))
         found.update(step=training["step"], saved_by=training["world_size"], version=training["shardwise"])
     if kind is Kind.DCP:

@@ -31,6 +31,11 @@ class Kind(enum.Enum):
     HUGGING_FACE = "hf"
     """A directory of `model.safetensors`, or of files and their index, as `save_pretrained` writes it."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether `sw.checkpoint.save` wrote it."""
+        return self in {Kind.SHARDWISE, Kind.PARTS}
+
 
 def kind_of(location: Location) -> Kind:
     """The kind of the checkpoint at a path or URL. Raises CheckpointError, naming what is there, if it is none."""

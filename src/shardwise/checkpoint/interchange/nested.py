@@ -19,7 +19,7 @@ from shardwise.checkpoint.format.local_tensor import DTYPES
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.format.training_json import is_json
 from shardwise.checkpoint.interchange.carried import Carried, Selection, Tensors
-from shardwise.checkpoint.interchange.dcp_metadata import Key
+from shardwise.checkpoint.interchange.dcp_metadata import Key, dotted
 from shardwise.checkpoint.interchange.rearranged import as_in_memory, as_stored
 from shardwise.errors import CheckpointError
 
@@ -122,7 +122,7 @@ class _Sorting:
         model = self._model()
         optimizer, state = self._optimizer(model, with_optimizer)
         step, extra = self._step(), self._extra()
-        self._left_out += [".".join(map(str, key)) for key in (*self._keys, *self._refused)]
+        self._left_out += [dotted(key) for key in (*self._keys, *self._refused)]
         carried = Carried(
             Selection(self._tree.tensors, model),
             Selection(self._tree.tensors, state),
@@ -140,7 +140,7 @@ class _Sorting:
             found = [key for key in self._keys if len(key) == 1 and not self._is_step(key)]
             keys: dict[str, Key] = {str(key[0]): key for key in found}
         else:
-            keys = {".".join(map(str, key[1:])): key for key in self._keys if key[0] == prefix and len(key) > 1}
+            keys = {dotted(key[1:]): key for key in self._keys if key[0] == prefix and len(key) > 1}
         if not keys:
             raise CheckpointError("it has no model: neither tensors at its top level nor below 'model' or 'state_dict'")
         return {name: self._keys.pop(key) for name, key in keys.items()}
@@ -157,7 +157,7 @@ class _Sorting:
         if not wanted or not (tensors or values or refused):
             return None, {}
         for key, why in refused.items():
-            raise CheckpointError(f"{'.'.join(map(str, key))} of its optimizer: {why}; --model-only does without")
+            raise CheckpointError(f"{dotted(key)} of its optimizer: {why}; --model-only does without")
         reading = _Optimizer({key[1:]: value for key, value in values.items()}, self._tree.tensors, model)
         return reading.read({key[1:]: name for key, name in tensors.items()})
 
@@ -181,15 +181,13 @@ class _Sorting:
         extra: dict[str, Any] = {}
         for key, value in self._values.items():
             if not is_json(value):
-                self._left_out.append(".".join(map(str, key)))
+                self._left_out.append(dotted(key))
             else:
                 inner = extra
                 for part in key[:-1]:
                     inner = inner.setdefault(str(part), {})
                 inner[str(key[-1])] = value
-        given = extra.pop(
-            "extra", None
-        )  # that `sw.checkpoint.save` was given, where shardwise converted its checkpoint
+        given = extra.pop("extra", None)  # of `sw.checkpoint.save`, where shardwise converted its checkpoint
         return {**extra, **given} if isinstance(given, dict) else extra or None
 
 
@@ -246,8 +244,8 @@ class _Optimizer:
         dtypes = {fqn: self._source.stored[self._model[fqn]].dtype for fqn in state if fqn in self._model}
         return {"class": "unknown", "groups": self._groups, "dtypes": dtypes, "state": state}, named
 
-    def _shape(self, fqn: str) -> tuple[int, ...] | None:
-        return self._source.stored[self._model[fqn]].shape if fqn in self._model else None
+    def _shape(self, fqn: str) -> tuple[int, ...]:
+        return self._source.stored[self._model[fqn]].shape
 
     def _numbers(self, tensors: Mapping[Key, str]) -> set[str]:
         """State that is one number for each parameter: told by parameters that are no numbers themselves."""
@@ -261,7 +259,7 @@ class _Optimizer:
 
     def _owner(self, key: Key) -> tuple[str, str]:
         """(fqn, name) of one value of the state."""
-        way = ".".join(map(str, key))
+        way = dotted(key)
         owner, _, name = way.removeprefix("state.").rpartition(".")
         fqn = self._fqns.get(owner, owner)
         if not way.startswith("state.") or not owner:
@@ -284,8 +282,8 @@ class _Optimizer:
         for key, value in self._values.items():
             if key[:1] == ("param_groups",) and len(key) == 3 and isinstance(key[1], int):
                 listed.setdefault(key[1], {})[str(key[2])] = value
-            elif ".".join(map(str, key)).startswith("param_groups."):
-                fqn, _, option = ".".join(map(str, key)).removeprefix("param_groups.").rpartition(".")
+            elif dotted(key).startswith("param_groups."):
+                fqn, _, option = dotted(key).removeprefix("param_groups.").rpartition(".")
                 by_fqn.setdefault(fqn, {})[option] = value
         whole = self._values.get(("param_groups",))
         if isinstance(whole, list):
@@ -301,24 +299,26 @@ class _Optimizer:
         if names is not None and len(names) == len(members):
             self._fqns.update({str(member): str(name) for member, name in zip(members, names, strict=True)})
             members = list(names)
-        options = {key: _option(key, value) for key, value in group.items() if key not in {"params", "param_names"}}
-        return {**options, "fqns": [str(member) for member in members]}
+        return {**_options(group), "fqns": [str(member) for member in members]}
 
 
 def _grouped(by_fqn: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameters with equal options form a group."""
     groups: dict[str, dict[str, Any]] = {}
     for fqn, options in by_fqn.items():
-        kept = {key: _option(key, value) for key, value in options.items() if key not in {"params", "param_names"}}
+        kept = _options(options)
         groups.setdefault(json.dumps(kept, sort_keys=True), {**kept, "fqns": []})["fqns"].append(fqn)
     return list(groups.values())
 
 
-def _option(key: str, value: Any) -> Any:
-    value = list(value) if isinstance(value, tuple) else value
-    if not is_json(value):
-        raise CheckpointError(f"the optimizer's option {key!r} is a {type(value).__name__}: use --model-only")
-    return value
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options without its parameters, as JSON has them."""
+    options = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+    for key, value in options.items():
+        options[key] = list(value) if isinstance(value, tuple) else value
+        if not is_json(options[key]):
+            raise CheckpointError(f"the optimizer's option {key!r} is a {type(value).__name__}: use --model-only")
+    return options
 
 
 def _number(source: Tensors, name: str) -> Any:

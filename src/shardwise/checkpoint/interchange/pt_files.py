@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.checkpoint.format.local_tensor import DTYPES, bytes_of
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.carried import Carried, Run, Tensors, parts
-from shardwise.checkpoint.interchange.dcp_metadata import Key
+from shardwise.checkpoint.interchange.dcp_metadata import Key, dotted
 from shardwise.checkpoint.interchange.nested import Tree, nested_state
 from shardwise.checkpoint.interchange.torch_file import SavedTensor, read_stream
 from shardwise.checkpoint.io.local_file import write_at
@@ -92,7 +92,7 @@ def read_pt(path: Path) -> Tree:
     found = dict(_leaves((), document))
     tensors = {key: value for key, value in found.items() if isinstance(value, SavedTensor)}
     values = {key: value for key, value in found.items() if not isinstance(value, SavedTensor)}
-    keys = {key: ".".join(map(str, key)) for key in tensors}
+    keys = {key: dotted(key) for key in tensors}
     if len(set(keys.values())) < len(keys):
         raise CheckpointError(f"{path} has two tensors of one name when nested names are joined with dots")
     return Tree(PtTensors({keys[key]: tensor for key, tensor in tensors.items()}), keys, values)

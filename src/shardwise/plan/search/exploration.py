@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from shardwise.errors import PlanError
@@ -155,12 +155,12 @@ def why_too_large(forecast: Forecast, has_bytes: int) -> str:
 
 def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: int | None) -> Exploration:
     """Put candidates in order. Memory is the bottleneck of one whose next larger micro-batch does not fit."""
-    everything = list(candidates)
-    larger_fails = {
-        _family_key(candidate.job)
-        for candidate in everything
-        if candidate.verdict in (Verdict.TOO_LARGE, Verdict.IMPLIED)
-    }
+    everything = [(candidate, _family_key(candidate.job)) for candidate in candidates]
+    larger_fails = {key for candidate, key in everything if candidate.verdict in (Verdict.TOO_LARGE, Verdict.IMPLIED)}
+    largest: dict[tuple[object, ...], int] = {}
+    for candidate, key in everything:
+        if candidate.verdict is Verdict.FITS:
+            largest[key] = max(candidate.job.micro_batch, largest.get(key, 0))
 
     def order(candidate: Candidate) -> tuple[float, ...]:
         if candidate.forecast is None:
@@ -169,17 +169,12 @@ def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: 
             return (0.0, *objective.key(candidate.forecast))
         return (1.0, needed_bytes(candidate.forecast))
 
-    ordered = sorted(everything, key=order)
-    settled = [
-        replace(candidate, limited_by="memory")
-        if candidate.verdict is Verdict.FITS
-        and candidate.limited_by == "compute"
-        and _family_key(candidate.job) in larger_fails
-        and _is_largest(candidate.job, everything)
-        else candidate
-        for candidate in ordered
-    ]
-    return Exploration(tuple(settled), budget_bytes)
+    settled = []
+    for candidate, key in everything:
+        is_last = candidate.job.micro_batch == largest.get(key) and key in larger_fails
+        by_memory = candidate.verdict is Verdict.FITS and candidate.limited_by == "compute" and is_last
+        settled.append(replace(candidate, limited_by="memory") if by_memory else candidate)
+    return Exploration(tuple(sorted(settled, key=order)), budget_bytes)
 
 
 def nothing_fits(exploration: Exploration) -> PlanError:
@@ -303,12 +298,3 @@ def _family_key(job: Job) -> tuple[object, ...]:
 
 
 _APART = {"micro_batch", "accumulation", "gpu", "interconnect", "units"}
-
-
-def _is_largest(job: Job, everything: Sequence[Candidate]) -> bool:
-    return not any(
-        other.verdict is Verdict.FITS
-        and other.job.micro_batch > job.micro_batch
-        and _family_key(other.job) == _family_key(job)
-        for other in everything
-    )
