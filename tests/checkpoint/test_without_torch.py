@@ -74,7 +74,7 @@ class ArrayPiece:
 run = Path(sys.argv[1])
 whole = np.arange(42, dtype=np.float32).reshape(6, 7)
 pieces = [ArrayPiece("w", (6, 7), whole[:2].copy(), 0), ArrayPiece("w", (6, 7), whole[2:].copy(), 2)]
-files = tensor_files.plan("model", pieces[:1], 10**9)
+files = tensor_files.files_for("model", pieces[:1], 10**9)
 target = SharedFiles(run / "step-000003")
 target.begin()
 target.create([FileSet(files, pieces)])

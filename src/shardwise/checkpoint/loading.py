@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ _DISAGREE = (
 
 
 class Loaded(dict[str, Any]):
-    """The `extra` that `save` was given, and what did not fit."""
+    """The `extra` that `save` was given, and the names that did not fit."""
 
     step: int = 0
     """That `save` was given."""
@@ -44,7 +43,7 @@ class Loaded(dict[str, Any]):
     """In both with different shapes, which are named: left as they were."""
 
 
-@torch.inference_mode(False)  # what is made here is trained on later
+@torch.inference_mode(False)  # tensors made here are trained later
 @torch.no_grad()
 def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, strict: bool = True) -> Loaded:
     """Read a checkpoint into a sharded model, and an optimizer. Every rank must call this.
@@ -77,23 +76,23 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     doing = f"{os.fspath(path)} cannot be loaded"
     with peers.together(doing):
         reading = _Reading(Contents.of(path))
-        reading.expect_model(model)
+        matched = reading.expect_model(model)
         if optimizer is not None:
             reading.expect_optimizer(model, optimizer, strict)
         if strict:
-            reading.raise_differences()
-        reading.check_dtypes()
-        wanted = [*reading.model_pieces, *reading.optimizer_pieces]
+            matched.raise_differences(reading.contents, "strict=False loads what fits and reports the rest")
+        matched.check_dtypes(reading.contents, reading.model_files.tensors)
+        wanted = [*matched.wanted, *reading.optimizer_pieces]
         rows = per_rank_buffers.own_rows(wanted, reading.by_rank_files.tensors, peers)
     peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
         engine.reshard_all()
         done = [
-            tensor_files.read(reading.contents, reading.model_files, reading.model_pieces, peers.reads_alone),
+            tensor_files.read(reading.contents, reading.model_files, matched.wanted, peers.reads_alone),
             tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces, peers.reads_alone),
             tensor_files.read(reading.contents, reading.by_rank_files, rows),
         ]
-        give_extra_state(model, [piece for piece, _ in reading.model_pieces])
+        give_extra_state(model, [piece for piece, _ in matched.wanted])
         if optimizer is not None:
             reading.restore(optimizer)
             states = reading.training["rng"]
@@ -105,29 +104,11 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
 
 
 def _describe(model: nn.Module, optimizer: Optimizer | None) -> str:
-    """What must be the same of it on every rank."""
+    """Text that must be equal on every rank."""
     if optimizer is None:
         return "no optimizer"
     groups = optimizer_state.named_groups(model, optimizer)
     return f"{type(optimizer).__name__}|{[[fqn for fqn, _ in members] for members in groups]}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A parameter in an optimizer's group, and the state that it has there."""
-
-    fqn: str
-    parameter: Tensor
-    group: dict[str, Any]
-    present: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _NewState:
-    """The state of one parameter, to be put into the optimizer when it has been read."""
-
-    parameter: Tensor
-    values: dict[str, Any]
 
 
 _UNKNOWN = "unknown"
@@ -145,23 +126,22 @@ class _Reading:
         self.by_rank_files = tensor_files.find(contents, per_rank_buffers.STEM)
         self.optimizer_pieces: Wanted = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._states: list[_NewState] = []
+        self._states: list[tuple[Tensor, dict[str, Any]]] = []
+        """Parameters, each with the state to put into the optimizer when it has been read."""
         self._matched = Matched()
 
-    def expect_model(self, model: nn.Module) -> None:
-        """Match the model's state_dict with the files by name."""
+    def expect_model(self, model: nn.Module) -> Matched:
+        """Match the model's state_dict with the files by name. Further differences are added to the result."""
         self._matched = match(model, self.model_files.tensors)
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
         self._matched.missing = [name for name in self._matched.missing if name not in ignored]
-
-    @property
-    def model_pieces(self) -> Wanted:
-        return self._matched.wanted
+        return self._matched
 
     def expect_optimizer(self, model: nn.Module, optimizer: Optimizer, strict: bool) -> None:
         """Match the optimizer's parameters with the saved groups and state by fqn."""
         saved = self._saved_for(type(optimizer).__name__, strict)
         groups_of = {fqn: number for number, group in enumerate(saved["groups"]) for fqn in group["fqns"]}
+        stored = self.optimizer_files.tensors
         left = dict.fromkeys((self.training["optimizer"] or {"state": ()})["state"])
         for number, (group, members) in enumerate(
             zip(optimizer.param_groups, optimizer_state.named_groups(model, optimizer), strict=True)
@@ -171,15 +151,15 @@ class _Reading:
             self._expect_options(number, fqns, group, [saved["groups"][position] for position in found], strict)
             for fqn, parameter in members:
                 if fqn in saved["state"]:
-                    member = _Member(fqn, parameter, group, optimizer.state.get(parameter, {}))
-                    self._expect_state(member, saved["state"][fqn], self.optimizer_files.tensors)
+                    present = optimizer.state.get(parameter, {})
+                    self._expect_state((fqn, parameter), group, present, saved["state"][fqn], stored)
                     del left[fqn]
                 else:
                     self._matched.missing.append(f"optimizer state of {fqn}")
         self._matched.unexpected.update((f"optimizer state of {fqn}", fqn) for fqn in left)
 
     def _saved_for(self, kind: str, strict: bool) -> dict[str, Any]:
-        """What was saved that an optimizer of this kind can take: nothing of another kind's."""
+        """The saved state that an optimizer of this kind can take; empty if another kind was saved."""
         saved: dict[str, Any] | None = self.training["optimizer"]
         if saved is not None and saved["class"] in {kind, _UNKNOWN}:
             return saved
@@ -208,50 +188,47 @@ class _Reading:
         else:
             self._matched.missing.append(f"options of the optimizer's group {number}")
 
-    def _expect_state(self, member: _Member, saved: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
+    def _expect_state(
+        self,
+        named: tuple[str, Tensor],
+        group: dict[str, Any],
+        present: dict[str, Any],
+        saved: dict[str, Any],
+        stored: dict[str, StoredTensor],
+    ) -> None:
+        """Match the saved state of one parameter, given with its fqn; `present` is what the optimizer has of it."""
+        fqn, parameter = named
         values: dict[str, Any] = {}
         pieces: Wanted = []
         for name, value in saved.items():
             if not isinstance(value, dict):
                 values[name] = value
             elif "scalar" in value:
-                values[name] = optimizer_state.scalar(value, member.parameter, member.group)
+                values[name] = optimizer_state.scalar(value, parameter, group)
             elif value.get("tensor") not in stored:
-                self._matched.missing.append(f"{member.fqn}.{name}")
+                self._matched.missing.append(f"{fqn}.{name}")
                 return
             else:
                 tensor = stored[value["tensor"]]
-                dtype = self._state_dtype(member.fqn, member.parameter, tensor.dtype)
-                room = optimizer_state.room_for(member.parameter, dtype, member.present.get(name))
-                piece = piece_of((f"{member.fqn}.{name}",), room)
+                follows = tensor.dtype == self.training["optimizer"]["dtypes"].get(fqn)
+                dtype = parameter.dtype if follows else DTYPES[tensor.dtype]  # it was, and stays, the parameter's
+                room = optimizer_state.room_for(parameter, dtype, present.get(name))
+                piece = piece_of((f"{fqn}.{name}",), room)
                 if not self._matched.fits(piece, tensor.shape):
                     return
                 values[name] = room
                 pieces.append((piece, Place.whole(tensor.name, tensor.shape)))
         self.optimizer_pieces += pieces
-        self._states.append(_NewState(member.parameter, values))
-
-    def _state_dtype(self, fqn: str, parameter: Tensor, saved: str) -> torch.dtype:
-        """State that was kept in the parameter's dtype stays in the parameter's dtype when that changes."""
-        follows = saved == self.training["optimizer"]["dtypes"].get(fqn)
-        return parameter.dtype if follows else DTYPES[saved]
-
-    def check_dtypes(self) -> None:
-        """Raise CheckpointError for a tensor of the model that the stored numbers cannot be cast to."""
-        self._matched.check_dtypes(self.contents, self.model_files.tensors)
-
-    def raise_differences(self) -> None:
-        """Raise CheckpointError if anything does not fit."""
-        self._matched.raise_differences(self.contents, "strict=False loads what fits and reports the rest")
+        self._states.append((parameter, values))
 
     def restore(self, optimizer: Optimizer) -> None:
         """Put the options and the state that was read into the optimizer."""
         for group, saved in self._options:
             optimizer_state.restore_options(group, saved)
-        for state in self._states:
-            optimizer.state.pop(state.parameter, None)
-            if state.values:
-                optimizer.state[state.parameter] = state.values
+        for parameter, values in self._states:
+            optimizer.state.pop(parameter, None)
+            if values:
+                optimizer.state[parameter] = values
 
     def result(self) -> Loaded:
         """For the caller."""

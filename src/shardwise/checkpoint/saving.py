@@ -1,4 +1,4 @@
-"""`save`: every rank writes its own bytes, and what they wrote becomes a checkpoint at once."""
+"""`save`: every rank writes its own bytes; together they become a checkpoint in one step."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
         asynchronous: copy this rank's bytes to host memory, which is kept for the next save, and return; a thread
             writes them. A step taken right after the call does not change what is saved. The next call of this package
             waits for the thread and raises its error. So end a program with `sw.checkpoint.wait(model)`: an error
-            that nobody has waited for is printed at exit, and does not change the program's exit status.
+            that no later call has raised is printed at exit, and does not change the program's exit status.
         max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
         files: small ones to go along, by name: a tokenizer's, for example. Rank 0's are saved.
 
@@ -96,13 +96,13 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     with peers.together("the checkpoint cannot be saved"):
         _check(step, extra, max_file_bytes)
         target = _target(path)
-        writing = _plan(target, model, optimizer, peers, max_file_bytes)
+        writing = _prepare(target, model, optimizer, peers, max_file_bytes)
         _take_along(files or {}, writing)
         writing.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
     peers.agree(f"{target.name}|{step}|{bool(asynchronous)}|{writing.describe()}", _DISAGREE)
     rows = per_rank_buffers.differing(writing.whole, peers)
     if rows:
-        writing.file_sets.append(FileSet(tensor_files.plan(per_rank_buffers.STEM, rows, max_file_bytes), rows))
+        writing.file_sets.append(FileSet(tensor_files.files_for(per_rank_buffers.STEM, rows, max_file_bytes), rows))
     try:
         _begin(target, peers)
         if asynchronous:
@@ -134,12 +134,12 @@ class _Writing:
     rng: dict[str, Any]
     """This rank's random states."""
     whole: list[Piece]
-    """What every rank holds all of."""
+    """The pieces that every rank holds in full."""
     documents: dict[str, bytes]
     """Small files by name, rank 0's."""
 
     def describe(self) -> str:
-        """What must be the same on every rank."""
+        """Text that must be equal on every rank."""
         headers = [(name, file.header) for file_set in self.file_sets for name, file in file_set.files.files.items()]
         return f"{headers}|{self.training['optimizer']}"
 
@@ -187,7 +187,7 @@ def _check(step: int, extra: object, max_file_bytes: int) -> None:
 
 
 def _take_along(files: Mapping[str, bytes], writing: _Writing) -> None:
-    """Raises UsageError for a name that a checkpoint has another use for."""
+    """Raises UsageError for a name that a checkpoint reserves."""
     taken = {manifest.NAME, training_json.NAME, names_json.NAME, *writing.documents}
     for name, data in files.items():
         if name != os.path.basename(name) or name in taken or ".safetensors" in name or name[:1] in {"", "."}:  # noqa: PTH119
@@ -213,14 +213,17 @@ def _target(path: Location) -> Target:
     return target
 
 
-def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int) -> _Writing:
-    """Everything as it is now, but for the numbers in tensors."""
+def _prepare(
+    target: Target, model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int
+) -> _Writing:
+    """Collect everything to write; tensors share their memory with the model."""
     pieces = {"model": pieces_to_write(model)}
     state = None if optimizer is None else optimizer_state(model, optimizer)
     if state is not None:
         pieces["optimizer"] = state.pieces
     file_sets = [
-        FileSet(tensor_files.plan(stem, found, max_file_bytes), _own(found, peers)) for stem, found in pieces.items()
+        FileSet(tensor_files.files_for(stem, found, max_file_bytes), _own(found, peers))
+        for stem, found in pieces.items()
     ]
     documents = {**_configuration(model), **_names(model, pieces["model"])} if peers.is_first else {}
     for file_set in file_sets:
@@ -232,7 +235,7 @@ def _plan(target: Target, model: nn.Module, optimizer: Optimizer | None, peers: 
 
 
 def _names(model: nn.Module, pieces: list[Piece]) -> dict[str, bytes]:
-    """What FSDP2, or anybody with the model in memory, will ask for: `shardwise convert` needs it."""
+    """`names.json` where the model's names are not those of the files: FSDP2 asks for the model's."""
     asked = [(piece.names, piece.shape, piece.places) for piece in pieces]  # places are the same objects each time
     if model not in _encoded_names or _encoded_names[model][0] != asked:
         named = names_json.of_pieces(pieces)
@@ -248,7 +251,7 @@ def _own(pieces: list[Piece], peers: Peers) -> list[Piece]:
 
 
 def _begin(target: Target, peers: Peers) -> None:
-    """Have the place, and every rank see it."""
+    """Make the target's directory, and check that every rank sees it."""
     token = f".token-{peers.broadcast_from_rank0(secrets.randbits(62)):x}"
     with peers.together(f"{target} cannot be written"):
         if peers.is_first:
@@ -277,12 +280,12 @@ def _start(writing: _Writing, peers: Peers, memory: HostMemory) -> None:
     with peers.together(f"{target} cannot be written"):
         barrier.learn_processes()
     copied = replace(writing, file_sets=file_sets)
-    job = save_thread.Job(
+    task = save_thread.SaveTask(
         what=str(target),
         run=lambda: copied.run(barrier),
         discard=target.discard if peers.is_first else lambda: None,
     )
-    save_thread.start(job, peers.together(f"{target} cannot be written"))
+    save_thread.start(task, peers.together(f"{target} cannot be written"))
 
 
 def _configuration(model: nn.Module) -> dict[str, bytes]:

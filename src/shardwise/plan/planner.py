@@ -1,4 +1,4 @@
-"""A question about a model and its answer: what fits, how fast, with what."""
+"""A question about a model and its answer: which configurations fit, and how fast they are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCALED_FROM = 2
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked about one model."""
+    """A question about one model."""
 
     model: ModelLike
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Plan:
         return {**plain, **self.extra}
 
     def check_fits(self) -> None:
-        """Raise PlanError where nothing fits, saying what to change."""
+        """Raise PlanError where nothing fits; the message names what to change."""
         if self.best is None:
             raise nothing_fits(self.report.exploration)
 
@@ -90,7 +90,7 @@ Progress = Callable[[int, int], None]
 
 
 def plan(question: Question, progress: Progress | None = None) -> Plan:
-    """Answer a question: the search, and what else was asked. Raises PlanError and ConfigError as `search`."""
+    """Answer a question: the search and the further answers. Raises PlanError and ConfigError as `search`."""
     source = resolve(question.model)
     exploration = explore(question, progress)
     nearest = exploration.candidates[0].job
@@ -142,7 +142,7 @@ def _cost_sentence(cost: Cost, devices: int) -> str:
 
 
 def _leanest(question: Question, nearest: Job) -> Job:
-    """What needs the least memory, where the question leaves it open: full_shard, one sequence, all recomputed."""
+    """The job with the least memory: full_shard, one sequence, all recomputed, where the question leaves these open."""
     given = question.arguments
     free = {
         "strategy": Strategy.FULL_SHARD,
@@ -158,7 +158,7 @@ def _leanest(question: Question, nearest: Job) -> Job:
 
 
 def setting(job: Job) -> str:
-    """What all jobs of a search have in common, in a line."""
+    """The settings that all jobs of a search share, in one line."""
     precision = job.precision
     dtypes = "/".join(
         short_dtype_name(name) or "as stored" for name in (precision.param, precision.reduce, precision.master)
@@ -254,7 +254,7 @@ def search(
     workers: int = 1,
     **arguments: Any,
 ) -> list[Forecast]:
-    """Forecast every configuration that has to be looked at, and give those that fit, best first.
+    """Forecast every configuration that has to be considered, and return those that fit, best first.
 
     Args:
         model: as for `forecast`.
@@ -270,7 +270,7 @@ def search(
 
     Raises:
         PlanError: nothing fits, or the model cannot be planned; the message names the way out.
-        ConfigError: an argument that cannot be.
+        ConfigError: an invalid argument.
     """
     question = Question(model, arguments, global_batch, budget_bytes, Objective.parse(objective), workers)
     exploration = explore(question)
@@ -286,30 +286,24 @@ def explore(question: Question, progress: Progress | None = None) -> Exploration
     whole = search_space(with_sequences(source, question.arguments), question.global_batch)
     for family in whole.families:  # unknown names raise before anything is run
         _ = family.base.hardware, family.base.node_interconnect
-    exploration = _explored(question, source, whole, _Tally(whole, progress), scale=True)
+    exploration = _explored(question, source, whole, progress, scale=True)
     scales = any(len(family.batches) > SCALED_FROM for family in whole.families)
     if not scales or _is_confirmed(exploration, source):
         return exploration
-    return _explored(question, source, whole, _Tally(whole, progress), scale=False)
+    return _explored(question, source, whole, progress, scale=False)
 
 
-class _Tally:
-    """Counts configurations and passes the number on."""
-
-    def __init__(self, whole: SearchSpace, progress: Progress | None) -> None:
-        self._total = sum(family.size for family in whole.families)
-        self._done = itertools.count(1)
-        self._progress = progress
-
-    def __call__(self) -> None:
-        """One more is done. From any thread."""
-        if self._progress is not None:
-            self._progress(next(self._done), self._total)
-
-
-def _explored(question: Question, source: ModelSource, whole: SearchSpace, tally: _Tally, scale: bool) -> Exploration:
+def _explored(
+    question: Question, source: ModelSource, whole: SearchSpace, progress: Progress | None, scale: bool
+) -> Exploration:
     families = whole.families
     count = sum(family.size for family in families)
+    done = itertools.count(1)
+
+    def tally() -> None:
+        if progress is not None:
+            progress(next(done), count)
+
     candidates: list[Candidate] = []
     if question.workers > 1 and count >= PARALLEL_FROM and len(families) > 1 and not callable(question.model):
         setting = SearchSetting(question.model, question.budget_bytes, question.objective, scale)
@@ -324,7 +318,7 @@ def _explored(question: Question, source: ModelSource, whole: SearchSpace, tally
 
 
 def _is_confirmed(exploration: Exploration, source: ModelSource) -> bool:
-    """Whether the best one, recorded for itself, is what the search says it is."""
+    """Whether the best one, recorded by itself, gives the same forecast as in the search."""
     best = exploration.best
     if best is None:
         return True

@@ -110,9 +110,9 @@ def test_there_and_back_gives_the_very_same_files(way: str, ranks: RankPools, tm
 
 def test_a_tensor_cut_along_any_dim_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As tensor parallelism and 2-D meshes write it; and in parts smaller than a row."""
-    monkeypatch.setattr("shardwise.checkpoint.interchange.from_dcp.PART_BYTES", 12)
+    monkeypatch.setattr("shardwise.checkpoint.interchange.dcp_files.PART_BYTES", 12)
     monkeypatch.setattr("shardwise.checkpoint.interchange.carried.PART_BYTES", 20)
-    monkeypatch.setattr("shardwise.checkpoint.interchange.to_dcp.PART_BYTES", 28)
+    monkeypatch.setattr("shardwise.checkpoint.interchange.dcp_files.PART_BYTES", 28)
     tensor = torch.arange(7 * 5 * 3, dtype=torch.float32).view(7, 5, 3)
     pieces = {
         (0, 0, 0): tensor[:4, :2],
@@ -561,7 +561,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for name in ("to_safetensors", "to_pt"):
+    for name in ("safetensors_files", "pt_files"):
         monkeypatch.setattr(f"shardwise.checkpoint.interchange.{name}.os.pwrite", full)
     for target in ("own", "full.pt"):
         with pytest.raises(CheckpointError, match=f"{target} cannot be written.*No space"):

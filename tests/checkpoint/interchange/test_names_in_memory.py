@@ -109,7 +109,7 @@ def test_there_and_back_gives_the_very_same_files(
     name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts of a few elements, so that every loop goes round; and torch.load gives the model's own state_dict."""
-    for module in ("carried", "rearranged", "to_dcp", "from_dcp"):
+    for module in ("carried", "rearranged", "dcp_files"):
         monkeypatch.setattr(f"shardwise.checkpoint.interchange.{module}.PART_BYTES", 3000)
     save(name, tmp_path / "own")
     between = tmp_path / ("between.pt" if way == "pt" else "between")

@@ -1,1 +1,1 @@
-"""What a checkpoint's files contain: tensors, training state, names, and the manifest that makes them one."""
+"""The contents of a checkpoint's files: tensors, training state, names, and the manifest that makes them one."""

@@ -40,6 +40,12 @@ class Contents:
         for file in {part.file for part in joined.parts} if joined else {name}:
             manifest.check_size(self.directory, file, self.manifest.files[file])
 
+    def read(self, name: str) -> bytes:
+        """All of a small file. Raises CheckpointError if it does not match its checksum, OSError and EOFError."""
+        manifest.check_file(self.directory, name, self.manifest.files[name])
+        with manifest.reading(f"{self}/{name}"):
+            return self.directory.read(name)
+
     @contextmanager
     def open(self, name: str) -> Iterator[Source]:
         """One of the files, for reading byte ranges."""

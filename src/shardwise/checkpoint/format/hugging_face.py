@@ -71,7 +71,7 @@ def _promised(directory: Directory) -> dict[str, str]:
 def _chosen(
     directory: Directory, layouts: Mapping[str, TensorFile], promised: Mapping[str, str]
 ) -> dict[str, TensorFile]:
-    """Each tensor in one file: the index decides between several, and has to be right about what there is."""
+    """Each tensor in one file: the index decides between several, and must name no tensor that is missing."""
     holders: dict[str, list[str]] = {}
     for file, layout in layouts.items():
         for name in layout.tensors:

@@ -1,4 +1,4 @@
-"""A piece: one tensor of a checkpoint and what this rank holds of it."""
+"""A piece: one tensor of a checkpoint, and the part of it on this rank."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ class Piece:
         return place.runs.within(*self.held).moved(here=-self.start).inverse()
 
     def to_write(self, peers: Peers) -> Piece | None:
-        """What of it this rank writes, 1-D, if anything: replicas share the work. Shares its memory where it can."""
+        """The part of it that this rank writes, 1-D, without a copy where possible; None if there is none.
+
+        Replicas share the work.
+        """
         if peers.replicas == 1 and not self.is_whole:
             return self if self.tensor.numel() else None
         elements = share(self.held, peers.replicas, peers.replica)
@@ -78,7 +81,7 @@ class Piece:
         """See `WritablePiece`. Without a copy where the elements lie in this process's memory in order."""
         flat = self.tensor.reshape(-1)
         for part in runs.stretches(_step(flat.itemsize, runs)):
-            values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # else their bytes say something else
+            values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # else their bytes are those of other numbers
             yield int(part.here[0]), bytes_of(values.contiguous())
 
     def begin_overwrite(self) -> bool:
@@ -137,7 +140,7 @@ def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
 
 
 def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | None = None) -> Piece:
-    """What this rank holds of a parameter, buffer or state tensor. Shares its memory.
+    """This rank's part of a parameter, buffer or state tensor. Shares its memory.
 
     Without `places` it is stored as it is, under its first name. Raises UsageError if safetensors has no such dtype.
     """

@@ -180,7 +180,7 @@ def reading(path: object) -> Iterator[None]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON readers keep the last of two equal names, and nobody would check the first."""
+    """Refuse equal names: JSON readers keep the last, and the first would go unchecked."""
     named: dict[str, Any] = {}
     for name, value in pairs:
         if name in named:
@@ -266,15 +266,11 @@ def damage(
         except CheckpointError as error:
             yield error
     if not quick:
-        yield from _damaged_sums(directory, good, progress or _nobody_looks)
+        yield from _damaged_sums(directory, good, progress or (lambda done, total: None))
     try:
         _check_own_sum(directory, document)
     except CheckpointError as error:
         yield error
-
-
-def _nobody_looks(done: int, total: int) -> None:
-    """For `progress`."""
 
 
 def _damaged_sums(
@@ -286,8 +282,8 @@ def _damaged_sums(
         path = f"{directory}/{name}"
         try:
             with reading(path), directory.open(name) as file:
-                for region in _sums(path, file, record):
-                    progress(before + region.stop, total)
+                for start, chunk in checked_chunks(path, file, record):
+                    progress(before + start + chunk.nbytes, total)
         except UnreadableError:
             raise
         except CheckpointError as error:
@@ -317,7 +313,7 @@ def check_file(directory: Directory, name: str, record: FileRecord) -> None:
     check_size(directory, name, record)
     _check_tiling(path, record)
     with reading(path), directory.open(name) as file:
-        for _ in _sums(path, file, record):
+        for _ in checked_chunks(path, file, record):
             pass
 
 
@@ -330,22 +326,23 @@ def _check_tiling(path: str, record: FileRecord) -> None:
         raise CheckpointError(f"{path}: the manifest's checksums for bytes [{start}, {stop}) cannot be right")
 
 
-def _sums(path: str, file: Source, record: FileRecord) -> Iterator[Region]:
-    """Compare each region, in order. Raises CheckpointError at the first that is another."""
+def checked_chunks(path: str, file: Source, record: FileRecord) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes of a whole file by region, 8 MiB at a time, each with its first byte. The memory is used again.
+
+    Raises CheckpointError at the end of the first region that has another checksum, UnreadableError, and EOFError, with
+    the position, where the file ends first.
+    """
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, record.nbytes)))
     for region in sorted(record.regions):
-        found = _sum(file, region, buffer)
-        if found != region.sum:
+        total = xxhash.xxh3_64()
+        for start in range(region.start, region.stop, _CHUNK_BYTES):
+            chunk = buffer[: min(_CHUNK_BYTES, region.stop - start)]
+            with reading(path):
+                file.read_at(start, chunk)
+            total.update(chunk)
+            yield start, chunk
+        if total.hexdigest() != region.sum:
             raise CheckpointError(
-                f"{path} is damaged: bytes [{region.start}, {region.stop}) have the checksum {found}, not {region.sum}"
+                f"{path} is damaged: bytes [{region.start}, {region.stop}) have the checksum {total.hexdigest()}, not "
+                f"{region.sum}"
             )
-        yield region
-
-
-def _sum(file: Source, region: Region, buffer: memoryview) -> str:
-    total = xxhash.xxh3_64()
-    for start in range(region.start, region.stop, _CHUNK_BYTES):
-        chunk = buffer[: min(_CHUNK_BYTES, region.stop - start)]
-        file.read_at(start, chunk)
-        total.update(chunk)
-    return total.hexdigest()

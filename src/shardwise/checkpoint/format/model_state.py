@@ -1,9 +1,9 @@
-"""A model's state_dict as pieces: the tensors to save or to load, each once, with what this rank holds of it."""
+"""A model's state_dict as pieces: the tensors to save or to load, each once, with this rank's part."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -65,14 +65,14 @@ def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str],
         raise UsageError(
             "sw.checkpoint inside a forward, a backward or sw.unsharded of the same model: leave that first"
         )
-    own = _Own(model)
+    own = _written_by_loads(model)
     by_tensor: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in ignored:
             continue
         if not isinstance(value, Tensor):
             raise UsageError(f"{name!r} in the model's state_dict is a {type(value).__name__}, not a tensor")
-        if value not in own and _taker_of_extra_state(model, name) is None:
+        if not own(value) and _taker_of_extra_state(model, name) is None:
             raise UsageError(
                 f"{name!r} in the model's state_dict is a copy, and no parameter, buffer or attribute of a module: a "
                 "load would fill the copy and leave the module as it is. Register it as a buffer, or save it as `extra`"
@@ -81,22 +81,18 @@ def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str],
     return [(stored_first(model, names), tensor) for tensor, names in by_tensor.values()]
 
 
-class _Own:
-    """The tensors whose memory belongs to a module: a write to them changes the model."""
+def _written_by_loads(model: nn.Module) -> Callable[[Tensor], bool]:
+    """Whether a tensor's memory belongs to a module, so that a write to it changes the model."""
+    registered = [*model.parameters(), *model.buffers()]
+    ids = {id(tensor) for tensor in registered}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._registered = {id(tensor) for named in (model.parameters(), model.buffers()) for tensor in named}
+    @functools.cache
+    def memories() -> set[int]:
+        attributes = (value for module in model.modules() for value in vars(module).values())
+        return {_memory(value) for value in (*registered, *attributes) if isinstance(value, Tensor)}
 
-    def __contains__(self, tensor: Tensor) -> bool:
-        # Only what hooks put into the state_dict comes further than the first test.
-        return id(tensor) in self._registered or _memory(tensor) in self._memories or not _plain(tensor).numel()
-
-    @functools.cached_property
-    def _memories(self) -> set[int]:
-        attributes = (value for module in self._model.modules() for value in vars(module).values())
-        tensors = (value for value in attributes if isinstance(value, Tensor))
-        return {_memory(tensor) for tensor in (*self._model.parameters(), *self._model.buffers(), *tensors)}
+    # Only what hooks put into the state_dict comes further than the first test.
+    return lambda tensor: id(tensor) in ids or _memory(tensor) in memories() or not _plain(tensor).numel()
 
 
 def _plain(tensor: Tensor) -> Tensor:

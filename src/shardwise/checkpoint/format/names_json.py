@@ -5,7 +5,8 @@
 
 Files have the names of transformers, and one of the names of a tied tensor. A model in memory, of FSDP2 for example,
 asks for its own. Nothing that shardwise loads needs this file, so it is there only where something differs. A run is
-[here, there, length] as in `runs.py`; with three more numbers, count, step here and step there, it stands for so many.
+[here, there, length] as in `names/index_map.py`. With three more numbers (count, step here, step there) it stands for
+`count` runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.manifest import check_file, reading
 from shardwise.checkpoint.format.tensor_files import WritablePiece
 from shardwise.checkpoint.names.index_map import IndexMap, Place, tile
 from shardwise.errors import CheckpointError
@@ -40,7 +40,7 @@ class Named:
 
 
 def of_pieces(pieces: Iterable[WritablePiece]) -> list[Named]:
-    """Those of a model that are worth a word. Places and shapes are global, so any rank's will do."""
+    """Those whose names or places differ from the files'. Shapes and places are global: those of any rank will do."""
     return [Named(piece.names, piece.shape, piece.places) for piece in pieces if not _is_plain(piece)]
 
 
@@ -66,7 +66,7 @@ def encode(tensors: Sequence[Named]) -> bytes:
 
 
 def decode(text: str | bytes) -> list[Named]:
-    """What `encode` gave. Raises ValueError, saying why, for anything that cannot be that."""
+    """The inverse of `encode`. Raises ValueError, with the reason, for any other document."""
     try:
         document = json.loads(text)
         if document["format"] != _FORMAT:
@@ -83,13 +83,10 @@ def read(contents: Contents) -> list[Named]:
     """
     if NAME not in contents.manifest.files:
         return []
-    path = f"{contents}/{NAME}"
     try:
-        check_file(contents.directory, NAME, contents.manifest.files[NAME])
-        with reading(path):
-            return decode(contents.directory.read(NAME))
+        return decode(contents.read(NAME))
     except (OSError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+        raise CheckpointError(f"{contents}/{NAME} is damaged: {error}") from None
 
 
 def _named(entry: Any) -> Named:
@@ -129,7 +126,7 @@ def _runs(progressions: Any, stored: Sequence[int]) -> IndexMap:
     table = np.array([[*run, 1, 0, 0][:6] for run in progressions], dtype=np.int64).reshape(-1, 6)
     here, there, length, count, step_here, step_there = table.T
     elements = sum(a * b for a, b in zip(length.tolist(), count.tolist(), strict=True))
-    if (table[:, 2:4] < 1).any() or elements > numel:  # before as much memory as they say is taken
+    if (table[:, 2:4] < 1).any() or elements > numel:  # before that much memory is allocated
         raise ValueError(f"runs that are not of a tensor of shape {tuple(stored)}")
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     found = IndexMap(

@@ -22,7 +22,7 @@ _BY_POSITION = {"params", "param_names"}
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What is saved: JSON, and tensors named `<fqn>.<state name>`."""
+    """An optimizer as it is saved: JSON, and tensors named `<fqn>.<state name>`."""
 
     document: dict[str, Any]
     """A copy: "class", "groups" (options, with "fqns"), "dtypes" of parameters by fqn, and "state": fqn -> name -> a
@@ -38,9 +38,9 @@ def fqns_of(model: nn.Module) -> dict[int, str]:
 def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str, Tensor]]]:
     """For each group the parameters with their fqns. Raises UsageError for one that is not the model's."""
     fqns = fqns_of(model)
-    groups = []
+    groups: list[list[tuple[str, Tensor]]] = []
     for number, group in enumerate(optimizer.param_groups):
-        named = []
+        groups.append([])
         for parameter in group["params"]:
             face = getattr(parameter, SHARDED_FACE, parameter)
             if id(face) not in fqns:
@@ -48,13 +48,12 @@ def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str,
                     f"group {number} of this {type(optimizer).__name__} has a parameter of shape "
                     f"{tuple(parameter.shape)} that the model does not have: build it from model.parameters()"
                 )
-            named.append((fqns[id(face)], face))
-        groups.append(named)
+            groups[-1].append((fqns[id(face)], face))
     return groups
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
-    """Everything that the optimizer knows. No communication; shares its tensors' memory.
+    """The optimizer's groups, options and state. No communication; shares its tensors' memory.
 
     Raises UsageError, naming it, for state or an option that can be saved neither as JSON nor as a tensor of its
     parameter's shape, and for state of anything but a parameter.
@@ -71,7 +70,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
             for name, value in optimizer.state.get(parameter, {}).items():
                 state[fqn][name] = _value(f"{fqn}.{name}", value, parameter, pieces)
     _check_owners(optimizer, named)
-    dtypes = {fqn: _dtype_name(parameter) for members in named for fqn, parameter in members}
+    dtypes = {fqn: NAMES[parameter.dtype] for members in named for fqn, parameter in members}
     kind = type(optimizer).__name__
     return OptimizerState({"class": kind, "groups": groups, "dtypes": dtypes, "state": state}, pieces)
 
@@ -98,7 +97,7 @@ def _option(key: str, value: Any) -> Any:
 
 
 def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any:
-    """What stands for one value of the state in JSON; a tensor is appended to `pieces`."""
+    """The JSON form of one value of the state; a tensor is appended to `pieces`."""
     if isinstance(value, Tensor) and type(value) is type(parameter) is ShardedParameter:
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
@@ -110,7 +109,7 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any
         check_json(value, f"optimizer state {name!r}")
         return copy.deepcopy(value)
     if value.numel() == 1 and not value.is_complex() and not isinstance(value, ShardedParameter):
-        return {"scalar": value.item(), "dtype": _dtype_name(value), "shape": list(value.shape)}
+        return {"scalar": value.item(), "dtype": NAMES[value.dtype], "shape": list(value.shape)}
     if value.shape == parameter.shape and not isinstance(parameter, ShardedParameter):
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
@@ -118,10 +117,6 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any
         f"optimizer state {name!r} of shape {tuple(value.shape)} is neither a number nor of its parameter's shape "
         f"{tuple(parameter.shape)}: it cannot be saved for another number of ranks"
     )
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return NAMES[tensor.dtype]
 
 
 # Giving it back -------------------------------------------------------------------------------------------------------
@@ -145,7 +140,7 @@ def restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
     """A number that was a tensor, where the optimizer expects it: beside the parameter if its step is fused.
 
-    What has the shape of a parameter of one element, which was not sharded when it was saved, is cut as that is now.
+    State in the shape of a one-element parameter that was not sharded when it was saved is sharded like it now.
     """
     dtype = DTYPES[saved["dtype"]]
     if isinstance(parameter, ShardedParameter) and saved["shape"] and tuple(saved["shape"]) == parameter.shape:
@@ -157,18 +152,14 @@ def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
 def room_for(parameter: Tensor, dtype: torch.dtype, present: object) -> Tensor:
     """Uninitialised state with the parameter's shape and sharding.
 
-    `present`: what the optimizer has there; used again if it is like that, so that state is not held twice.
+    `present`: the optimizer's current value; reused if shape, dtype and sharding agree: state is not held twice.
     """
-    if isinstance(present, Tensor) and _description(present) == (_kind(parameter), parameter.shape, dtype):
+    if (
+        isinstance(present, Tensor)
+        and isinstance(present, ShardedParameter) == isinstance(parameter, ShardedParameter)
+        and (present.shape, present.dtype) == (parameter.shape, dtype)
+    ):
         return present
     if isinstance(parameter, ShardedParameter):
         return ShardedParameter(torch.empty_like(parameter.local, dtype=dtype), parameter.placement)
     return torch.empty_like(parameter.detach(), dtype=dtype)
-
-
-def _description(tensor: Tensor) -> tuple[type[Tensor], torch.Size, torch.dtype]:
-    return _kind(tensor), tensor.shape, tensor.dtype
-
-
-def _kind(parameter: Tensor) -> type[Tensor]:
-    return ShardedParameter if isinstance(parameter, ShardedParameter) else Tensor

@@ -144,7 +144,12 @@ def parse(header: bytes, file_bytes: int) -> TensorFile:
     Raises ValueError, saying what is wrong, unless every tensor has its bytes and these follow one another to the end
     of the file.
     """
-    described = _json_object(header[LENGTH_BYTES:])
+    try:
+        described = json.loads(header[LENGTH_BYTES:])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its header is not JSON: {error}") from None
+    if not isinstance(described, dict):
+        raise ValueError("its header is not a JSON object")
     described.pop(RESERVED, None)
     tensors: dict[str, StoredTensor] = {}
     starts: dict[str, int] = {}
@@ -163,16 +168,6 @@ def parse(header: bytes, file_bytes: int) -> TensorFile:
     if len(header) + reached != file_bytes:
         raise ValueError(f"its tensors end at byte {len(header) + reached} and the file has {file_bytes}")
     return TensorFile(header, tensors, starts, file_bytes)
-
-
-def _json_object(text: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"its header is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError("its header is not a JSON object")
-    return value
 
 
 def _entry(name: str, entry: Any) -> tuple[StoredTensor, tuple[int, int]]:

@@ -109,7 +109,7 @@ class TensorFiles:
         return {f"{self.stem}.safetensors.index.json": (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
 
 
-def plan(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -> TensorFiles:
+def files_for(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -> TensorFiles:
     """Lay tensors out in files of at most `max_file_bytes`. The same on every rank.
 
     Raises UsageError for a stored tensor that is made of tensors of several dtypes.
@@ -146,11 +146,8 @@ def lay_out_files(stem: str, tensors: tuple[StoredTensor, ...], max_file_bytes: 
 def create(directory: Path, files: TensorFiles) -> None:
     """Make the files in their full size, so that a full disk is an error now. One rank does it."""
     for name, layout in files.files.items():
-        fd = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            _allocate(fd, layout.nbytes)
-        finally:
-            os.close(fd)
+        with (directory / name).open("xb") as file:
+            _allocate(file.fileno(), layout.nbytes)
 
 
 def _allocate(fd: int, nbytes: int) -> None:

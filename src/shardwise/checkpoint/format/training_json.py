@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from shardwise.checkpoint.format.contents import Contents
-from shardwise.checkpoint.format.manifest import check_file, reading
 from shardwise.errors import CheckpointError, UsageError
 
 NAME = "training.json"
@@ -27,14 +26,15 @@ def package_version() -> str:
 
 def check_json(value: object, what: str) -> None:
     """Raise UsageError, naming the obstacle, unless JSON gives the value back as it is."""
-    if not _survives(value):
+    if not is_json(value):
         raise UsageError(
             f"{what} cannot be saved as JSON: {_fault(value)}; use dicts with string keys, lists, strings, numbers, "
             "booleans and None"
         )
 
 
-def _survives(value: object) -> bool:
+def is_json(value: object) -> bool:
+    """Whether JSON gives the value back as it is."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError, RecursionError):
@@ -42,11 +42,11 @@ def _survives(value: object) -> bool:
 
 
 def _fault(value: object) -> str:
-    """What JSON does not give back, and where in the value it is."""
+    """The part of a value that JSON does not give back, and the way to it."""
     way = ""
     for _ in range(_DEEPEST):  # what contains itself has no end
         inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        where, found = next(((f"[{key!r}]", item) for key, item in inner if not _survives(item)), ("", None))
+        where, found = next(((f"[{key!r}]", item) for key, item in inner if not is_json(item)), ("", None))
         if not where:
             break
         way, value = way + where, found
@@ -55,7 +55,7 @@ def _fault(value: object) -> str:
         key = next((key for key in value if not isinstance(key, str)), None)
         return f"{way} is a dict with the key {key!r}"
     if isinstance(value, float):
-        return f"{way} is NaN"  # which equals nothing, so that nobody could tell whether it came back
+        return f"{way} is NaN"  # which does not equal itself
     return f"{way} is of type {type(value).__name__}"
 
 
@@ -79,15 +79,12 @@ def encode(document: Mapping[str, Any]) -> bytes:
 
 def read(contents: Contents) -> dict[str, Any]:
     """The document of a checkpoint. Raises CheckpointError if it is missing or damaged."""
-    path = f"{contents}/{NAME}"
     if NAME not in contents.manifest.files:
         raise CheckpointError(f"{contents} is damaged: its manifest names no {NAME}")
     try:
-        check_file(contents.directory, NAME, contents.manifest.files[NAME])
-        with reading(path):
-            document: dict[str, Any] = json.loads(contents.directory.read(NAME))
+        document: dict[str, Any] = json.loads(contents.read(NAME))
         if document["format"] != _FORMAT:
             raise ValueError(f"format {document['format']!r} is not known")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{contents}/{NAME} is damaged: {type(error).__name__}: {error}") from None
     return document

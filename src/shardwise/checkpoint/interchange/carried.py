@@ -1,4 +1,4 @@
-"""What a conversion carries from any kind of checkpoint to any other."""
+"""The contents of a checkpoint of any kind, on their way to another kind."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Carried:
     """A checkpoint of any kind."""
 
     model: Tensors
-    """As files have it, where `names` says what it is in memory; otherwise as the source has it."""
+    """In the files' form, which `names` maps to the model's; without `names` in the source's form."""
     state: Tensors
     """The optimizer's, named `<fqn>.<state name>`."""
     optimizer: dict[str, Any] | None = None
@@ -75,7 +75,7 @@ class Carried:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Configuration and tokenizer, by name."""
     left_out: tuple[str, ...] = field(default=())
-    """What the source has besides, by name: it fits nowhere."""
+    """Names of the source's other contents, which have no place in a checkpoint."""
     names: Sequence[Named] = ()
     """Of the model's tensors, those that are called otherwise in memory, or are otherwise cut."""
 

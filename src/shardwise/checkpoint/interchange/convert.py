@@ -9,14 +9,17 @@ from pathlib import Path
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.interchange.carried import Carried
-from shardwise.checkpoint.interchange.from_dcp import read_dcp
-from shardwise.checkpoint.interchange.from_pt import read_pt
-from shardwise.checkpoint.interchange.from_safetensors import configuration_of, read_checkpoint, read_hugging_face
+from shardwise.checkpoint.interchange.dcp_files import read_dcp, write_dcp
 from shardwise.checkpoint.interchange.kinds import Kind, kind_of, target_kind
-from shardwise.checkpoint.interchange.to_dcp import write_dcp
-from shardwise.checkpoint.interchange.to_pt import write_pt
-from shardwise.checkpoint.interchange.to_safetensors import write_checkpoint, write_hugging_face
-from shardwise.checkpoint.interchange.tree import sort_out
+from shardwise.checkpoint.interchange.nested import sort_out
+from shardwise.checkpoint.interchange.pt_files import read_pt, write_pt
+from shardwise.checkpoint.interchange.safetensors_files import (
+    configuration_of,
+    read_checkpoint,
+    read_hugging_face,
+    write_checkpoint,
+    write_hugging_face,
+)
 from shardwise.checkpoint.io.storage import Location, is_url
 from shardwise.checkpoint.publish.consolidation import consolidate
 from shardwise.checkpoint.ranks import save_thread
@@ -26,7 +29,7 @@ from shardwise.suggest import nearest_path
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What a conversion has written."""
+    """The result of a conversion."""
 
     source: Kind
     target: Kind
@@ -96,7 +99,7 @@ def convert(  # noqa: PLR0913 - options of a command
 def read(source: Location, kind: Kind, model_only: bool = False) -> Carried:
     """Everything in a checkpoint of a known kind; tensors stay in their files. Raises CheckpointError."""
     path = Path(source)
-    if kind in {Kind.SHARDWISE, Kind.PARTS}:
+    if kind.is_own:
         carried = read_checkpoint(source)
     elif kind is Kind.HUGGING_FACE:
         carried = read_hugging_face(path)

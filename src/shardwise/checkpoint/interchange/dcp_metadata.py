@@ -34,18 +34,19 @@ _RECORDS = {
         "_MEM_FORMAT_ENCODING",
     )
 } | {(f"{_DCP}.filesystem", "_StorageInfo")}
-_SEQUENCES = {("torch", "Size"), ("builtins", "tuple"), ("builtins", "list")}
-_PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
-_ORDERED = {("collections", "OrderedDict")}
-_LAYOUT = {("torch.serialization", "_get_layout")}
 _DTYPES = frozenset(TORCH_NAMES.values())
 
 Key = tuple[str | int, ...]
 """The way to a value through nested dicts (names) and lists (numbers)."""
 
 
+def dotted(key: Key) -> str:
+    """The names and numbers of a way, joined with dots."""
+    return ".".join(map(str, key))
+
+
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileRange:
     """Bytes of a file: one torch.save stream."""
 
     file: str
@@ -60,7 +61,7 @@ class DcpTensor:
     dtype: str
     """torch's name."""
     shape: tuple[int, ...]
-    chunks: tuple[tuple[Box, Place], ...]
+    chunks: tuple[tuple[Box, FileRange], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ class DcpMetadata:
     """Everything in a directory, by the way to it."""
 
     tensors: Mapping[Key, DcpTensor]
-    objects: Mapping[Key, Place]
+    objects: Mapping[Key, FileRange]
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[FileRange]:
         """Of everything."""
         yield from self.objects.values()
         for tensor in self.tensors.values():
@@ -118,16 +119,10 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         known = (module, name)
-        if known in _RECORDS:  # a new class for each reading: what a pickle may do to it, nothing else sees
+        if known in _RECORDS:  # a new class for each reading: no pickle can change a class that others use
             return self._records.setdefault(known, type(name, (_Record,), {}))
-        if known in _SEQUENCES:
-            return tuple if name != "list" else list
-        if known in _PATHS:
-            return _joined
-        if known in _LAYOUT:
-            return _first
-        if known in _ORDERED:
-            return dict
+        if known in _STAND_INS:
+            return _STAND_INS[known]
         if module == "torch" and name in _DTYPES:
             return name
         raise CheckpointError(
@@ -140,18 +135,25 @@ def _joined(*parts: str) -> str:
     return os.path.join(*map(str, parts)) if parts else ""  # noqa: PTH118 - a name, not a path to follow
 
 
-def _first(value: Any) -> Any:
-    return value
+_STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): tuple,
+    ("builtins", "tuple"): tuple,
+    ("builtins", "list"): list,
+    ("collections", "OrderedDict"): dict,
+    ("torch.serialization", "_get_layout"): str,
+    **{(module, name): _joined for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+}
+"""Functions and classes called in place of other globals."""
 
 
 def _checked(document: Any) -> DcpMetadata:
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
     for index, info in document.storage_data.items():
         offset = getattr(index, "offset", None)
         places[_text(index.fqn), None if offset is None else _numbers(offset)] = _place(info)
     ways: Mapping[str, Any] = document.planner_data or {}
     tensors: dict[Key, DcpTensor] = {}
-    objects: dict[Key, Place] = {}
+    objects: dict[Key, FileRange] = {}
     for name, entry in document.state_dict_metadata.items():
         key = tuple(ways[name]) if name in ways else (name,)
         if not key or not all(isinstance(part, (str, int)) for part in key):
@@ -163,7 +165,7 @@ def _checked(document: Any) -> DcpMetadata:
     return DcpMetadata(tensors, objects)
 
 
-def _tensor(name: str, entry: Any, place: Callable[[tuple[str, tuple[int, ...]]], Place]) -> DcpTensor:
+def _tensor(name: str, entry: Any, place: Callable[[tuple[str, tuple[int, ...]]], FileRange]) -> DcpTensor:
     shape = _numbers(entry.size)
     properties = entry.properties
     dtype = properties.arguments[0] if properties.arguments else properties.dtype
@@ -180,14 +182,14 @@ def _tensor(name: str, entry: Any, place: Callable[[tuple[str, tuple[int, ...]]]
     return DcpTensor(dtype, shape, tuple(chunks))
 
 
-def _place(info: Any) -> Place:
+def _place(info: Any) -> FileRange:
     if getattr(info, "transform_descriptors", None):
         raise ValueError(f"its data went through {info.transform_descriptors}, which is not undone")
     file = _text(info.relative_path)
     if file != os.path.basename(file) or file in {"", ".", ".."} or "\0" in file:  # noqa: PTH119
         raise ValueError(f"{file!r} is not the name of a file in the checkpoint")
     start, nbytes = _numbers((info.offset, info.length))
-    return Place(file, start, nbytes)
+    return FileRange(file, start, nbytes)
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint of any kind holds, and whether it is whole."""
+"""The contents of a checkpoint of any kind, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Group:
 
     @property
     def form(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """What groups have in common that differ in their number alone."""
+        """Equal for groups that differ in their number alone."""
         skip = len(self.prefix)
         return tuple((tensor.name[skip:], tensor.dtype, tensor.shape) for tensor in self.tensors)
 
@@ -55,7 +55,7 @@ class Inspection:
     files: dict[str, int]
     """Bytes by name."""
     damage: tuple[str, ...]
-    """What is wrong with it: nothing where it is whole, as far as was looked."""
+    """Its faults, as far as was checked; empty where it is whole."""
     checked: str
     """How far that is."""
     model: tuple[Group, ...] = ()
@@ -69,7 +69,7 @@ class Inspection:
     """Of the shardwise that wrote it."""
     extra: dict[str, Any] | None = None
     left_out: tuple[str, ...] = field(default=())
-    """What it holds besides, and no other kind would have a place for."""
+    """Names of contents that no other kind has a place for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class RunCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunDirectory:
     """A directory of checkpoints, in order."""
 
     location: str
@@ -104,8 +104,10 @@ class Run:
     has_final: bool
 
 
-def inspect(location: Location, quick: bool = False, progress: Progress | None = None) -> Inspection | Partial | Run:
-    """Look at a checkpoint of any kind, at what a crash left, or at a run's checkpoints. No communication.
+def inspect(
+    location: Location, quick: bool = False, progress: Progress | None = None
+) -> Inspection | Partial | RunDirectory:
+    """Inspect a checkpoint of any kind, a partial one, or a run's checkpoints. No communication.
 
     Args:
         location: a path, or the URL of a checkpoint.
@@ -120,7 +122,7 @@ def inspect(location: Location, quick: bool = False, progress: Progress | None =
         return _inspect(location, quick, progress)
 
 
-def _inspect(location: Location, quick: bool, progress: Progress | None) -> Inspection | Partial | Run:
+def _inspect(location: Location, quick: bool, progress: Progress | None) -> Inspection | Partial | RunDirectory:
     path = Path(location)
     if not is_url(location) and path.is_dir():
         if path.suffix == commit.PARTIAL:
@@ -137,17 +139,12 @@ def _inspect(location: Location, quick: bool, progress: Progress | None) -> Insp
         raise
     except (CheckpointError, FileNotFoundError, NotADirectoryError) as error:
         damage.append(str(error))
-    own = kind in {Kind.SHARDWISE, Kind.PARTS}
-    if own:
+    checked = "headers and sizes checked" if kind.is_own else "headers and sizes checked; this kind has no checksums"
+    if kind.is_own:
+        checked = checked if quick else "every byte checked"
         more = [str(error) for error in manifest.damage(location, quick, progress)]
-        damage = more or damage  # what is wrong with the files says more than that they cannot be read
-    return Inspection(str(location), kind, _sizes(location), tuple(damage), _checked(kind, quick), **found)
-
-
-def _checked(kind: Kind, quick: bool) -> str:
-    if kind not in {Kind.SHARDWISE, Kind.PARTS}:
-        return "headers and sizes checked; this kind has no checksums"
-    return "headers and sizes checked" if quick else "every byte checked"
+        damage = more or damage  # faults of the files say more than that they cannot be read
+    return Inspection(str(location), kind, _sizes(location), tuple(damage), checked, **found)
 
 
 def _found(location: Location, kind: Kind) -> dict[str, Any]:
@@ -161,7 +158,7 @@ def _found(location: Location, kind: Kind) -> dict[str, Any]:
         "extra": carried.extra,
         "left_out": carried.left_out,
     }
-    if kind in {Kind.SHARDWISE, Kind.PARTS}:
+    if kind.is_own:
         training = training_json.read(Contents.of(location))
         found.update(step=training["step"], saved_by=training["world_size"], version=training["shardwise"])
     if kind is Kind.DCP:
@@ -170,7 +167,7 @@ def _found(location: Location, kind: Kind) -> dict[str, Any]:
 
 
 def _check_places(directory: Path) -> None:
-    """Raise CheckpointError if a file of a DCP directory ends before what it is to hold."""
+    """Raise CheckpointError if a file of a DCP directory is shorter than its metadata promises."""
     for place in dcp_metadata.read(directory).places():
         size = (directory / place.file).stat().st_size
         if place.start + place.nbytes > size:
@@ -197,7 +194,7 @@ def _sizes(location: Location) -> dict[str, int]:
     return {name: directory.size(name) for name in directory.names() if directory.has(name)}
 
 
-def _run(path: Path) -> Run | None:
+def _run(path: Path) -> RunDirectory | None:
     """The checkpoints of a run's directory or of its `checkpoints`; None if there are none."""
     if directory_of(path).has(manifest.NAME):
         return None
@@ -205,7 +202,7 @@ def _run(path: Path) -> Run | None:
     names = [entry for entry in sorted(inner.iterdir()) if entry.is_dir() and entry.name.startswith("step-")]
     if not names:
         return None
-    return Run(str(path), tuple(_run_checkpoint(entry) for entry in names), (path / commit.FINAL).is_dir())
+    return RunDirectory(str(path), tuple(_run_checkpoint(entry) for entry in names), (path / commit.FINAL).is_dir())
 
 
 def _run_checkpoint(path: Path) -> RunCheckpoint:

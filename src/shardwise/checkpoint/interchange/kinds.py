@@ -1,4 +1,4 @@
-"""Kinds of checkpoints, told apart by what is there."""
+"""Kinds of checkpoints, told apart by their files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ZIP = b"PK\x03\x04"
 
 
 class Kind(enum.Enum):
-    """What a path holds, or is to hold. The value is what `--to` calls it."""
+    """The kind of a checkpoint. The value is its name for `--to`."""
 
     SHARDWISE = "shardwise"
     """A committed checkpoint of `sw.checkpoint.save`."""
@@ -31,9 +31,14 @@ class Kind(enum.Enum):
     HUGGING_FACE = "hf"
     """A directory of `model.safetensors`, or of files and their index, as `save_pretrained` writes it."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether `sw.checkpoint.save` wrote it."""
+        return self in {Kind.SHARDWISE, Kind.PARTS}
+
 
 def kind_of(location: Location) -> Kind:
-    """What lies at a path or URL. Raises CheckpointError, saying what it is instead, if that is no checkpoint."""
+    """The kind of the checkpoint at a path or URL. Raises CheckpointError, naming what is there, if it is none."""
     if is_url(location):
         return _own(location)
     path = Path(location)
@@ -62,7 +67,7 @@ def _own(location: Location) -> Kind:
 
 
 def _instead(path: Path) -> str:
-    """What a directory is that is no checkpoint, and what to give instead."""
+    """A description of a directory that is no checkpoint, and the path to give instead."""
     if _has(path, "*.distcp"):
         return "has .distcp files and no .metadata: a DCP save that did not end"
     if _has(path, "shard-*.safetensors"):
@@ -91,7 +96,7 @@ def _begins(path: Path, magic: bytes) -> bool:
 
 
 def target_kind(source: Kind, target: Path, asked: str | None) -> Kind:
-    """What a conversion is to write. Raises CheckpointError where that cannot be told, or makes no sense."""
+    """The kind that a conversion writes. Raises CheckpointError if it is ambiguous or makes no sense."""
     if asked is not None:
         known = {kind.value: kind for kind in Kind if kind is not Kind.PARTS}
         if asked not in known:

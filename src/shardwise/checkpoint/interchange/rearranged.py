@@ -21,7 +21,7 @@ from shardwise.checkpoint.names.index_map import IndexMap, tile
 from shardwise.layout.ranges import Range
 
 
-class _Part(NamedTuple):
+class _Origin(NamedTuple):
     """Some elements of a tensor are those of another."""
 
     source: str
@@ -38,11 +38,11 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rearranged:
-    """Tensors that are made of a source's. What is not in `made` is the source's."""
+    """Tensors made of a source's elements; names that are not in `made` are the source's own tensors."""
 
     source: Tensors
     stored: Mapping[str, StoredTensor]
-    made: Mapping[str, Sequence[_Part]]
+    made: Mapping[str, Sequence[_Origin]]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """See `Tensors`."""
@@ -74,7 +74,7 @@ def as_in_memory(files: Tensors, names: Sequence[Named]) -> Tensors:
 
     Raises ValueError where `names` are of other tensors than these.
     """
-    made = {tensor.names[0]: [_Part.of(place.name, place.runs) for place in tensor.places] for tensor in names}
+    made = {tensor.names[0]: [_Origin.of(place.name, place.runs) for place in tensor.places] for tensor in names}
     _check(files, {place.name: place.shape for tensor in names for place in tensor.places})
     return _rearranged(files, made, {tensor.names[0]: tensor.shape for tensor in names})
 
@@ -84,11 +84,11 @@ def as_stored(model: Tensors, names: Sequence[Named]) -> Tensors:
 
     Raises ValueError where `names` are of other tensors than these.
     """
-    made: dict[str, list[_Part]] = {}
+    made: dict[str, list[_Origin]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in names:
         for place in tensor.places:
-            made.setdefault(place.name, []).append(_Part.of(tensor.names[0], place.runs.inverse()))
+            made.setdefault(place.name, []).append(_Origin.of(tensor.names[0], place.runs.inverse()))
             shapes[place.name] = place.shape
     _check(model, {name: tensor.shape for tensor in names for name in tensor.names})
     return _rearranged(model, made, shapes, {name for tensor in names for name in tensor.names[1:]})
@@ -102,11 +102,11 @@ def _check(source: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 def _rearranged(
     source: Tensors,
-    made: Mapping[str, Sequence[_Part]],
+    made: Mapping[str, Sequence[_Origin]],
     shapes: Mapping[str, tuple[int, ...]],
     tied: set[str] | frozenset[str] = frozenset(),
 ) -> Rearranged:
-    """In the source's order, each new tensor where the first of what it is made of stands."""
+    """In the source's order, each new tensor at the place of the first tensor that it is made of."""
     of: dict[str, list[str]] = {}
     for name, found in made.items():
         for part in found:

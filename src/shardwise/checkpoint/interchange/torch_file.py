@@ -1,4 +1,4 @@
-"""What torch.save wrote, without its tensors' bytes: where they lie in the file, so that any range of them can be read.
+"""Files of torch.save, read without their tensors' bytes: where these lie, so that any range of them can be read.
 
 A full `.pt` file is one such stream; a DCP directory has one for each chunk of each tensor. They are read with
 `weights_only=True` under fake tensors, which execute nothing, own no memory and know the offset of their bytes.
@@ -39,9 +39,9 @@ class SavedTensor:
     offset: int
     """Elements before its first one in the storage."""
     is_conj: bool = False
-    """What lies there is yet to be conjugated."""
+    """The stored numbers are still to be conjugated."""
     is_neg: bool = False
-    """What lies there is yet to be negated."""
+    """The stored numbers are still to be negated."""
 
     @property
     def is_contiguous(self) -> bool:
@@ -59,63 +59,55 @@ class SavedTensor:
         """
         first = self.start + self.offset * self.dtype.itemsize
         if self.is_contiguous:
-            return self._resolved(
-                read_elements(self.path, first + start * self.dtype.itemsize, self.dtype, stop - start)
-            )
+            values = read_elements(self.path, first + start * self.dtype.itemsize, self.dtype, stop - start)
+            return self._resolved(values)
         extent = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)) + 1
         extent = 0 if 0 in self.shape else extent
         storage = read_elements(self.path, first, self.dtype, extent)
         return self._resolved(torch.as_strided(storage, self.shape, self.stride).reshape(-1)[start:stop].contiguous())
 
     def _resolved(self, values: Tensor) -> Tensor:
-        """What is meant by them: views such as `x.conj()` are saved as the bytes of `x` and a mark."""
+        """Apply the marks: views such as `x.conj()` are saved as the bytes of `x` and a mark."""
         values = values.conj_physical() if self.is_conj else values
         return values.neg() if self.is_neg else values
 
 
 def read_stream(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
-    """What was saved in bytes [start, start + nbytes) of a file, a `SavedTensor` in place of each tensor.
+    """Read one torch.save stream, in bytes [start, start + nbytes) of a file, with a `SavedTensor` for each tensor.
 
     Raises CheckpointError if that is no stream of torch's, of a version before 1.6, or holds anything but tensors,
     containers and plain values: nothing of it is executed. UnreadableError if the file is there and cannot be read.
     """
     with _opened(path) as fd:
-        return _read_stream(fd, path, start, nbytes)
+        view = _FileView(fd, start, os.fstat(fd).st_size - start if nbytes is None else nbytes)
+        try:
+            if view.read(4) != b"PK\x03\x04":
+                raise CheckpointError(
+                    f"{path} is not a file of torch.save" + (f" at byte {start}" if start else "") + ", or one from "
+                    "before torch 1.6: load it with torch.load and save it again"
+                )
+            view.seek(0)
+            with FakeTensorMode():
+                loaded = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
+                return _without_fakes(path, start, loaded)
+        except pickle.UnpicklingError as error:
+            why = _why(error)
+            raise CheckpointError(
+                f"{path} holds more than tensors and plain values, so it is not read: {why}"
+            ) from None
+        except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if view.failure is not None:  # torch makes of it that the file has no `read`
+                raise view.failure from None
+            raise CheckpointError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     try:
-        with manifest.reading(path):
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                yield fd
-            finally:
-                os.close(fd)
+        with manifest.reading(path), path.open("rb", buffering=0) as file:
+            yield file.fileno()
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path} is missing") from None
-
-
-def _read_stream(fd: int, path: Path, start: int, nbytes: int | None) -> Any:
-    window = _Window(fd, start, os.fstat(fd).st_size - start if nbytes is None else nbytes)
-    try:
-        if window.read(4) != b"PK\x03\x04":
-            raise CheckpointError(
-                f"{path} is not a file of torch.save" + (f" at byte {start}" if start else "") + ", or one from before "
-                "torch 1.6: load it with torch.load and save it again"
-            )
-        window.seek(0)
-        with FakeTensorMode():
-            loaded = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
-            return _without_fakes(path, start, loaded)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} holds more than tensors and plain values, so it is not read: {_why(error)}"
-        ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if window.failure is not None:  # torch makes of it that the file has no `read`
-            raise window.failure from None
-        raise CheckpointError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
 
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:
@@ -137,7 +129,7 @@ def read_elements(path: Path, start: int, dtype: torch.dtype, numel: int) -> Ten
 
 
 def _why(error: Exception) -> str:
-    """The one line of torch's explanation that says which global was met."""
+    """The line of torch's explanation that names the refused global."""
     lines = [line.strip() for line in str(error).splitlines()]
     telling = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0] if lines else "")
     return telling.split(". Please")[0][:200]
@@ -159,13 +151,13 @@ def _without_fakes(path: Path, start: int, value: Any) -> Any:
     return value
 
 
-class _Window(io.RawIOBase):
+class _FileView(io.RawIOBase):
     """Part of a file as a file."""
 
     def __init__(self, fd: int, start: int, nbytes: int) -> None:
         self._fd, self._start, self._nbytes, self._at = fd, start, max(0, nbytes), 0
         self.failure: OSError | None = None
-        """What the operating system said."""
+        """The error of the operating system, if any."""
 
     def readable(self) -> bool:
         return True

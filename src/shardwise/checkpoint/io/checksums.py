@@ -19,7 +19,7 @@ class Region(NamedTuple):
 
 
 class RegionSums:
-    """Checksums of bytes as they are written: whatever continues the last bytes belongs to their region."""
+    """Checksums of bytes as they are written: bytes that continue the last ones belong to their region."""
 
     def __init__(self) -> None:
         self._done: list[Region] = []

@@ -44,7 +44,7 @@ def cut_at_pages(start: int, stop: int, page_bytes: int = PAGE_BYTES) -> Pages:
 
 
 def huge_page_buffer(nbytes: int) -> memoryview:
-    """Fresh memory, zeros, aligned to pages. Of its own mapping, which goes when nobody holds a part of it."""
+    """Fresh memory, zeros, aligned to pages. A mapping of its own, freed when no view of it is left."""
     if nbytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
     mapping = mmap.mmap(-1, nbytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -64,11 +64,6 @@ def begin_writeback(fd: int, start: int, nbytes: int) -> None:
         _sync_file_range(fd, start, nbytes, _WRITE)
 
 
-def _find_sync_file_range() -> ctypes._NamedFuncPointer | None:
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
-
-
-_sync_file_range = _find_sync_file_range()
+_sync_file_range: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]

@@ -69,7 +69,7 @@ class LocalFile:
         """
         status = os.fstat(self._fd)
         if os.major(status.st_dev) and status.st_size and hasattr(os, "O_DIRECT"):
-            with suppress(OSError, ValueError):  # whatever it says, the other way is open
+            with suppress(OSError, ValueError):  # then read through the page cache
                 return _Direct(self._path, status)
         return None
 

@@ -2,7 +2,7 @@
 
 The kernel reads a file into small pages unless one reader goes through it from end to end, which ranks that each read
 their own ranges do not; and a disk is asked for less at a time the smaller the pages are. So whole pages are read into
-a little memory in huge pages, and copied to where they belong. What is in the page cache already is taken from there.
+a little memory in huge pages, and copied to where they belong. Pages that the page cache has are taken from there.
 """
 
 from __future__ import annotations
@@ -27,22 +27,17 @@ _GAP_BYTES = 64 * 2**10
 """Between ranges that are read together."""
 
 
-class Buffers:
-    """What whole pages are read into; of a load, for one file after another. It costs nothing until it is used."""
+class Buffers(SimpleQueue[memoryview]):
+    """What whole pages are read into, one buffer for each thread that reads; of a load, for one file after another.
+
+    They cost nothing until they are used.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         memory = huge_page_buffer(_BUFFERS * _BUFFER_BYTES)
-        self._free: SimpleQueue[memoryview] = SimpleQueue()
         for i in range(_BUFFERS):
-            self._free.put(memory[i * _BUFFER_BYTES :][:_BUFFER_BYTES])
-
-    def take(self) -> memoryview:
-        """One that nobody else has. There are as many as there are threads that read."""
-        return self._free.get()
-
-    def give_back(self, buffer: memoryview) -> None:
-        """Return a buffer that `take` gave."""
-        self._free.put(buffer)
+            self.put(memory[i * _BUFFER_BYTES :][:_BUFFER_BYTES])
 
 
 class RangeReader:
@@ -67,7 +62,7 @@ class RangeReader:
     def ask(self, start: int, into: memoryview, past_cache: bool = True) -> None:
         """Fill `into` from byte `start` on; ranges in the order of the file are read together.
 
-        past_cache: nobody else on this machine is going to read these bytes.
+        past_cache: no other process of this machine is going to read these bytes.
 
         Raises EOFError, perhaps only in a later call, with the position, if the file ends before.
         """
@@ -97,13 +92,13 @@ class RangeReader:
         """Returns the bytes wanted that came past the page cache."""
         reached, direct_bytes = window.base, 0
         if window.past_cache and window.stop - window.base >= _LEAST_BYTES:
-            buffer = self._buffers.take()
+            buffer = self._buffers.get()
             try:
                 pages = buffer[: round_up(window.stop - window.base, PAGE_BYTES)]
                 reached += self._source.read_pages(window.base, pages)
                 direct_bytes = window.take(pages, reached)
             finally:
-                self._buffers.give_back(buffer)
+                self._buffers.put(buffer)
         for start, into in window.ranges:
             done = min(max(0, reached - start), into.nbytes)
             self._source.read_at(start + done, into[done:])
@@ -132,7 +127,7 @@ class _Window:
         return step
 
     def take(self, pages: memoryview, reached: int) -> int:
-        """Copy what was read, up to byte `reached` of the file, to where it belongs. Returns its bytes."""
+        """Copy bytes that were read, up to byte `reached` of the file, into their ranges. Returns their number."""
         read, taken_bytes = np.frombuffer(pages, dtype=np.uint8), 0
         for start, into in self.ranges:
             done = min(max(0, reached - start), into.nbytes)

@@ -1,7 +1,7 @@
 """Byte ranges on their way to files: gathered in a little memory that is written while more of it is filled.
 
 Whole pages go past the page cache where the file system lets them (O_DIRECT): the kernel then need not find pages for
-what nobody is going to read, nor copy into them, and there is little left to wait for at the end. The rest, less than a
+bytes that are not read soon, nor copy into them, and there is little left to wait for at the end. The rest, less than a
 page at either end of what a rank writes in one piece, goes through the page cache; so does everything where the file
 system refuses.
 """
@@ -90,7 +90,8 @@ class RangeWriter:
                     window = None
         if window is not None:
             self._put(file, window)
-        self._finish()
+        while self._busy:
+            self._wait()
         file.write_kept()
         file.end_direct()
         return sums.regions()
@@ -108,14 +109,14 @@ class RangeWriter:
         if file.is_direct and pages.whole.length >= _LEAST_BYTES:
             for edge in (pages.head, pages.tail):
                 file.keep(edge.start, window.at(edge))
-            job = self._pool.submit(file.write_pages, pages.whole.start, window.at(pages.whole))
+            writing = self._pool.submit(file.write_pages, pages.whole.start, window.at(pages.whole))
         elif window.stop - window.start >= _LEAST_BYTES:
-            job = self._pool.submit(file.write, window.start, window.at(Range(window.start, window.stop)))
+            writing = self._pool.submit(file.write, window.start, window.at(Range(window.start, window.stop)))
         else:
             file.keep(window.start, window.at(Range(window.start, window.stop)))
             self._free.append(window.memory)
             return
-        self._busy.append((job, window.memory))
+        self._busy.append((writing, window.memory))
 
     def _take(self) -> memoryview:
         """A buffer to fill; where all are being written, the one that has been longest."""
@@ -124,13 +125,9 @@ class RangeWriter:
         return self._free.pop()
 
     def _wait(self) -> None:
-        job, memory = self._busy.popleft()
-        self.direct_bytes += job.result()
+        writing, memory = self._busy.popleft()
+        self.direct_bytes += writing.result()
         self._free.append(memory)
-
-    def _finish(self) -> None:
-        while self._busy:
-            self._wait()
 
 
 class _Window:
@@ -166,7 +163,7 @@ class _File:
         self._direct: int | None = None
         self._refused = not hasattr(os, "O_DIRECT")
         if not self._refused:
-            with suppress(OSError):  # whatever it says, the other way is open
+            with suppress(OSError):  # then write through the page cache
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
         self._cached = threading.Lock()
         self._kept: list[tuple[int, bytes]] = []
@@ -177,7 +174,7 @@ class _File:
         self.end_direct()
 
     def end_direct(self) -> None:
-        """Nothing more goes past the page cache: whatever went wrong there has been raised."""
+        """Stop writing past the page cache; errors there have been raised."""
         if self._direct is not None:
             os.close(self._direct)
             self._direct = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import UnsupportedOperation
 from typing import Any
@@ -37,9 +37,7 @@ class RemoteDirectory:
             raise UsageError(f"{url} needs fsspec, which is not installed: pip install 'shardwise[storage]'") from None
         try:
             fs, root = url_to_fs(url)
-        except ImportError as error:  # what fsspec needs for s3, gs, ...
-            raise UsageError(f"{url} cannot be reached: {error}") from None
-        except ValueError as error:
+        except (ImportError, ValueError) as error:  # without what fsspec needs for s3, gs, ...
             raise UsageError(f"{url} cannot be reached: {error}") from None
         return cls(url.rstrip("/"), fs, root.rstrip("/"))
 
@@ -82,10 +80,9 @@ class RemoteDirectory:
         """See `storage.Directory`."""
         return bytes(self.fs.cat_file(self._path(name)))
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[_RemoteSource]:
+    def open(self, name: str) -> AbstractContextManager[_RemoteSource]:
         """See `storage.Directory`."""
-        yield _RemoteSource(self.fs, self._path(name))
+        return nullcontext(_RemoteSource(self.fs, self._path(name)))
 
     def write(self, name: str, data: bytes, durable: bool = True) -> None:
         """See `storage.Directory`."""

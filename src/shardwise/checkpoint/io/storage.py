@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -106,7 +105,7 @@ class LocalDirectory:
 
     def names(self) -> list[str]:
         """See `Directory`."""
-        try:  # whoever waits for a commit looks here while the directory is renamed
+        try:  # ranks that wait for a commit look here while the directory is renamed
             return sorted(entry.name for entry in self.path.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -123,14 +122,9 @@ class LocalDirectory:
         """See `Directory`."""
         return (self.path / name).read_bytes()
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[Source]:
+    def open(self, name: str) -> AbstractContextManager[Source]:
         """See `Directory`."""
-        file = LocalFile(self.path / name)
-        try:
-            yield file
-        finally:
-            file.close()
+        return closing(LocalFile(self.path / name))
 
     def write(self, name: str, data: bytes, durable: bool = True) -> None:
         """See `Directory`."""

@@ -8,18 +8,18 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Self
 
-_Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+_Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class ThreadPool:
-    """A context manager: exit waits for the submitted jobs. Jobs start in the order of submission.
+    """A context manager: exit waits for the submitted calls. Calls start in the order of submission.
 
     Not a concurrent.futures executor: these take nothing any more once the interpreter waits for its threads to end,
     and an asynchronous save may be one of them.
     """
 
     def __init__(self, threads: int) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         # Daemons: their owner waits for them, and one that is gone must not keep the process.
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
 
@@ -30,21 +30,21 @@ class ThreadPool:
 
     def __exit__(self, *_: object) -> None:
         for _thread in self._threads:
-            self._jobs.put(None)
+            self._calls.put(None)
         for thread in self._threads:
             thread.join()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Have `function(*arguments)` called; the future has what it returned or raised."""
         future: Future[Any] = Future()
-        self._jobs.put((future, function, arguments))
+        self._calls.put((future, function, arguments))
         return future
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, function, arguments = job
+        while (call := self._calls.get()) is not None:
+            future, function, arguments = call
             try:
                 future.set_result(function(*arguments))
             except BaseException as error:
                 future.set_exception(error)
-            del job, future, function, arguments  # what it holds is not to wait for the next job
+            del call, future, function, arguments  # let go of its arguments before the next call

@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class Origin:
     """A part of a tensor that comes from the tensor `name`: from the one's elements to the other's, both flattened."""
 
     name: str
@@ -29,22 +29,22 @@ class Source:
 
 
 class CopyTracer(TorchDispatchMode):
-    """While active, follows the elements of its probes through whatever moves and changes nothing."""
+    """While active, follows the elements of its probes through operations that move them unchanged."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known: dict[int, tuple[Any, list[Source]]] = {}
-        """By storage: itself, kept so that its number is not used again, and what lies in it."""
+        self._known: dict[int, tuple[Any, list[Origin]]] = {}
+        """By storage: itself, kept so that its number is not used again, and the origins of its elements."""
         self._why: dict[int, tuple[Any, str]] = {}
         """Of storages whose elements cannot be followed."""
 
     def probe(self, name: str, shape: Sequence[int]) -> Tensor:
         """A tensor without memory whose elements are to be followed."""
         tensor = torch.empty(tuple(shape), device="meta")
-        self._known[_key(tensor)] = (tensor.untyped_storage(), [Source(name, IndexMap.one(tensor.numel()))])
+        self._known[_key(tensor)] = (tensor.untyped_storage(), [Origin(name, IndexMap.one(tensor.numel()))])
         return tensor
 
-    def sources(self, tensor: Tensor) -> list[Source]:
+    def origins(self, tensor: Tensor) -> list[Origin]:
         """Where a contiguous tensor of this shape would have its elements from.
 
         Raises ValueError, saying why, unless each of them is an element of a probe.
@@ -53,7 +53,7 @@ class CopyTracer(TorchDispatchMode):
             raise ValueError(self._why[_key(tensor)][1])
         strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.ndim)]
         found = self._through(tensor, Strided(0, tuple(strides)))
-        if sum(source.runs.numel for source in found) != tensor.numel():
+        if sum(origin.runs.numel for origin in found) != tensor.numel():
             raise ValueError("not all of its elements are copied from a tensor")
         return found
 
@@ -77,19 +77,19 @@ class CopyTracer(TorchDispatchMode):
         for view, copied in pairs:
             if _key(copied) in self._why:
                 raise ValueError(self._why[_key(copied)][1])
-            for source in self._through(copied, _places(view)):
-                by_name.setdefault(source.name, []).append(source.runs)
-        sources = [Source(name, IndexMap.joined(parts)) for name, parts in by_name.items()]
-        self._known[_key(made)] = (made.untyped_storage(), sources)
+            for origin in self._through(copied, _places(view)):
+                by_name.setdefault(origin.name, []).append(origin.runs)
+        origins = [Origin(name, IndexMap.joined(parts)) for name, parts in by_name.items()]
+        self._known[_key(made)] = (made.untyped_storage(), origins)
 
-    def _through(self, tensor: Tensor, here: Strided) -> list[Source]:
-        """From the places `here` to the sources of the tensor's elements."""
-        _, sources = self._known.get(_key(tensor), (None, []))
-        if not sources:
+    def _through(self, tensor: Tensor, here: Strided) -> list[Origin]:
+        """From the places `here` to the origins of the tensor's elements."""
+        _, origins = self._known.get(_key(tensor), (None, []))
+        if not origins:
             return []
         places = IndexMap.paired(tensor.shape, here, _places(tensor))
-        found = [Source(source.name, places.through(source.runs)) for source in sources]
-        return [source for source in found if len(source.runs)]
+        found = [Origin(origin.name, places.through(origin.runs)) for origin in origins]
+        return [origin for origin in found if len(origin.runs)]
 
 
 def _key(tensor: Tensor) -> int:

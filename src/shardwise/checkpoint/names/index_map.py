@@ -112,7 +112,7 @@ class IndexMap:
         return type(self)(self.here + here, self.there + there, self.length)
 
     def through(self, other: Self) -> Self:
-        """Where `other` takes what this leads to: from here, past there, to `other.there`. Else nowhere."""
+        """The composition with `other`: from here, through there, to `other.there`. Other elements are left out."""
         first = np.searchsorted(other._stops, self.there, "right")
         count = np.maximum(0, np.searchsorted(other.here, self.there + self.length, "left") - first)
         own = np.repeat(np.arange(len(self)), count)

@@ -84,8 +84,8 @@ def _converted(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple
             raise _refused(model, next(iter(shapes)), error) from error
     for stored, tensor in converted.items():
         try:
-            for source in trace.sources(tensor):
-                places[source.name].append(Place(stored, tuple(tensor.shape), source.runs.inverse()))
+            for origin in trace.origins(tensor):
+                places[origin.name].append(Place(stored, tuple(tensor.shape), origin.runs.inverse()))
         except ValueError as error:
             raise _refused(model, stored, error) from error
     for name, found in places.items():
@@ -115,7 +115,7 @@ class Found:
     shapes: dict[str, Shape] = field(default_factory=dict)
     """That the files give them; not always the model's."""
     unexpected: dict[str, str] = field(default_factory=dict)
-    """Stored names that the model has no tensor for, each with what it would be called there."""
+    """Stored names that the model has no tensor for, each with the name that it would have there."""
 
 
 def find(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
@@ -190,7 +190,7 @@ class _Conversion:
             made = converter.convert(target, model=self._model, config=self._model.config)
             for name, tensors in made.items():
                 tensor = tensors[0] if isinstance(tensors, list) else tensors
-                places = [Place(part.name, stored[part.name], part.runs) for part in trace.sources(tensor)]
+                places = [Place(part.name, stored[part.name], part.runs) for part in trace.origins(tensor)]
                 self._found.places[name] = tuple(places)
                 self._found.shapes[name] = tuple(tensor.shape)
         except Exception as error:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.checkpoint.format import manifest
@@ -26,7 +28,7 @@ def partial_of(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Make an empty partial directory for the checkpoint `path`; what a crash left there is removed.
+    """Make an empty partial directory for the checkpoint `path`; remains of a crash are removed.
 
     Raises CheckpointError if `path` is taken.
     """
@@ -55,8 +57,23 @@ def discard(path: Path) -> None:
     shutil.rmtree(partial_of(path), ignore_errors=True)
 
 
+@contextmanager
+def building(path: Path) -> Iterator[Path]:
+    """Inside, the empty partial directory of `path`; it is committed on exit, and removed if the block raises.
+
+    Raises CheckpointError if `path` is taken.
+    """
+    partial = begin(path)
+    try:
+        yield partial
+        commit(path)
+    except BaseException:
+        discard(path)
+        raise
+
+
 def remove(path: Path) -> None:
-    """Remove the checkpoint `path`. What a crash leaves of it is called a partial one."""
+    """Remove the checkpoint `path`. After a crash its remains are a partial directory."""
     partial = partial_of(path)
     if partial.is_dir() and not partial.is_symlink():
         shutil.rmtree(partial)
@@ -75,7 +92,7 @@ def set_aside(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a directory's names, on disk."""
+    """Write a file, or a directory's names, to disk (fsync)."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -84,7 +101,10 @@ def sync(path: Path) -> None:
 
 
 def remove_partials(directory: str | os.PathLike[str]) -> list[Path]:
-    """Remove what crashes left in a directory of `step-NNNNNN` checkpoints that nobody else writes to; returns it."""
+    """Remove partial directories from a directory of `step-NNNNNN` checkpoints that no other process writes to.
+
+    Returns their paths.
+    """
     stale = [path for path in sorted(Path(directory).glob(f"step-*{PARTIAL}")) if path.is_dir()]
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)

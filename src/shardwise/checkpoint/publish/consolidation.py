@@ -7,9 +7,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
-
-import xxhash
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.contents import Contents
@@ -21,8 +18,6 @@ from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.layout.ranges import intersection
-
-_CHUNK_BYTES = 8 * 2**20
 
 
 def consolidate(source: Location, target: str | os.PathLike[str]) -> None:
@@ -45,38 +40,27 @@ def consolidate(source: Location, target: str | os.PathLike[str]) -> None:
     contents, path = Contents.of(source), Path(os.path.abspath(target))  # noqa: PTH100 - as `save` has it
     if not contents.manifest.joined:
         raise CheckpointError(f"{contents} consists of ordinary safetensors files: there is nothing to join")
-    partial = commit.begin(path)
     try:
-        with _Consolidation(contents, partial) as consolidation:
-            records = consolidation.run()
-        manifest.write(LocalDirectory(partial), Manifest(records))
-        commit.commit(path)
+        with commit.building(path) as partial, ExitStack() as stack:
+            records = _Consolidation(contents, partial, stack).run()
+            manifest.write(LocalDirectory(partial), Manifest(records))
     except OSError as error:
-        commit.discard(path)
         raise CheckpointError(f"{path} cannot be written: {error}") from error
-    except CheckpointError:
-        commit.discard(path)
-        raise
 
 
 class _Consolidation:
     """Goes through the files that are there, and writes each byte where it belongs."""
 
-    def __init__(self, contents: Contents, partial: Path) -> None:
+    def __init__(self, contents: Contents, partial: Path, stack: ExitStack) -> None:
+        """
+        Args:
+            stack: closes the new files.
+        """
         self._contents = contents
         self._partial = partial
         self._joined = contents.manifest.joined
         self._sums = {name: RegionSums() for name in self._joined}
-        self._fds: dict[str, int] = {}
-
-    def __enter__(self) -> Self:
-        for name in self._joined:
-            self._fds[name] = os.open(self._partial / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
+        self._fds = {name: stack.enter_context((partial / name).open("xb")).fileno() for name in self._joined}
 
     def run(self) -> dict[str, FileRecord]:
         """Returns the records of the new files."""
@@ -90,39 +74,20 @@ class _Consolidation:
             if file in parts:
                 self._distribute(file, record, sorted(parts[file], key=lambda item: item[1].offset))
             else:
-                records[file] = self._copy(file, record)
+                LocalDirectory(self._partial).write(file, self._contents.read(file))
+                records[file] = record
         for name, fd in self._fds.items():
             os.fsync(fd)
             records[name] = FileRecord(self._joined[name].nbytes, tuple(self._sums[name].regions()))
         return records
 
-    def _copy(self, file: str, record: FileRecord) -> FileRecord:
-        with manifest.reading(f"{self._contents}/{file}"):
-            data = self._contents.directory.read(file)
-        if manifest.record_of(data) != record:
-            raise CheckpointError(f"{self._contents}/{file} is damaged: its checksum is another")
-        LocalDirectory(self._partial).write(file, data)
-        return record
-
     def _distribute(self, file: str, record: FileRecord, parts: Sequence[tuple[str, Part]]) -> None:
         path = f"{self._contents}/{file}"
         with ExitStack() as stack:
-            with manifest.reading(path):  # what goes wrong with the target is not the source's
+            with manifest.reading(path):  # errors of the target are not the source's
                 source = stack.enter_context(self._contents.directory.open(file))
-            buffer = memoryview(bytearray(min(_CHUNK_BYTES, record.nbytes)))
-            for region in sorted(record.regions):
-                total = xxhash.xxh3_64()
-                for start in range(region.start, region.stop, _CHUNK_BYTES):
-                    chunk = buffer[: min(_CHUNK_BYTES, region.stop - start)]
-                    with manifest.reading(path):
-                        source.read_at(start, chunk)
-                    total.update(chunk)
-                    self._put(start, chunk, parts)
-                if total.hexdigest() != region.sum:
-                    raise CheckpointError(
-                        f"{path} is damaged: bytes [{region.start}, {region.stop}) have the checksum "
-                        f"{total.hexdigest()}, not {region.sum}"
-                    )
+            for start, chunk in manifest.checked_chunks(path, source, record):
+                self._put(start, chunk, parts)
 
     def _put(self, offset: int, chunk: memoryview, parts: Sequence[tuple[str, Part]]) -> None:
         """`chunk`, of one file from byte `offset` on, into the files that it belongs to.

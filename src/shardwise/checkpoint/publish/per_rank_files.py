@@ -1,7 +1,7 @@
 """The second layout: every rank writes a file of its own, from beginning to end, and the manifest is the commit.
 
 For storage that can neither write a range of a file nor rename. A rank's file holds, one after another, the byte ranges
-that it would have written into the files of the first layout; the manifest says which byte of these lies where. So they
+that it would have written into the files of the first layout; the manifest holds the place of each byte. So they
 are read like the first layout's, by byte range, and `consolidation.consolidate` makes these of them.
 """
 
@@ -16,7 +16,7 @@ from shardwise.checkpoint.format.manifest import FileRecord, JoinedFile, Manifes
 from shardwise.checkpoint.format.tensor_files import to_write
 from shardwise.checkpoint.io.checksums import RegionSums
 from shardwise.checkpoint.io.remote import RemoteDirectory
-from shardwise.checkpoint.publish.target import NOTE, FileSets, Written, remove_notes
+from shardwise.checkpoint.publish.target import NOTE, FileSets, Written, remove_notes, write_documents
 from shardwise.errors import CheckpointError, UnreadableError
 
 BEGUN = f"{NOTE}begun"
@@ -47,12 +47,12 @@ class PerRankFiles:
         names = self.directory.names()
         if names and (manifest.NAME in names or BEGUN not in names):
             raise CheckpointError(f"{self} exists already: save to another URL, or remove it first")
-        self.discard()  # what a crash left
+        self.discard()  # remains of a crash
         self.directory.make()
         self.directory.write(BEGUN, b"{}\n")
 
     def create(self, file_sets: FileSets) -> None:
-        """There is no room to be made in advance."""
+        """See `Target`. Objects are not allocated in advance."""
 
     def write(self, file_sets: FileSets, rank: int) -> Written:
         """See `Target`."""
@@ -77,13 +77,11 @@ class PerRankFiles:
     def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
         """See `Target`."""
         records = {name: FileRecord(found[-1].stop, tuple(found)) for name, found in written.regions.items()}
-        for name, data in documents.items():
-            self.directory.write(name, data)
-            records[name] = manifest.record_of(data)
+        records |= write_documents(self.directory, documents)
         layouts = {name: layout for file_set in file_sets for name, layout in file_set.files.files.items()}
         joined = {name: JoinedFile(layout.nbytes, tuple(written.parts[name])) for name, layout in layouts.items()}
         manifest.write(self.directory, Manifest(records, joined))
-        with suppress(OSError):  # it is a checkpoint now, whatever lies beside it
+        with suppress(OSError):  # it is a checkpoint now, with or without them
             remove_notes(self.directory)
 
     def is_committed(self) -> bool:

@@ -12,7 +12,7 @@ from shardwise.checkpoint.format.manifest import FileRecord, Manifest
 from shardwise.checkpoint.io.range_writer import RangeWriter
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.publish import commit
-from shardwise.checkpoint.publish.target import FileSets, Written, remove_notes
+from shardwise.checkpoint.publish.target import FileSets, Written, remove_notes, write_documents
 
 _log = logging.getLogger(__name__)
 
@@ -65,14 +65,9 @@ class SharedFiles:
         """See `Target`."""
         directory = self.messages
         remove_notes(directory)
-        records = {}
-        for file_set in file_sets:
-            for name, layout in file_set.files.files.items():
-                records[name] = FileRecord(layout.nbytes, tuple(written.regions[name]))
-        for name, data in documents.items():
-            directory.write(name, data)
-            records[name] = manifest.record_of(data)
-        manifest.write(directory, Manifest(records))
+        layouts = {name: layout for file_set in file_sets for name, layout in file_set.files.files.items()}
+        records = {name: FileRecord(file.nbytes, tuple(written.regions[name])) for name, file in layouts.items()}
+        manifest.write(directory, Manifest(records | write_documents(directory, documents)))
         commit.commit(self.path)
 
     def is_committed(self) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from shardwise.checkpoint.format.manifest import Part
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format.manifest import FileRecord, Part
 from shardwise.checkpoint.format.tensor_files import TensorFiles, WritablePiece
 from shardwise.checkpoint.io.checksums import Region
 from shardwise.checkpoint.io.storage import Directory
@@ -20,7 +21,7 @@ P_co = TypeVar("P_co", bound=WritablePiece, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class FileSet(Generic[P_co]):
-    """The files of one stem (`model*`, `optimizer*`) and what this rank writes of them."""
+    """The files of one stem (`model*`, `optimizer*`) and the pieces that this rank writes to them."""
 
     files: TensorFiles
     pieces: Sequence[P_co]
@@ -66,9 +67,9 @@ class Target(Protocol):
         """Where ranks leave notes, from `begin` to `commit`."""
 
     def begin(self) -> None:
-        """Have an empty place; what a crash left there is removed. Rank 0's.
+        """Make an empty place; remains of a crash are removed. Rank 0 only.
 
-        Raises CheckpointError if there is something that a save did not leave.
+        Raises CheckpointError if the place holds anything but remains of a save.
         """
 
     def create(self, file_sets: FileSets) -> None:
@@ -78,13 +79,20 @@ class Target(Protocol):
         """Write this rank's pieces, rank 0 also headers, and have them on disk."""
 
     def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
-        """Write the small files, the manifest last, and make it a checkpoint. Rank 0's, when all ranks have written."""
+        """Write the small files, the manifest last, and make it a checkpoint. Rank 0 only, after all ranks' `write`."""
 
     def is_committed(self) -> bool:
         """Whether the checkpoint is there."""
 
     def discard(self) -> None:
         """Remove everything that was written, if that is possible. Rank 0 only."""
+
+
+def write_documents(directory: Directory, documents: Mapping[str, bytes]) -> dict[str, FileRecord]:
+    """Write small files, given by name, and have them on disk. Returns their records."""
+    for name, data in documents.items():
+        directory.write(name, data)
+    return {name: manifest.record_of(data) for name, data in documents.items()}
 
 
 def remove_notes(messages: Directory) -> None:

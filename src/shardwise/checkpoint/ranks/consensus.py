@@ -13,9 +13,8 @@ from shardwise.checkpoint.ranks import save_thread
 from shardwise.engine.mesh import Mesh
 from shardwise.errors import CheckpointError, MismatchError, PeerError, UsageError
 
-_WORD_BYTES = 7
-"""Of text in one positive int64."""
-_TEXT_BYTES = _WORD_BYTES * 512
+_TEXT_BYTES = 3584
+"""Of an error's text that other ranks quote; each is one int64 of a collective."""
 _POSITIVE_BITS = 62
 
 
@@ -71,11 +70,10 @@ class Peers:
         """Rank 0's number (not negative) on every rank."""
         return self._highest([number if self.is_first else 0])[0]
 
-    def agree(self, plan: str, otherwise: str) -> None:
+    def agree(self, text: str, otherwise: str) -> None:
         """Raise MismatchError with the message `otherwise` on every rank unless all ranks give the same text."""
-        digest = xxhash.xxh3_64_intdigest(plan.encode()) >> (64 - _POSITIVE_BITS)
-        highest, lowest = self._highest([digest, 2**_POSITIVE_BITS - digest])
-        if highest != 2**_POSITIVE_BITS - lowest:
+        digest = xxhash.xxh3_64_intdigest(text.encode()) >> (64 - _POSITIVE_BITS)
+        if not self.equal_on_all_ranks([digest])[0]:
             raise MismatchError(otherwise)
 
     def equal_on_all_ranks(self, numbers: list[int]) -> list[bool]:
@@ -86,9 +84,7 @@ class Peers:
     def _broadcast_text(self, text: str) -> str:
         """Return the text of the one rank whose text is not empty; only its beginning if it is long."""
         data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        words = [int.from_bytes(data[i : i + _WORD_BYTES], "big") for i in range(0, _TEXT_BYTES, _WORD_BYTES)]
-        heard = b"".join(word.to_bytes(_WORD_BYTES, "big") for word in self._highest(words))
-        return heard.rstrip(b"\0").decode(errors="replace")
+        return bytes(self._highest(list(data))).rstrip(b"\0").decode(errors="replace")
 
     def _highest(self, numbers: list[int]) -> list[int]:
         values = torch.tensor(numbers, dtype=torch.int64, device=self._mesh.device)

@@ -20,7 +20,8 @@ from shardwise.liveness import birth, machine
 
 _PATIENCE_S = 1800.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
-_FAILED = ".failed-"
+_FAILED, _PROCESS = ".failed-", ".process-"
+"""Beginnings of the names of notes, which end with a rank."""
 
 
 def write_note(messages: Directory, name: str, note: Mapping[str, Any]) -> None:
@@ -77,12 +78,13 @@ class FileBarrier:
 
     def announce_process(self) -> None:
         """Say which process this rank is."""
-        write_note(self._messages, _process(self.rank), {"machine": machine(), "process": _process_now()})
+        pid = os.getpid()
+        write_note(self._messages, f"{_PROCESS}{self.rank}", {"machine": machine(), "process": (pid, birth(pid))})
 
     def learn_processes(self) -> None:
         """Learn which processes of this machine to look after; after every rank's `announce_process`."""
         for rank in range(self.world_size):
-            left = read_note(self._messages, _process(rank))
+            left = read_note(self._messages, f"{_PROCESS}{rank}")
             if left is not None and left["machine"] == machine():
                 self._processes[rank] = tuple(left["process"])
 
@@ -119,11 +121,3 @@ class FileBarrier:
                 left = read_note(self._messages, name)
                 if left is not None:
                     raise PeerError(f"rank {name.removeprefix(_FAILED)} failed: {left['said']}")
-
-
-def _process(rank: int) -> str:
-    return f".process-{rank}"
-
-
-def _process_now() -> tuple[int, int]:
-    return os.getpid(), birth(os.getpid())

@@ -1,4 +1,4 @@
-"""The save that runs in a thread of this process: at most one; whatever touches checkpoints next waits for it."""
+"""The save that runs in a thread of this process: at most one; the next call on checkpoints waits for it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a thread shall do."""
+class SaveTask:
+    """The work of one save thread."""
 
     what: str
     """For messages."""
@@ -30,8 +30,8 @@ class Job:
 class _Save:
     """A thread and how it ended. It does nothing before `decide`."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, task: SaveTask) -> None:
+        self.task = task
         self._error: BaseException | None = None
         self._is_wanted = False
         self._decided = threading.Event()
@@ -42,7 +42,7 @@ class _Save:
         self._thread.start()
 
     def want(self) -> None:
-        """Have `decide` let the thread run the job. Without this call the thread ends."""
+        """Have `decide` let the thread run the task. Without this call the thread ends."""
         self._is_wanted = True
 
     def decide(self) -> bool:
@@ -59,7 +59,7 @@ class _Save:
         if not self._is_wanted:
             return
         try:
-            self.job.run()
+            self.task.run()
         except BaseException as error:
             self._error = error
 
@@ -70,7 +70,7 @@ class _Save:
         self._thread.join()
         if self._error is None:
             return None
-        failed = CheckpointError(f"the asynchronous save of {self.job.what} failed: {self._error}")
+        failed = CheckpointError(f"the asynchronous save of {self.task.what} failed: {self._error}")
         failed.__cause__ = self._error
         return failed
 
@@ -79,12 +79,12 @@ _under_way: _Save | None = None
 _discards: list[Callable[[], None]] = []
 
 
-def start(job: Job, together: AbstractContextManager[None]) -> None:
-    """Run a job in a thread. `wait` must have been called since the last `start`.
+def start(task: SaveTask, together: AbstractContextManager[None]) -> None:
+    """Run a task in a thread. `wait` must have been called since the last `start`.
 
     Args:
-        job: what to run.
-        together: a block that raises on every rank if it fails on one. No rank's job runs before all have a thread:
+        task: what to run.
+        together: a block that raises on every rank if it fails on one. No rank's task runs before all have a thread:
             otherwise those that have would wait for one that has none.
 
     Raises RuntimeError if no thread can be started; on other ranks what `together` raises there.
@@ -93,7 +93,7 @@ def start(job: Job, together: AbstractContextManager[None]) -> None:
     assert _under_way is None, "the last save has not been waited for"
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
-    save = _Save(job)
+    save = _Save(task)
     try:
         with together:
             save.start()
@@ -113,7 +113,7 @@ def wait() -> None:
     if _under_way is None:
         return
     failed = _under_way.wait()
-    discard, _under_way = _under_way.job.discard, None
+    discard, _under_way = _under_way.task.discard, None
     if failed is not None:
         _discards.append(discard)
         raise failed
@@ -126,7 +126,7 @@ def clean_up() -> None:
 
 
 def _at_exit() -> None:
-    """Report a failure that nobody waited for. The exit status belongs to the program and stays as it is."""
+    """Print a failure that no call has raised. The exit status belongs to the program and stays as it is."""
     try:
         wait()
     except CheckpointError as error:

@@ -1,1 +1,1 @@
-"""One rank of any world, run dry: what it computes, allocates and sends, recorded as events."""
+"""One rank of any world, run dry: its kernels, allocations and collectives, recorded as events."""

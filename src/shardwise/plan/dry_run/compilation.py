@@ -1,7 +1,7 @@
-"""What a compiled block keeps for backward: decided by the partitioner that torch.compile uses, not by autograd.
+"""The tensors that a compiled block keeps for backward: chosen by torch.compile's partitioner, not by autograd.
 
-AOTAutograd traces forward and backward of a block together and cuts the graph where the fewest bytes cross: what is
-cheap to compute again (pointwise operations, casts) is, and only the rest is kept
+AOTAutograd traces forward and backward of a block together and cuts the graph where the fewest bytes cross: cheap
+operations (pointwise ones, casts) are computed again, and only the rest is kept
 (torch/_functorch/partitioners.py, arXiv:2304.00487). Where a block recomputes all but some operations, the same graph
 tells which of their outputs backward reads: operations one by one keep them all, a compiler those alone.
 """
@@ -43,7 +43,7 @@ def kept_bytes(
 
     Args:
         block: sharded or not; only shapes of its parameters are used.
-        args: of one forward, on whatever device. kwargs: the same.
+        args: of one forward, on any device. kwargs: the same.
         dtype: of its parameters when it computes.
         selective: all but attention and every second matmul is recomputed.
     """

@@ -1,4 +1,4 @@
-"""What a GPU's kernels compute and save, where a CPU's do otherwise.
+"""GPU kernels as a dry run needs them: the tensors that they save, where a CPU's kernels save others.
 
 Fake CUDA tensors need a CUDA build of torch, so a dry run's tensors are a CPU's and would take a CPU's kernels. The
 functions here are exchanged for the operations that a GPU would be given:
@@ -78,16 +78,13 @@ def attention(  # noqa: PLR0913 - torch's signature
         if padded != width:
             scale = 1 / math.sqrt(width) if scale is None else scale
             query, key, value = (F.pad(x, (0, padded - width)) for x in (query, key, value))
-        output = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
-            0
-        ]
-        trimmed: Tensor = output[..., :width] if padded != width else output
-        return trimmed
+        flash = aten._scaled_dot_product_flash_attention
+        output: Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return output[..., :width] if padded != width else output
     if query.ndim != 4:
         return eager_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if enable_gqa:
+        key, value = _repeated_heads(query, key), _repeated_heads(query, value)
     if attn_mask is not None:
         if attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
@@ -110,9 +107,8 @@ def eager_attention(  # noqa: PLR0913 - torch's signature
     enable_gqa: bool = False,
 ) -> Tensor:
     """Scores and probabilities in memory."""
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    if enable_gqa:
+        key, value = _repeated_heads(query, key), _repeated_heads(query, value)
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -121,6 +117,12 @@ def eager_attention(  # noqa: PLR0913 - torch's signature
         scores = scores.masked_fill(attn_mask.logical_not(), -math.inf) if masked else scores + attn_mask
     weights = scores.softmax(-1)
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
+
+
+def _repeated_heads(query: Tensor, shared: Tensor) -> Tensor:
+    """Keys or values with as many heads as there are of queries; the same tensor where they are equally many."""
+    groups = query.shape[-3] // shared.shape[-3]
+    return shared if groups == 1 else shared.repeat_interleave(groups, -3)
 
 
 def dropout(x: Tensor, p: float, train: bool) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.hardware.devices import Hardware, Interconnect, find_device, find_interconnect
-from shardwise.plan.models.source import ModelSource
+from shardwise.plan.models.source import ATTENTIONS, ModelSource
 from shardwise.policy.precision import Precision, short_dtype_name
 from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
@@ -19,9 +19,6 @@ from shardwise.suggest import did_you_mean, divisors
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adam", "sgd", "momentum")
 """Fused kernels, but for "adamw-foreach": torch's default on GPUs, which needs a temporary of every tensor's size."""
-
-ATTENTIONS = ("sdpa", "eager")
-"""Fused attention as the GPU's kernel saves it; or scores and probabilities in memory."""
 
 LOSSES = ("model", "fused", "chunked")
 """The model's own; log-softmax and its gradient in the logits' own dtype; logits of some tokens at a time."""
@@ -32,6 +29,14 @@ SEGMENTS = ("fixed", "expandable")
 ENGINES = ("shardwise", "fsdp1", "fsdp2", "deepspeed")
 """Whose buffers and prefetching are forecast."""
 
+_CHOICES = {
+    "optimizer": OPTIMIZERS,
+    "attention": ATTENTIONS,
+    "loss": LOSSES,
+    "engine": ENGINES,
+    "segments": SEGMENTS,
+}
+
 SEQ_LEN = 2048
 """Tokens of a sequence by default."""
 
@@ -40,7 +45,7 @@ _AS_STORED = Precision()
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run, one field per argument of `sw.plan.forecast`. Raises ConfigError for what cannot be."""
+    """A run, one field per argument of `sw.plan.forecast`. Raises ConfigError for an invalid value."""
 
     gpu: object = "h100-sxm-80gb"
     """A name from the hardware data, the path of a file like its, or a `sw.plan.Hardware`. One of kind "cpu" has the
@@ -99,14 +104,10 @@ class Job:
         for name in ("context_bytes", "nccl_bytes"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), 0)
-        for name, choices in (
-            ("optimizer", OPTIMIZERS),
-            ("attention", ATTENTIONS),
-            ("loss", LOSSES),
-            ("engine", ENGINES),
-            ("segments", SEGMENTS),
-        ):
-            _check_choice(name, getattr(self, name), choices)
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
         price: object = self.price_per_hour
         if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
             raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")
@@ -243,8 +244,3 @@ def with_sequences(source: ModelSource, arguments: Mapping[str, Any]) -> dict[st
 def _check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r}: a whole number from {least} on")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")

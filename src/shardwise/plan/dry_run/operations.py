@@ -1,4 +1,4 @@
-"""What one ATen operation costs: work, bytes moved, floating-point operations, memory taken and given back inside."""
+"""The cost of one ATen operation: work, bytes moved, floating-point operations, memory taken and given back inside."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ _OVERWRITES = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_
 """Write to their first argument without reading it."""
 
 
+MatmulShape = tuple[int, int, int, int]
+"""(batch, m, n, k) of a matrix product."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """An ATen overload."""
@@ -29,8 +33,8 @@ class Operation:
     kind: KernelKind
     mutates: bool
     """Writes to an argument."""
-    matmul: Callable[..., tuple[int, int, int, int]] | None
-    """(batch, m, n, k) from the arguments."""
+    matmul: Callable[..., MatmulShape] | None
+    """From the arguments."""
     flops: Callable[..., int] | None
     scratch: Callable[..., list[int]] | None
 
@@ -57,28 +61,21 @@ class Operation:
 
 @cache
 def operation_of(func: Any) -> Operation | None:
-    """What is known of an overload; None for operations that take no memory and do no work."""
+    """The description of an overload; None for operations that take no memory and do no work."""
     packet = func._overloadpacket
     namespace, _, name = str(packet).partition(".")
     if namespace == "prim":
         return None
-    matmul = _MATMULS.get(name) if namespace == "aten" else None
-    attention = "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name
-    if attention:
-        matmul = _attention_shape(backward="backward" in name)
+    matmul: Callable[..., MatmulShape] | None = _MATMULS.get(name) if namespace == "aten" else None
     flops: Callable[..., int] | None = flop_registry.get(packet)
+    kind = KernelKind.MEMORY if matmul is None and flops is None else KernelKind.MATMUL
     if name in GROUPED:
-        matmul, flops = GROUPED[name]
-    if attention:
-        flops = _attention_flops(backward="backward" in name)
-    kind = (
-        KernelKind.ATTENTION
-        if attention
-        else KernelKind.MATMUL
-        if flops is not None or matmul is not None
-        else KernelKind.MEMORY
-    )
-    return Operation(func, name, kind, func._schema.is_mutable, matmul, flops, _SCRATCH.get(name))
+        kind, (matmul, flops) = KernelKind.MATMUL, GROUPED[name]
+    elif "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
+        backward = "backward" in name
+        kind, matmul, flops = KernelKind.ATTENTION, _attention_shape(backward), _attention_flops(backward)
+    scratch = _flash_backward_scratch if name == "_scaled_dot_product_flash_attention_backward" else None
+    return Operation(func, name, kind, func._schema.is_mutable, matmul, flops, scratch)
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
@@ -106,15 +103,15 @@ def _dtype(inputs: list[Tensor], out: Any) -> str:
 # Matrix products ------------------------------------------------------------------------------------------------------
 
 
-def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> tuple[int, int, int, int]:
+def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> MatmulShape:
     return 1, a.shape[0], b.shape[1], a.shape[1]
 
 
-def _bmm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> tuple[int, int, int, int]:
+def _bmm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> MatmulShape:
     return a.shape[0], a.shape[1], b.shape[2], a.shape[2]
 
 
-_MATMULS: dict[str, Callable[..., tuple[int, int, int, int]]] = {
+_MATMULS: dict[str, Callable[..., MatmulShape]] = {
     "mm": _mm,
     "addmm": lambda _, a, b, *rest, **__: _mm(a, b),
     "bmm": _bmm,
@@ -125,7 +122,7 @@ _MATMULS: dict[str, Callable[..., tuple[int, int, int, int]]] = {
 # Products grouped by expert -------------------------------------------------------------------------------------------
 
 
-def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> tuple[int, int, int, int]:
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> MatmulShape:
     """A batch of products, one a group; the dim that is divided into groups as if evenly."""
     if a.dim() == 3:
         groups, columns = a.shape[0], b.shape[-1]
@@ -146,12 +143,12 @@ def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return flops // a.shape[0] if a.dim() == 3 and b.dim() == 2 else flops
 
 
-def _both_gradients(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> tuple[int, int, int, int]:
+def _both_gradients(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> MatmulShape:
     groups, m, n, k = _grouped(a, b, offs)
     return 2 * groups, m, n, k
 
 
-GROUPED: dict[str, tuple[Callable[..., tuple[int, int, int, int]], Callable[..., int]]] = {
+GROUPED: dict[str, tuple[Callable[..., MatmulShape], Callable[..., int]]] = {
     "_grouped_mm": (_grouped, _grouped_flops),
     "grouped_mm_fallback": (_grouped, _grouped_flops),
     "grouped_mm_fallback_backward": (_both_gradients, lambda *args, **_: 2 * _grouped_flops(*args)),
@@ -180,8 +177,8 @@ def _attention_flops(backward: bool) -> Callable[..., int]:
     return flops
 
 
-def _attention_shape(backward: bool) -> Callable[..., tuple[int, int, int, int]]:
-    def shape(*args: Any, **_: Any) -> tuple[int, int, int, int]:
+def _attention_shape(backward: bool) -> Callable[..., MatmulShape]:
+    def shape(*args: Any, **_: Any) -> MatmulShape:
         query, key = args[1:3] if backward else args[:2]
         batch, heads, queries, width = query.shape
         return batch * heads, queries, key.shape[-2], width
@@ -199,8 +196,3 @@ def _flash_backward_scratch(grad: Tensor, query: Tensor, key: Tensor, *_: Any, *
     if key.shape[1] != heads:
         blocks += [2 * batch * heads * key.shape[2] * width * key.itemsize]
     return blocks
-
-
-_SCRATCH: dict[str, Callable[..., list[int]]] = {
-    "_scaled_dot_product_flash_attention_backward": _flash_backward_scratch,
-}

@@ -1,4 +1,4 @@
-"""Turns what happens in a dry run into events: operations, memory, collectives, units."""
+"""Turns a dry run into events: operations, memory, collectives, units."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import bisect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,28 +33,26 @@ _ACCUMULATING = frozenset(
         torch.ops.aten.masked_fill.Scalar,
     }
 )
-"""What autograd computes in place where it may, and out of place on subclasses of Tensor, as fake tensors are."""
+"""Operations that autograd computes in place where it may, but out of place on subclasses of Tensor (fake tensors)."""
 
 
+@dataclass(slots=True, eq=False)
 class _TrackedStorage:
     """One storage, from birth to death."""
 
-    __slots__ = ("__weakref__", "died", "kind", "module", "nbytes", "number", "phase")
-
-    def __init__(self, number: int, nbytes: int, module: str, phase: StepPhase) -> None:
-        self.number = number
-        self.nbytes = nbytes
-        self.module = module
-        self.phase = phase
-        self.died: StepPhase | None = None
-        self.kind: str | None = None
-        """Known from elsewhere than when it lived and died."""
+    number: int
+    nbytes: int
+    module: str
+    phase: StepPhase
+    died: StepPhase | None = None
+    kind: str | None = None
+    """Known from elsewhere than when it lived and died."""
 
     def event(self) -> Allocate:
         return Allocate(self.number, self.nbytes, self.kind or self._by_life(), self.module, self.phase)
 
     def _by_life(self) -> str:
-        """What forward leaves to backward is an activation; anything else that is not the engine's is temporary."""
+        """A block that outlives its forward is an activation; any other that is not the engine's is temporary."""
         if self.phase is StepPhase.SETUP:
             return "other"
         kept = self.phase in (StepPhase.FORWARD, StepPhase.RECOMPUTE) and self.died is not self.phase
@@ -81,7 +80,8 @@ class Recorder(TorchDispatchMode):
         self._owners: list[str] = []
         self._last_module = ""
         self.first_block_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """What the first block was given first, on the meta device."""
+        """The first inputs of the first block, on the meta device."""
+        self._unit_of: Callable[[Tensor], str | None] = lambda memory: None
 
     # What happened ------------------------------------------------------------------------------------------------
 
@@ -99,10 +99,9 @@ class Recorder(TorchDispatchMode):
         self.recording = False
         return tuple(event.event() if isinstance(event, _TrackedStorage) else event for event in self._events)
 
-    def position(self) -> int:
-        """How many events there are by now."""
-        self._settle()
-        return len(self._events)
+    def unit_of(self, memory: Tensor) -> str | None:
+        """The fqn of the unit in whose slot a tensor is; None for any other."""
+        return self._unit_of(memory)
 
     def mark(self, what: str, unit: str) -> None:
         """Something happened to a unit."""
@@ -133,10 +132,15 @@ class Recorder(TorchDispatchMode):
             self._accumulated = None
             self._events.append(new)
 
+    def find_units_with(self, unit_of: Callable[[Tensor], str | None]) -> None:
+        """Have `unit_of` give the fqn of the unit in whose slot a tensor is."""
+        self._unit_of = unit_of
+
     # Where we are -------------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> StepPhase:
+        """The stage; RECOMPUTE where a module runs forward during backward."""
         if self.stage is StepPhase.BACKWARD and self._modules:
             return StepPhase.RECOMPUTE
         return self.stage
@@ -277,6 +281,7 @@ class Pending:
         self._waited: Callable[[], None] | None = waited
 
     def wait(self) -> None:
+        """Record the wait, the first time."""
         if self._waited is not None:
             waited, self._waited = self._waited, None
             waited()

@@ -1,4 +1,4 @@
-"""What one rank does in a step, in order: kernels, memory, collectives. Recorded by a dry run, replayed by simulators.
+"""The events of one rank in a step, in order: kernels, memory, collectives. Recorded by a dry run, then replayed.
 
 A `Recording` is plain data: the same events give the peak of live bytes (add allocations up), what a caching
 allocator reserves (replay them against its rules) and the step's time (put kernels and collectives on streams).
@@ -121,7 +121,7 @@ StepEvent = Kernel | Allocate | Free | Collective | Wait | UnitMark | Gradient
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What formulas of the field ask of a model. All counts are global."""
+    """The sizes of a model that the usual formulas need. All counts are global."""
 
     name: str
     """Of the model's class."""
@@ -144,8 +144,8 @@ class Facts:
     unit_shard_bytes: dict[str, int]
     """By unit's fqn: this rank's masters."""
     kept_bytes: dict[str, int]
-    """By compiled block's fqn: what it keeps from a micro-batch's forward for its backward; empty without compilation.
-    The events are those of operations one by one all the same."""
+    """By compiled block's fqn: bytes that it keeps from a micro-batch's forward for its backward; empty without
+    compilation. The events are those of operations one by one all the same."""
 
     def tokens_per_rank(self, job: Job) -> int:
         """Of one step."""

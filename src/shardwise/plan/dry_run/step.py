@@ -33,7 +33,7 @@ from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
-from shardwise.plan.dry_run.traced_collectives import TracedCollectives, traced_mesh
+from shardwise.plan.dry_run.traced_collectives import traced_mesh
 from shardwise.sharded.parameter import ShardedParameter
 
 _MAX_NORM = 1.0
@@ -66,7 +66,8 @@ def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recordi
             with recorder.following(model, run.blocks), full_sequences(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 run.step()
-                run.step_recorded()
+                recorder.start(_kinds(run.engine, model, run.optimizer))
+                run.step()
             events = recorder.stop()
         facts = run.facts()
         del run, model
@@ -116,10 +117,6 @@ class _DryRun:
         for _ in range(self.job.accumulation):
             self.micro_batch()
         self.update()
-
-    def step_recorded(self) -> None:
-        self.recorder.start(_kinds(self.engine, self.model, self.optimizer))
-        self.step()
 
     def micro_batch(self) -> None:
         self.recorder.stage = StepPhase.FORWARD
@@ -212,9 +209,7 @@ def _trace_engine(engine: Engine, recorder: Recorder) -> None:
         known = slots.get(key)
         return known.holder.fqn if known is not None and known.holder is not None else None
 
-    for group in engine.mesh.groups:
-        if isinstance(group, TracedCollectives):
-            group.unit_of = unit_of
+    recorder.find_units_with(unit_of)
 
 
 def _listen(unit: Unit, recorder: Recorder) -> None:

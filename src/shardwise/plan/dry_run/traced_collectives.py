@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -17,38 +17,41 @@ from shardwise.plan.dry_run.recorder import Pending, Recorder
 class TracedCollectives(DryCollectives):
     """One group of a dry run. A group of one moves nothing and records nothing."""
 
-    def __init__(self, group: str, rank: int, world_size: int, recorder: Recorder) -> None:
-        """`group`: shard, replicate or secondary."""
+    def __init__(self, group: str, rank: int, world_size: int, recorder: Recorder, marks: Collection[str] = ()) -> None:
+        """
+        Args:
+            group: shard, replicate or secondary.
+            marks: "grads" where a unit's gradients come to this group first, "reduced" where they come to it last.
+        """
         super().__init__(rank, world_size, torch.device("cpu"))
         self.group = group
-        self.begins_reduction = self.ends_reduction = False
-        """Whether a unit's gradients come here first, and last."""
-        self.unit_of: Callable[[Tensor], str | None] = lambda memory: None
-        """The fqn of the unit in whose slot a tensor is."""
         self._recorder = recorder
+        self._marks = marks
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+        """Record the call. No communication."""
         work = super().all_gather(buffer, regions, label)
         nbytes = sum(region.shard_bytes for region in regions) * self.world_size
-        return self._issue("all_gather", nbytes, self.unit_of(buffer.bytes), work)
+        return self._issue("all_gather", nbytes, self._recorder.unit_of(buffer.bytes), work)
 
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
-        unit = self.unit_of(buffer.bytes)
+        """Record the call. No communication."""
+        unit = self._recorder.unit_of(buffer.bytes)
         nbytes = sum(reduction.flat.nbytes for reduction in reductions)
         return self._reduce("reduce_scatter", nbytes, unit, super().reduce_scatter(buffer, reductions, label))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
-        return self._reduce(
-            "all_reduce", tensor.nbytes, self.unit_of(tensor), super().all_reduce(tensor, op, after, label)
-        )
+        """Record the call. No communication."""
+        unit = self._recorder.unit_of(tensor)
+        return self._reduce("all_reduce", tensor.nbytes, unit, super().all_reduce(tensor, op, after, label))
 
     def _reduce(self, op: str, nbytes: int, unit: str | None, work: Work) -> Work:
         if unit is None:  # a norm, flags
             return self._issue(op, nbytes, unit, work)
-        if self.begins_reduction:
+        if "grads" in self._marks:
             self._recorder.mark("grads", unit)
         issued = self._issue(op, nbytes, unit, work)
-        if not self.ends_reduction:
+        if "reduced" not in self._marks:
             return issued
 
         def over() -> None:
@@ -68,10 +71,11 @@ def traced_mesh(recorder: Recorder, rank: int, job: Job) -> Mesh:
     shards, replicas = job.shard_ranks, job.replicas
     asked = job.reshard_after_forward
     secondary = None if isinstance(asked, bool) or asked in {None, 1} else asked
-    shard = TracedCollectives("shard", rank % shards, shards, recorder)
-    replicate = TracedCollectives("replicate", rank // shards, replicas, recorder)
-    first, last = (shard if shards > 1 or replicas == 1 else replicate), (replicate if replicas > 1 else shard)
-    first.begins_reduction = last.ends_reduction = True
+    marks: dict[str, list[str]] = {"shard": [], "replicate": []}
+    marks["shard" if shards > 1 or replicas == 1 else "replicate"].append("grads")
+    marks["replicate" if replicas > 1 else "shard"].append("reduced")
+    shard = TracedCollectives("shard", rank % shards, shards, recorder, marks["shard"])
+    replicate = TracedCollectives("replicate", rank // shards, replicas, recorder, marks["replicate"])
     smaller = None
     if secondary is not None and shards not in {1, secondary}:
         smaller = TracedCollectives("secondary", shard.rank % secondary, secondary, recorder)

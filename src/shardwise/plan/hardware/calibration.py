@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from shardwise.policy.precision import short_dtype_name
 SOURCE = "measured by `shardwise plan --calibrate`"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHAIN = 20
-"""Blocks of the chain that shows what an operation costs the host."""
+"""Blocks of the chain on which the host's time for an operation is measured."""
 _KERNELS_OF_BLOCK = 8
 """Norm, product and GELU forward; GELU, two products, a sum and norm backward."""
 _COLD_BYTES = 2**25
@@ -52,7 +53,7 @@ def calibrate(
 ) -> Hardware:
     """Measure matrix products, attention, memory and collectives on this machine. Every rank must call this.
 
-    All ranks measure together, so that what they share (a processor's memory, its clock, a network) is shared here too.
+    All ranks measure together, so that they share a processor's memory, its clock and the network as in training.
 
     Args:
         device: this rank's. The default process group, where there is one, moves the bytes.
@@ -185,7 +186,7 @@ def _operations(watch: _Stopwatch) -> dict[str, Points]:
         "_softmax": (2, lambda x: lambda: aten._softmax(x, -1, False)),
         "_softmax_backward_data": (3, lambda x: lambda: aten._softmax_backward_data(x, x, -1, x.dtype)),
         "sum": (1, lambda x: lambda: aten.sum(x, [0], True)),
-        "copy_": (2, lambda x: _copy_into(torch.empty_like(x), x)),
+        "copy_": (2, lambda x: partial(torch.empty_like(x).copy_, x)),
         "mul_": (2, lambda x: lambda: x.mul_(1.0)),
         "_fused_adamw_": (7, _step_of_adamw),
     }
@@ -200,10 +201,6 @@ def _operations(watch: _Stopwatch) -> dict[str, Points]:
     return {name: curve(*maker) for name, maker in makers.items()}
 
 
-def _copy_into(target: Tensor, source: Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(source)
-
-
 def _step_of_adamw(x: Tensor) -> Callable[[], object]:
     parameter = torch.nn.Parameter(x)
     parameter.grad = torch.ones_like(x)
@@ -211,7 +208,7 @@ def _step_of_adamw(x: Tensor) -> Callable[[], object]:
 
 
 def _operation_s(watch: _Stopwatch) -> float:
-    """What an operation of a module costs the host, forward and backward alike, when its tensors are tiny."""
+    """The host's seconds for one operation of a module on tiny tensors, the mean of forward and backward."""
     blocks = (torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(_CHAIN))
     model = torch.nn.Sequential(*blocks).to(watch.device)
     x = torch.ones(4, 8, device=watch.device)
@@ -273,7 +270,7 @@ def _describe(device: torch.device, measured: Measured, ranks: int) -> Hardware:
     best = {dtype: Figure(max(rate for _, rate in points), source) for dtype, points in measured.matmul.items()}
     bandwidth = Figure(max(rate for _, rate in measured.memory), source)
     if device.type == "cuda":
-        known = _known_gpu(torch.cuda.get_device_name(device))
+        known = find_device(packaged_name(torch.cuda.get_device_name(device)))
         total = torch.cuda.get_device_properties(device).total_memory
         usable = Figure(float(total), source)
         return replace(known, usable_bytes=usable, matmul_flops=best, measured=measured)
@@ -291,23 +288,18 @@ def _describe(device: torch.device, measured: Measured, ranks: int) -> Hardware:
     )
 
 
-def _known_gpu(name: str) -> Hardware:
-    """The packaged device that torch's name for a GPU means."""
-    return find_device(packaged_name(name))
-
-
 def packaged_name(name: str) -> str:
     """The packaged device that torch's name for a GPU ("NVIDIA H100 80GB HBM3") means, or the name itself.
 
     The more words of a packaged name are in it the better; torch's names leave "sxm" out.
     """
     words = name.lower().replace("-", " ").split()
-    said = set(words) | {word.removesuffix("gb") + "gb" for word in words if word.removesuffix("gb").isdigit()}
+    known = set(words) | {word.removesuffix("gb") + "gb" for word in words if word.removesuffix("gb").isdigit()}
     joined = " ".join(words)
 
     def score(candidate: str) -> int:
         parts = [part for part in candidate.split("-") if part != "sxm"]
-        return sum(part in said or part in joined for part in parts) if parts[0] in joined else 0
+        return sum(part in known or part in joined for part in parts) if parts[0] in joined else 0
 
     best = max(device_names(), key=lambda candidate: (score(candidate), -len(candidate)))
     return best if score(best) else name

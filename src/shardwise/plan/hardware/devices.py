@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -91,7 +92,7 @@ class Hardware:
     """As a program sees it before it allocates anything."""
     memory_bytes_per_s: Figure
     processors: Figure
-    """Streaming multiprocessors, compute units, cores: what a kernel's tiles are dealt out to."""
+    """Streaming multiprocessors, compute units, cores: the units over which a kernel's tiles are distributed."""
     power_w: Figure
     link_bytes_per_s: Figure
     """Between devices of one node, one way, of one device."""
@@ -145,10 +146,10 @@ def find_device(asked: Hardware | str | Path) -> Hardware:
         return asked
     name = str(asked)
     if name.lower() in device_names():
-        return _packaged_device(name.lower())
-    path = Path(name)
-    if path.suffix == ".toml" or os.path.isfile(path):  # noqa: PTH113 - a name that is too long for a path is none
-        return _parsed(path, _device)
+        device: Hardware = _packaged("devices", name.lower(), _device)
+        return device
+    if _is_file(name):
+        return _parsed(Path(name), _device)
     raise PlanError(
         f"unknown device {name!r}{did_you_mean(name.lower(), device_names())}; packaged are "
         f"{', '.join(device_names())}; or pass the path of a file like theirs, or measure "
@@ -169,12 +170,12 @@ def find_interconnect(asked: Interconnect | str | Path) -> Interconnect:
         return asked
     name = str(asked)
     if name.lower() in interconnect_names() and "GB" not in name:
-        return _packaged_interconnect(name.lower())
+        interconnect: Interconnect = _packaged("interconnects", name.lower(), _interconnect)
+        return interconnect
     if match := _PER_NODE.fullmatch(name.strip()):
         return _of_rate(name, int(match[1] or 1) * float(match[2]) * 1e9 / (1 if match[3] == "B" else 8))
-    path = Path(name)
-    if path.suffix == ".toml" or os.path.isfile(path):  # noqa: PTH113 - a name that is too long for a path is none
-        return _parsed(path, _interconnect)
+    if _is_file(name):
+        return _parsed(Path(name), _interconnect)
     raise PlanError(
         f"unknown interconnect {name!r}{did_you_mean(name.lower(), interconnect_names())}; packaged are "
         f"{', '.join(interconnect_names())}; or give a node's rate, such as 800gbps (bits) or 100GBps (bytes), or the "
@@ -197,56 +198,33 @@ def with_usable_bytes(hardware: Hardware, nbytes: int) -> Hardware:
 
 def write_device(hardware: Hardware, path: Path) -> None:
     """Store a device, such as a calibrated one, as a file that `find_device` reads back equal but for its name."""
-    lines = [f"title = {_text(hardware.title)}", f"kind = {_text(hardware.kind)}"]
-    lines.append(f"interconnect = {_text(hardware.interconnect)}")
-    for section, figures in _sections(hardware).items():
-        lines += ["", f"[{section}]"]
-        lines += [f"{key} = {_figure_text(figure)}" for key, figure in figures.items()]
+    tables: dict[str, Mapping[str, Any]] = {name: getattr(hardware, name) for name in _RATES}
+    for name, keys in _FIGURES.items():
+        figures = {key: getattr(hardware, field_name) for key, field_name in keys.items()}
+        tables[name] = {key: figure for key, figure in figures.items() if figure is not None}
     if hardware.measured is not None:
-        lines += ["", *_measured_lines(hardware.measured)]
+        measured = {name: getattr(hardware.measured, name) for name in _MEASURED}
+        tables["measured"] = {
+            key: value for key, value in measured.items() if not isinstance(value, Mapping) and value != ()
+        }
+        tables |= {f"measured.{key}": value for key, value in measured.items() if isinstance(value, Mapping)}
+    lines = [f"{name} = {_toml(getattr(hardware, name))}" for name in ("title", "kind", "interconnect")]
+    for name, table in tables.items():
+        if table:
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _sections(hardware: Hardware) -> dict[str, dict[str, Figure]]:
-    sections = {
-        "peak_flops": dict(hardware.peak_flops),
-        "matmul_flops": dict(hardware.matmul_flops),
-        "attention_flops": dict(hardware.attention_flops),
-        "memory": {
-            "bytes": hardware.memory_bytes,
-            "usable_bytes": hardware.usable_bytes,
-            "bytes_per_s": hardware.memory_bytes_per_s,
-        },
-        "processor": {"count": hardware.processors, "power_w": hardware.power_w},
-        "link": {"bytes_per_s": hardware.link_bytes_per_s, "latency_s": hardware.link_latency_s},
-    }
-    if hardware.price_per_hour is not None:
-        sections["price"] = {"per_hour": hardware.price_per_hour}
-    return {name: figures for name, figures in sections.items() if figures}
+def _toml(value: Any) -> str:
+    if isinstance(value, str):  # TOML's escapes are JSON's
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Figure):
+        return f"{{ {', '.join(f'{key} = {_toml(part)}' for key, part in asdict(value).items() if part != '')} }}"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, tuple) else repr(value)
 
 
-def _measured_lines(measured: Measured) -> list[str]:
-    lines = ["[measured]", f"ranks = {measured.ranks}", f"operation_s = {measured.operation_s!r}"]
-    curves = {name: getattr(measured, name) for name in ("attention", "memory")}
-    lines += [f"{name} = {_points_text(points)}" for name, points in curves.items() if points]
-    for name in ("matmul", "operations", "collectives"):
-        lines += ["", f"[measured.{name}]"]
-        lines += [f"{key} = {_points_text(points)}" for key, points in getattr(measured, name).items()]
-    return lines
-
-
-def _points_text(points: Points) -> str:
-    return "[" + ", ".join(f"[{float(size)!r}, {float(value)!r}]" for size, value in points) + "]"
-
-
-def _figure_text(figure: Figure) -> str:
-    note = f", note = {_text(figure.note)}" if figure.note else ""
-    return f"{{ value = {figure.value!r}, source = {_text(figure.source)}{note} }}"
-
-
-def _text(value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+def _is_file(name: str) -> bool:
+    return name.endswith(".toml") or os.path.isfile(name)  # noqa: PTH113 - a name that is too long for a path is none
 
 
 def _names(folder: str) -> list[str]:
@@ -256,13 +234,8 @@ def _names(folder: str) -> list[str]:
 
 
 @cache
-def _packaged_device(name: str) -> Hardware:
-    return _device(name, tomllib.loads((_DATA / "devices" / f"{name}.toml").read_text(encoding="utf-8")))
-
-
-@cache
-def _packaged_interconnect(name: str) -> Interconnect:
-    return _interconnect(name, tomllib.loads((_DATA / "interconnects" / f"{name}.toml").read_text(encoding="utf-8")))
+def _packaged(folder: str, name: str, make: Callable[[str, Mapping[str, Any]], T]) -> T:
+    return make(name, tomllib.loads((_DATA / folder / f"{name}.toml").read_text(encoding="utf-8")))
 
 
 def _parsed(path: Path, make: Callable[[str, Mapping[str, Any]], T]) -> T:
@@ -278,42 +251,44 @@ def _parsed(path: Path, make: Callable[[str, Mapping[str, Any]], T]) -> T:
         raise PlanError(f"{path}: {error} (src/shardwise/plan/hardware/data has examples of every key)") from error
 
 
-_TABLES = ("peak_flops", "matmul_flops", "attention_flops", "memory", "processor", "link", "price", "measured")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+_RATES = {"peak_flops": _DTYPES, "matmul_flops": _DTYPES, "attention_flops": ("flash1", "flash2")}
+"""Tables of a device's file that are fields of `Hardware`, and the keys that they may have."""
+_FIGURES = {
+    "memory": {"bytes": "memory_bytes", "usable_bytes": "usable_bytes", "bytes_per_s": "memory_bytes_per_s"},
+    "processor": {"count": "processors", "power_w": "power_w"},
+    "link": {"bytes_per_s": "link_bytes_per_s", "latency_s": "link_latency_s"},
+    "price": {"per_hour": "price_per_hour"},
+}
+"""The other tables: by key, the field of `Hardware`. All are required, except the price."""
+_MEASURED = tuple(known.name for known in fields(Measured))
 _OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def _device(name: str, data: Mapping[str, Any]) -> Hardware:
-    whole = TomlTable(data, "", ("title", "kind", "interconnect", *_TABLES))
-    memory = whole.section("memory", ("bytes", "usable_bytes", "bytes_per_s"))
-    processor = whole.section("processor", ("count", "power_w"))
-    link = whole.section("link", ("bytes_per_s", "latency_s"))
-    peaks = _figures(whole.section("peak_flops", _DTYPES))
-    if "fp32" not in peaks:
-        raise HardwareFileError("peak_flops.fp32 is missing")
+    whole = TomlTable(data, "", ("title", "kind", "interconnect", *_RATES, *_FIGURES, "measured"))
+    rates: dict[str, Any] = {table: _figures(whole.section(table, known)) for table, known in _RATES.items()}
+    figures: dict[str, Any] = {
+        field_name: _figure(whole.section(table, keys), key)
+        for table, keys in _FIGURES.items()
+        if table != "price" or table in whole
+        for key, field_name in keys.items()
+    }
     kind = whole.value("kind")
+    if "fp32" not in rates["peak_flops"]:
+        raise HardwareFileError("peak_flops.fp32 is missing")
     if kind not in ("gpu", "cpu"):
         raise HardwareFileError(f"kind = {kind!r} is neither 'gpu' nor 'cpu'")
-    processors = _figure(processor, "count")
-    if processors.value < 1:
-        raise HardwareFileError(f"processor.count.value = {processors.value!r} is less than 1")
+    if figures["processors"].value < 1:
+        raise HardwareFileError(f"processor.count.value = {figures['processors'].value!r} is less than 1")
     return Hardware(
         name=name,
         title=whole.text("title", name),
         kind=kind,
         interconnect=whole.text("interconnect", "8x400gbps"),
-        peak_flops=peaks,
-        memory_bytes=_figure(memory, "bytes"),
-        usable_bytes=_figure(memory, "usable_bytes"),
-        memory_bytes_per_s=_figure(memory, "bytes_per_s"),
-        processors=processors,
-        power_w=_figure(processor, "power_w"),
-        link_bytes_per_s=_figure(link, "bytes_per_s"),
-        link_latency_s=_figure(link, "latency_s"),
-        matmul_flops=_figures(whole.section("matmul_flops", _DTYPES)),
-        attention_flops=_figures(whole.section("attention_flops", ("flash1", "flash2"))),
-        price_per_hour=_figure(whole.section("price", ("per_hour",)), "per_hour") if "price" in whole else None,
         measured=_measured(whole.section("measured", _MEASURED)) if "measured" in whole else None,
+        **rates,
+        **figures,
     )
 
 
@@ -321,9 +296,6 @@ def _interconnect(name: str, data: Mapping[str, Any]) -> Interconnect:
     whole = TomlTable(data, "", ("title", "node"))
     node = whole.section("node", ("bytes_per_s", "latency_s"))
     return Interconnect(name, whole.text("title", name), _figure(node, "bytes_per_s"), _figure(node, "latency_s"))
-
-
-_MEASURED = tuple(known.name for known in fields(Measured))
 
 
 def _measured(section: TomlTable) -> Measured:

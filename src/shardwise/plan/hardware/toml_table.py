@@ -10,7 +10,7 @@ from shardwise.suggest import did_you_mean
 
 
 class HardwareFileError(Exception):
-    """What is wrong with a file, as the end of a message."""
+    """An invalid hardware file; its text is the end of a message."""
 
 
 class TomlTable:

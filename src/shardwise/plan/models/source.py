@@ -27,7 +27,8 @@ Builder = Callable[[], nn.Module]
 ModelLike = str | Path | Mapping[str, Any] | Builder
 """What `sw.plan` takes for a model; see `resolve`."""
 
-ATTENTION = ("sdpa", "eager")
+ATTENTIONS = ("sdpa", "eager")
+"""Fused attention as the GPU's kernel saves it; or scores and probabilities in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ class ModelSource:
         Raises:
             PlanError: when called, where transformers cannot build the configuration.
         """
-        if attention not in ATTENTION:
+        if attention not in ATTENTIONS:
             raise PlanError(
-                f"attention={attention!r}: one of {', '.join(ATTENTION)}{did_you_mean(attention, ATTENTION)}"
+                f"attention={attention!r}: one of {', '.join(ATTENTIONS)}{did_you_mean(attention, ATTENTIONS)}"
             )
         if self.build is not None:
             return self.build
@@ -107,13 +108,9 @@ class ModelSource:
         return {"config": normalised_config(self.config)}
 
 
-def shapes() -> dict[str, Shape]:
-    """The packaged shapes by name."""
-    return dict(_shapes())
-
-
 @cache
-def _shapes() -> dict[str, Shape]:
+def shapes() -> Mapping[str, Shape]:
+    """The packaged shapes by name."""
     found = {}
     for entry in sorted((files("shardwise.plan.models") / "shapes").iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(".json"):
@@ -144,7 +141,7 @@ def resolve(model: ModelLike) -> ModelSource:
     if callable(model):
         return ModelSource(title=getattr(model, "__qualname__", type(model).__name__), build=model)
     name = str(model)
-    shape = _shapes().get(name.lower())
+    shape = shapes().get(name.lower())
     if shape is not None:
         return ModelSource(title=shape.title, config=shape.config)
     path = Path(name)
@@ -152,9 +149,9 @@ def resolve(model: ModelLike) -> ModelSource:
         return _from_path(path)
     if ":" in name and "/" not in name:
         return ModelSource(title=name, build=load_factory(name, f"MODEL {name!r}", PlanError), factory=name)
-    hint = did_you_mean(name.lower(), _shapes()) or nearest_path(path)
+    hint = did_you_mean(name.lower(), shapes()) or nearest_path(path)
     raise PlanError(
-        f"MODEL {name!r} was not found{hint or '; the packaged shapes are ' + ', '.join(_shapes())}"
+        f"MODEL {name!r} was not found{hint or '; the packaged shapes are ' + ', '.join(shapes())}"
         + ("" if hint else "; or give a config.json, a Hugging Face directory or module:function")
     )
 

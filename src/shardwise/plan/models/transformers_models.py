@@ -51,8 +51,8 @@ def normalised_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration's own keys, under the names that the installed transformers has for them."""
     filled = complete_config(config).to_diff_dict()
     renamed = {"rope_parameters"} if _ROTARY & config.keys() else set()
-    said = [key for key in (*config, *renamed) if key not in _ROTARY and key not in _NOT_THE_SHAPE]
-    values = {key: filled.get(key, config.get(key)) for key in said}
+    given = [key for key in (*config, *renamed) if key not in _ROTARY and key not in _NOT_THE_SHAPE]
+    values = {key: filled.get(key, config.get(key)) for key in given}
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -61,7 +61,7 @@ _ROTARY = {"rope_theta", "rope_scaling"}
 
 
 def complete_config(config: Mapping[str, Any]) -> Any:
-    """The configuration as an object of transformers. Raises PlanError where it takes it for none."""
+    """The configuration as an object of transformers. Raises PlanError if transformers refuses it."""
     from transformers import CONFIG_MAPPING
 
     values = json.loads(json.dumps(config))  # transformers takes nested tables for its own
@@ -138,7 +138,7 @@ def check_sizes(model_type: str, config: object, error: type[UserError]) -> None
 
 
 def impossible_size(config: object) -> str | None:
-    """What is wrong with a configuration's counts and widths, in a few words; None if nothing is.
+    """The first invalid count or width of a configuration, in a few words; None if all are valid.
 
     config: any transformers configuration; sizes that it does not have, or has by layer, are left alone.
     """

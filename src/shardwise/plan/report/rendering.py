@@ -8,8 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from shardwise.errors import PlanError
-from shardwise.plan.report.report import PlanReport, Row, amount, parts
-from shardwise.plan.search.exploration import available_bytes, gib, needed_bytes
+from shardwise.plan.report.report import PlanReport, amount, batch_name, parts, strategy_name
+from shardwise.plan.search.exploration import Candidate, available_bytes, gib, needed_bytes
 
 WIDTH = 80
 _BAR = 32
@@ -26,7 +26,9 @@ def table_text(report: PlanReport) -> str:
     if report.best is not None:
         blocks.append(_breakdown(report))
     if report.fallen:
-        blocks.append("\n".join(["Falls out:", *_entries(report.fallen)]))
+        blocks.append(
+            "\n".join(["Falls out:", *(_wrapped(f"{name}: {why}", "  ", "    ") for name, why in report.fallen)])
+        )
     closing = [report.counts, *report.answers]
     blocks.append("\n".join(_wrapped(line) for line in closing if line))
     return "\n\n".join(block for block in blocks if block)
@@ -37,26 +39,30 @@ def seconds(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
-def _table(rows: Iterable[Row]) -> str:
-    cells = [
-        (
-            row.strategy,
-            row.batch,
-            row.mode,
-            gib(row.needs_bytes),
-            seconds(row.step_time_s),
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.mfu:.0%}",
-            row.limited_by,
-        )
-        for row in rows
-    ]
+def _table(rows: Iterable[Candidate]) -> str:
+    cells = [_cells(row) for row in rows]
     widths = [max(len(line[n]) for line in (_HEADER, *cells)) for n in range(len(_HEADER))]
     aligned = "<><>>>><"  # numbers to the right
     gap = "  " if sum(widths) + 2 * len(widths) - 2 <= WIDTH else " "
     return "\n".join(
         gap.join(f"{cell:{side}{width}}" for cell, side, width in zip(line, aligned, widths, strict=True)).rstrip()
         for line in (_HEADER, *cells)
+    )
+
+
+def _cells(row: Candidate) -> tuple[str, ...]:
+    """What the table says of a configuration, in the order of `_HEADER`."""
+    job, forecast = row.job, row.forecast
+    assert forecast is not None
+    return (
+        strategy_name(job),
+        batch_name(job),
+        job.activation_checkpointing,
+        gib(needed_bytes(forecast)),
+        seconds(forecast.step_time_s),
+        f"{forecast.tokens_per_s_per_gpu:,.0f}",
+        f"{forecast.mfu:.0%}",
+        row.limited_by,
     )
 
 
@@ -76,10 +82,6 @@ def _breakdown(report: PlanReport) -> str:
     if free >= 0:
         lines.append(f"  {'free':{name_width}}  {gib(free):>7}  {'.' * round(_BAR * free / has)}".rstrip())
     return "\n".join(lines)
-
-
-def _entries(entries: Iterable[tuple[str, str]]) -> list[str]:
-    return [_wrapped(f"{name}: {why}", "  ", "    ") for name, why in entries]
 
 
 def _wrapped(line: str, indent: str = "", further: str = "") -> str:
@@ -114,7 +116,9 @@ def page_html(report: PlanReport) -> str:
     except ImportError:
         raise PlanError("the page needs jinja2, which is not installed: pip install 'shardwise[train]'") from None
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters.update(gib=gib, seconds=seconds, amount=amount)
+    environment.filters.update(
+        gib=gib, seconds=seconds, amount=amount, strategy=strategy_name, batch=batch_name, needed_bytes=needed_bytes
+    )
     template = (files("shardwise.plan.report") / "templates" / "page.html.jinja").read_text(encoding="utf-8")
     bars = report.bars
     return environment.from_string(template).render(

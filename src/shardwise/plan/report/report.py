@@ -33,20 +33,20 @@ class PlanReport:
 
     @property
     def best(self) -> Forecast | None:
+        """The best configuration's forecast; None where nothing fits."""
         return self.exploration.best
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Candidate]:
         """The best that fit, best first; the first of each strategy is always among them."""
         fitting = self.exploration.fitting
         firsts = {id(candidate) for candidate in by_strategy(self.exploration) if candidate.verdict is Verdict.FITS}
-        chosen = [c for n, c in enumerate(fitting) if n < SHOWN or id(c) in firsts]
-        return [Row.of(candidate) for candidate in chosen]
+        return [c for n, c in enumerate(fitting) if n < SHOWN or id(c) in firsts]
 
     @property
     def bars(self) -> list[Bar]:
         """One for each strategy: the best of it, or what comes nearest to fitting."""
-        return [Bar.of(candidate, self.exploration.budget_bytes) for candidate in by_strategy(self.exploration)]
+        return [_bar(candidate, self.exploration.budget_bytes) for candidate in by_strategy(self.exploration)]
 
     @property
     def fallen(self) -> list[tuple[str, str]]:
@@ -76,41 +76,8 @@ class PlanReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
-
-    strategy: str
-    batch: str
-    mode: str
-    needs_bytes: int
-    step_time_s: float
-    tokens_per_s: float
-    """Per GPU."""
-    mfu: float
-    waiting: float
-    """Part of the step that waits for communication."""
-    limited_by: str
-
-    @classmethod
-    def of(cls, candidate: Candidate) -> Row:
-        forecast = candidate.forecast
-        assert forecast is not None
-        return cls(
-            strategy=strategy_name(candidate.job),
-            batch=batch_name(candidate.job),
-            mode=mode_name(candidate.job),
-            needs_bytes=needed_bytes(forecast),
-            step_time_s=forecast.step_time_s,
-            tokens_per_s=forecast.tokens_per_s_per_gpu,
-            mfu=forecast.mfu,
-            waiting=forecast.exposed_comm_s / forecast.step_time_s,
-            limited_by=candidate.limited_by,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Bar:
-    """Memory by kind of one configuration, beside what there is."""
+    """Memory by kind of one configuration, beside the memory that the device has."""
 
     label: str
     parts: Mapping[str, int]
@@ -119,17 +86,17 @@ class Bar:
     has_bytes: int
     fits: bool
 
-    @classmethod
-    def of(cls, candidate: Candidate, budget_bytes: int | None) -> Bar:
-        forecast = candidate.forecast
-        assert forecast is not None
-        return cls(
-            label=full_name(candidate.job),
-            parts=parts(forecast),
-            needs_bytes=needed_bytes(forecast),
-            has_bytes=available_bytes(forecast, budget_bytes),
-            fits=candidate.verdict is Verdict.FITS,
-        )
+
+def _bar(candidate: Candidate, budget_bytes: int | None) -> Bar:
+    forecast = candidate.forecast
+    assert forecast is not None
+    return Bar(
+        label=full_name(candidate.job),
+        parts=parts(forecast),
+        needs_bytes=needed_bytes(forecast),
+        has_bytes=available_bytes(forecast, budget_bytes),
+        fits=candidate.verdict is Verdict.FITS,
+    )
 
 
 def parts(forecast: Forecast) -> dict[str, int]:
@@ -164,14 +131,9 @@ def strategy_name(job: Job) -> str:
 
 def full_name(job: Job) -> str:
     """Strategy, batch and recomputation, as a row has them."""
-    return f"{strategy_name(job)}, micro-batch {batch_name(job)}, recompute {mode_name(job)}"
+    return f"{strategy_name(job)}, micro-batch {batch_name(job)}, recompute {job.activation_checkpointing}"
 
 
 def batch_name(job: Job) -> str:
     """Micro-batch, times accumulation where there is any."""
     return str(job.micro_batch) + (f"x{job.accumulation}" if job.accumulation > 1 else "")
-
-
-def mode_name(job: Job) -> str:
-    """What is recomputed."""
-    return job.activation_checkpointing

@@ -1,9 +1,9 @@
-"""Search: which configurations fit, which of them is best, what holds each back, and why the others fall out."""
+"""Search: which configurations fit, which of them is best, the bottleneck of each, and why the others do not fit."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from shardwise.errors import PlanError
@@ -22,7 +22,7 @@ LARGEST_CLUSTER_NODES = 4096
 
 
 class Objective(enum.Enum):
-    """What is best."""
+    """By which configurations are ordered."""
 
     TOKENS_PER_S = "tokens_per_s"
     """The most tokens a second and GPU."""
@@ -50,7 +50,7 @@ class Objective(enum.Enum):
 
 
 class Verdict(enum.Enum):
-    """What a search found out about one configuration."""
+    """The outcome of a search for one configuration."""
 
     FITS = "fits"
     TOO_LARGE = "too large"
@@ -70,7 +70,7 @@ class Candidate:
     forecast: Forecast | None
     """None where the verdict follows without one."""
     limited_by: str
-    """What holds it back, or why it falls out: memory, network, compute; or a sentence."""
+    """The bottleneck (memory, network, compute), or the reason why it is not among the fitting ones, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,7 @@ class Exploration:
 
     @property
     def best(self) -> Forecast | None:
+        """The best configuration's forecast; None where nothing fits."""
         return self.fitting[0].forecast if self.fitting else None
 
 
@@ -133,11 +134,12 @@ def explore_family(
 
 
 def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
-    """Whether a forecast fits, and what holds it back."""
+    """Whether a forecast fits, and its bottleneck."""
     needs, has = needed_bytes(forecast), available_bytes(forecast, budget_bytes)
     if needs > has:
         return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why_too_large(forecast, has))
-    return Candidate(forecast.job, Verdict.FITS, forecast, _slowed_by(forecast))
+    waits = forecast.exposed_comm_s > WAITING_SHARE * forecast.step_time_s
+    return Candidate(forecast.job, Verdict.FITS, forecast, "network" if waits else "compute")
 
 
 _SINGULAR = {"optimizer": "the optimizer takes", "other": "other memory takes"}
@@ -152,13 +154,13 @@ def why_too_large(forecast: Forecast, has_bytes: int) -> str:
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: int | None) -> Exploration:
-    """Put candidates in order. Where the next larger micro-batch does not fit, memory is what holds one back."""
-    everything = list(candidates)
-    larger_fails = {
-        _family_key(candidate.job)
-        for candidate in everything
-        if candidate.verdict in (Verdict.TOO_LARGE, Verdict.IMPLIED)
-    }
+    """Put candidates in order. Memory is the bottleneck of one whose next larger micro-batch does not fit."""
+    everything = [(candidate, _family_key(candidate.job)) for candidate in candidates]
+    larger_fails = {key for candidate, key in everything if candidate.verdict in (Verdict.TOO_LARGE, Verdict.IMPLIED)}
+    largest: dict[tuple[object, ...], int] = {}
+    for candidate, key in everything:
+        if candidate.verdict is Verdict.FITS:
+            largest[key] = max(candidate.job.micro_batch, largest.get(key, 0))
 
     def order(candidate: Candidate) -> tuple[float, ...]:
         if candidate.forecast is None:
@@ -167,17 +169,12 @@ def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: 
             return (0.0, *objective.key(candidate.forecast))
         return (1.0, needed_bytes(candidate.forecast))
 
-    ordered = sorted(everything, key=order)
-    settled = [
-        replace(candidate, limited_by="memory")
-        if candidate.verdict is Verdict.FITS
-        and candidate.limited_by == "compute"
-        and _family_key(candidate.job) in larger_fails
-        and _is_largest(candidate.job, everything)
-        else candidate
-        for candidate in ordered
-    ]
-    return Exploration(tuple(settled), budget_bytes)
+    settled = []
+    for candidate, key in everything:
+        is_last = candidate.job.micro_batch == largest.get(key) and key in larger_fails
+        by_memory = candidate.verdict is Verdict.FITS and candidate.limited_by == "compute" and is_last
+        settled.append(replace(candidate, limited_by="memory") if by_memory else candidate)
+    return Exploration(tuple(sorted(settled, key=order)), budget_bytes)
 
 
 def nothing_fits(exploration: Exploration) -> PlanError:
@@ -186,8 +183,10 @@ def nothing_fits(exploration: Exploration) -> PlanError:
     forecast, job = nearest.forecast, nearest.job
     assert forecast is not None
     has = available_bytes(forecast, exploration.budget_bytes)
+    gpu = getattr(job.gpu, "name", job.gpu)
     return PlanError(
-        f"nothing fits {_gpus(job)}: the nearest, {describe(job)}, {why_too_large(forecast, has)}; {ways_out(job)}"
+        f"nothing fits {job.world_size} x {gpu}: the nearest, {describe(job)}, {why_too_large(forecast, has)}; "
+        f"{ways_out(job)}"
     )
 
 
@@ -267,11 +266,6 @@ def gib(nbytes: float) -> str:
     return f"{size:,.1f}" if size >= 0.1 or not size else f"{size:.4f}"
 
 
-def _gpus(job: Job) -> str:
-    count = job.world_size
-    return f"{count} x {getattr(job.gpu, 'name', job.gpu)}"
-
-
 def _bisect(
     low: int, high: int, best: Forecast | None, judged: Callable[[int], Candidate], fits_below: bool
 ) -> Forecast | None:
@@ -286,7 +280,7 @@ def _bisect(
 
 
 def _is_hopeless(forecast: Forecast, budget_bytes: int | None) -> bool:
-    """Whether live bytes alone are too many, whatever the allocator does."""
+    """Whether live bytes alone exceed the memory, before any fragmentation."""
     live = forecast.peak_memory_bytes + forecast.context_bytes + forecast.nccl_bytes
     return live > available_bytes(forecast, budget_bytes)
 
@@ -297,10 +291,6 @@ def _implies(smaller: Job, larger: Job) -> bool:
     return smaller.micro_batch <= larger.micro_batch and (smaller.accumulation == 1 or larger.accumulation > 1)
 
 
-def _slowed_by(forecast: Forecast) -> str:
-    return "network" if forecast.exposed_comm_s > WAITING_SHARE * forecast.step_time_s else "compute"
-
-
 def _family_key(job: Job) -> tuple[object, ...]:
     """What jobs have in common that differ in their batches alone. A device may be an object that cannot be hashed."""
     alike = (getattr(job, field.name) for field in fields(job) if field.name not in _APART)
@@ -308,12 +298,3 @@ def _family_key(job: Job) -> tuple[object, ...]:
 
 
 _APART = {"micro_batch", "accumulation", "gpu", "interconnect", "units"}
-
-
-def _is_largest(job: Job, everything: Sequence[Candidate]) -> bool:
-    return not any(
-        other.verdict is Verdict.FITS
-        and other.job.micro_batch > job.micro_batch
-        and _family_key(other.job) == _family_key(job)
-        for other in everything
-    )

@@ -10,10 +10,11 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Self
 
 from shardwise.errors import PlanError
@@ -26,7 +27,7 @@ from shardwise.plan.search.space import Family
 
 @dataclass(frozen=True, slots=True)
 class SearchSetting:
-    """What every family of a search has in common: the first message to a process."""
+    """The settings that all families of a search share: the first message to a process."""
 
     model: ModelLike
     """Picklable: a name, a path or a dict."""
@@ -43,8 +44,8 @@ def explore_in_processes(
     """Explore families in several processes.
 
     Args:
-        setting: what the families have in common.
-        families: what to explore; the largest are started first.
+        setting: shared by all families.
+        families: to explore; the largest are started first.
         processes: at most so many at a time.
         on_candidate: called after each configuration, from any thread.
 
@@ -54,35 +55,32 @@ def explore_in_processes(
     Raises:
         Whatever exploring a family raises; PlanError where a process dies without an answer.
     """
-    waiting: SimpleQueue[int] = SimpleQueue()
-    for index in sorted(range(len(families)), key=lambda index: -families[index].size):
-        waiting.put(index)
-    results: dict[int, list[Candidate]] = {}
-    errors: list[BaseException] = []
+    idle: SimpleQueue[_SearchProcess] = SimpleQueue()
 
-    def feed_one_process() -> None:
+    def explore(family: Family) -> list[Candidate]:
+        process = idle.get()
+        found = []
         try:
-            with _SearchProcess(setting) as process:
-                while not errors:
-                    try:
-                        index = waiting.get_nowait()
-                    except Empty:
-                        return
-                    results[index] = []
-                    for candidate in process.explore(families[index]):
-                        results[index].append(candidate)
-                        on_candidate()
-        except BaseException as error:
-            errors.append(error)
+            for candidate in process.explore(family):
+                found.append(candidate)
+                on_candidate()
+        finally:
+            idle.put(
+                process
+            )  # a dead one too: exploring with it raises, where waiting for one that lives might never end
+        return found
 
-    threads = [threading.Thread(target=feed_one_process) for _ in range(min(processes, len(families)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [candidate for index in range(len(families)) for candidate in results[index]]
+    count = min(processes, len(families))
+    with ExitStack() as stack, ThreadPoolExecutor(count) as threads:
+        for _ in range(count):
+            idle.put(stack.enter_context(_SearchProcess(setting)))
+        order = sorted(range(len(families)), key=lambda index: -families[index].size)
+        futures = {index: threads.submit(explore, families[index]) for index in order}
+        try:
+            return [candidate for index in range(len(families)) for candidate in futures[index].result()]
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 class _SearchProcess:

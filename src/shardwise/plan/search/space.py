@@ -1,4 +1,4 @@
-"""What a search looks at: strategies x shard groups x micro-batches x checkpointing x accumulation."""
+"""The configurations of a search: strategies x shard groups x micro-batches x checkpointing x accumulation."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """The configurations of a search, and those that cannot be."""
+    """The configurations of a search, and the invalid ones."""
 
     families: tuple[Family, ...]
     """At least one."""
     left_out: tuple[tuple[Job, str], ...]
-    """(a job without what does not fit it, why) of strategies that the other arguments rule out."""
+    """(job without the conflicting argument, reason) of strategies that the other arguments rule out."""
 
 
 def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) -> SearchSpace:
@@ -59,7 +59,7 @@ def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) 
 
     Raises:
         PlanError: the batch cannot be divided; the message names the nearest that can.
-        ConfigError: a value that no job can have, or that none of the strategies can.
+        ConfigError: an invalid value, or one that no strategy allows.
     """
     choices = {name: _values(name, value) for name, value in arguments.items() if value is not None}
     searched = {

@@ -79,7 +79,7 @@ def cost_of(per_device_hour: float, devices: int, step_time_s: float, tokens_per
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one configuration will need and reach, for one rank."""
+    """Memory, time and throughput of one configuration, for one rank."""
 
     job: Job
     parameters: int
@@ -87,7 +87,7 @@ class Forecast:
     peak_memory_bytes: int
     """The most bytes that live at once, rounded as the device's allocator rounds: "allocated"."""
     reserved_memory_bytes: int
-    """What the caching allocator takes from the device for that."""
+    """Bytes that the caching allocator takes from the device for that."""
     context_bytes: int
     """Beside it: the CUDA context."""
     nccl_bytes: int
@@ -151,7 +151,7 @@ class Forecast:
 
 
 def forecast(model: ModelLike, **arguments: Any) -> Forecast:
-    """What training a model will need and how fast it will be, without a GPU.
+    """Forecast the memory and speed of training a model, without a GPU.
 
     The real engine is run dry for one rank (`record`); memory and time are simulated from its recording.
 
@@ -159,12 +159,12 @@ def forecast(model: ModelLike, **arguments: Any) -> Forecast:
         model: a packaged shape's name, the path of a config.json or Hugging Face directory, a transformers
             configuration as a dict with its "model_type", "module:function", or a callable that builds an nn.Module
             (called on the meta device).
-        arguments: fields of `Job`, by name. `seq_len` is the model's longest where that is shorter than usual and
-            nothing else is said.
+        arguments: fields of `Job`, by name. `seq_len` is the model's longest where that is shorter than usual,
+            unless it is given.
 
     Raises:
         PlanError: an unknown model or device, a model that cannot be run dry, or sequences too long for it.
-        ConfigError: an argument that cannot be.
+        ConfigError: an invalid argument.
     """
     source = resolve(model)
     job = Job.of(**with_sequences(source, arguments))

@@ -16,7 +16,7 @@ from shardwise.suggest import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """What the formulas need of a model."""
+    """The sizes of a model that the formulas need."""
 
     parameters: int
     """All that a token meets, tied ones once: of a mixture of experts, its share of the experts."""
@@ -28,28 +28,13 @@ class Dimensions:
     """Heads times their size."""
 
 
-def _full(model: Dimensions, seq_len: int) -> float:
-    return 6 * model.parameters + 12 * model.layers * model.width * seq_len
-
-
-def _causal(model: Dimensions, seq_len: int) -> float:
-    return 6 * model.parameters + 6 * model.layers * model.width * seq_len
-
-
-def _without_embeddings(model: Dimensions, seq_len: int) -> float:
-    return 6 * (model.parameters - model.embeddings) + 12 * model.layers * model.width * seq_len
-
-
-def _parameters_only(model: Dimensions, seq_len: int) -> float:
-    del seq_len
-    return 6 * model.parameters
-
-
 DEFINITIONS: dict[str, Callable[[Dimensions, int], float]] = {
-    "palm": _full,
-    "causal": _causal,
-    "no-embeddings": _without_embeddings,
-    "6n": _parameters_only,
+    "palm": lambda model, seq_len: 6 * model.parameters + 12 * model.layers * model.width * seq_len,
+    "causal": lambda model, seq_len: 6 * model.parameters + 6 * model.layers * model.width * seq_len,
+    "no-embeddings": lambda model, seq_len: (
+        6 * (model.parameters - model.embeddings) + 12 * model.layers * model.width * seq_len
+    ),
+    "6n": lambda model, seq_len: 6 * model.parameters,
 }
 """Operations a token by name: palm is the one above; causal counts half of attention; torchtitan leaves the input
 embeddings out (no-embeddings); 6n leaves attention out."""

@@ -62,26 +62,21 @@ class Roofline:
         """Seconds of one kernel, the gap to the next included."""
         if self.hardware.measured is not None:
             return self._measured_seconds(kernel)
-        moving = self._moving_s(kernel)
+        left = self._left(kernel)
+        moving = kernel.bytes_moved * left / (self.hardware.memory_bytes_per_s.value * self.efficiency.memory)
         if kernel.kind is KernelKind.MATMUL and kernel.matmul is not None:
-            return max(self._matmul_s(kernel.matmul, kernel.dtype), moving) + KERNEL_S
+            rate = self.hardware.sustained(kernel.dtype) * self.efficiency.matmul
+            flops = tiled_flops(kernel.matmul, int(self.hardware.processors.value))
+            return max(flops / rate, moving) + KERNEL_S
         if kernel.kind is KernelKind.ATTENTION:
             return max(self._attention_s(kernel), moving) + KERNEL_S
-        return moving + KERNEL_S * self._left(kernel)
-
-    def _moving_s(self, kernel: Kernel) -> float:
-        bandwidth = self.hardware.memory_bytes_per_s.value * self.efficiency.memory
-        return kernel.bytes_moved * self._left(kernel) / bandwidth
+        return moving + KERNEL_S * left
 
     def _left(self, kernel: Kernel) -> float:
         """The part of a kernel that fusion leaves. Optimizers and hooks, which work in place, are not compiled."""
         outside = kernel.phase is StepPhase.OPTIMIZER or kernel.name.endswith("_")
         fused = self.compiled and kernel.kind is KernelKind.MEMORY and not outside
         return self.efficiency.fusion if fused else 1.0
-
-    def _matmul_s(self, shape: tuple[int, int, int, int], dtype: str) -> float:
-        rate = self.hardware.sustained(dtype) * self.efficiency.matmul
-        return tiled_flops(shape, int(self.hardware.processors.value)) / rate
 
     def _attention_s(self, kernel: Kernel) -> float:
         published = self.hardware.attention_flops.get(self.attention)

@@ -7,8 +7,8 @@ no help: operations that skip dimensions of size one make it another recording.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from shardwise.plan.dry_run.recording import Allocate, Kernel, Recording, StepEvent
 
@@ -32,7 +32,7 @@ def scaled(first: Recording, second: Recording, micro_batch: int) -> Recording |
     if not alike or line.first < SMALLEST or len(first.events) != len(second.events) or first.facts != second.facts:
         return None
     try:
-        events = tuple(_events(first, second, line))
+        events = tuple(_grown(one, other, line) for one, other in zip(first.events, second.events, strict=True))
     except _Different:
         return None
     return replace(first, job=replace(first.job, micro_batch=micro_batch), events=events)
@@ -59,37 +59,22 @@ class _LinearFit:
         return at_first + rise
 
 
-def _events(first: Recording, second: Recording, line: _LinearFit) -> Iterator[StepEvent]:
-    for one, other in zip(first.events, second.events, strict=True):
-        if one == other:
-            yield one
-        elif isinstance(one, Allocate) and isinstance(other, Allocate):
-            grown = replace(one, nbytes=line(one.nbytes, other.nbytes))
-            yield _checked(one, grown, replace(other, nbytes=grown.nbytes))
-        elif isinstance(one, Kernel) and isinstance(other, Kernel):
-            yield _kernel(one, other, line)
-        else:
-            raise _Different
+_GROWING: dict[type[StepEvent], tuple[str, ...]] = {Allocate: ("nbytes",), Kernel: ("flops", "bytes_moved")}
+"""Fields of events that grow with the micro-batch; besides a kernel's `matmul`."""
 
 
-def _kernel(one: Kernel, other: Kernel, line: _LinearFit) -> Kernel:
-    sizes = (one.matmul, other.matmul)
-    matmul = one.matmul
-    if sizes[0] is not None and sizes[1] is not None:
-        batch, m, n, k = (line(a, b) for a, b in zip(sizes[0], sizes[1], strict=True))
-        matmul = (batch, m, n, k)
-    grown = replace(
-        one,
-        flops=line(one.flops, other.flops),
-        bytes_moved=line(one.bytes_moved, other.bytes_moved),
-        matmul=matmul,
-    )
-    _checked(one, grown, replace(other, flops=grown.flops, bytes_moved=grown.bytes_moved, matmul=matmul))
-    return grown
-
-
-def _checked(one: StepEvent, grown: StepEvent, from_other: StepEvent) -> StepEvent:
-    """The grown event, if both recordings give the same one."""
-    if grown != from_other or type(one) is not type(grown):
+def _grown(one: StepEvent, other: StepEvent, line: _LinearFit) -> StepEvent:
+    """The event at the wanted micro-batch. Raises _Different unless both recordings give the same one."""
+    if one == other:
+        return one
+    if type(one) is not type(other):
+        raise _Different
+    sizes: dict[str, Any] = {
+        name: line(getattr(one, name), getattr(other, name)) for name in _GROWING.get(type(one), ())
+    }
+    if isinstance(one, Kernel) and isinstance(other, Kernel) and one.matmul and other.matmul:
+        sizes["matmul"] = tuple(line(a, b) for a, b in zip(one.matmul, other.matmul, strict=True))
+    grown = replace(one, **sizes)
+    if grown != replace(other, **sizes):
         raise _Different
     return grown

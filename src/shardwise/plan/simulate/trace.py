@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.recording import StepPhase
@@ -89,25 +90,25 @@ def draw(timeline: Timeline) -> str:
     ]
     for number, stream in enumerate(lanes):
         spans = [span for span in timeline.spans if span.stream == stream]
-        parts += _lane(number, stream, [_Rectangle.of(span) for span in spans], end_s)
+        parts += _lane(number, stream, [_rectangle(span) for span in spans], end_s)
     waits = [_Rectangle("waiting", _WAITING, stall.start_s, stall.end_s) for stall in timeline.stalls]
     parts += _lane(len(lanes), "waiting", waits, end_s)
     parts += _axis(end_s, TOP + LANE * (len(lanes) + 1))
     return "\n".join([*parts, "</svg>"])
 
 
-class _Rectangle:
+class _Rectangle(NamedTuple):
     """Spans of one colour with nothing but a hair between them."""
 
-    __slots__ = ("colour", "end_s", "label", "start_s")
+    label: str
+    colour: str
+    start_s: float
+    end_s: float
 
-    def __init__(self, label: str, colour: str, start_s: float, end_s: float) -> None:
-        self.label, self.colour, self.start_s, self.end_s = label, colour, start_s, end_s
 
-    @classmethod
-    def of(cls, span: Span) -> _Rectangle:
-        label = span.phase.value if span.stream == COMPUTE else f"{span.name} {span.owner}"
-        return cls(label, _COLOURS[span.phase], span.start_s, span.end_s)
+def _rectangle(span: Span) -> _Rectangle:
+    label = span.phase.value if span.stream == COMPUTE else f"{span.name} {span.owner}"
+    return _Rectangle(label, _COLOURS[span.phase], span.start_s, span.end_s)
 
 
 def _lane(number: int, name: str, blocks: list[_Rectangle], end_s: float) -> list[str]:
@@ -128,7 +129,7 @@ def _joined(blocks: list[_Rectangle], hair_s: float) -> list[_Rectangle]:
         last = joined[-1] if joined else None
         if last is not None and last.colour == block.colour and block.start_s - last.end_s < hair_s:
             label = last.label if last.label == block.label else last.label.split()[0]
-            joined[-1] = _Rectangle(label, last.colour, last.start_s, max(last.end_s, block.end_s))
+            joined[-1] = last._replace(label=label, end_s=max(last.end_s, block.end_s))
         else:
             joined.append(block)
     return joined

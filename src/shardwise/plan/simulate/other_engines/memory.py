@@ -134,7 +134,7 @@ class _EngineReplay:
         if event.what == "gather":
             self.gather(event.unit)
         elif event.what == "release":
-            if event.phase is StepPhase.BACKWARD or event.phase is StepPhase.RECOMPUTE:
+            if event.phase in (StepPhase.BACKWARD, StepPhase.RECOMPUTE):
                 self.leave_backward(event.unit)
             elif not self.stays(event.unit):
                 self.drop_parameters(event.unit)
@@ -370,6 +370,3 @@ class _DeepSpeed(_EngineReplay):
         facts, ranks = self.recording.facts, self.recording.job.shard_ranks
         numel = sum(facts.unit_bytes.values()) // self.itemsize
         return round(sum(facts.unit_shard_bytes.values()) * ranks / numel)
-
-    def keep_shard(self, unit: str) -> None:
-        return None

@@ -1,4 +1,7 @@
-"""Writes a torch DCP directory, with torch's own writer, one part of one tensor in memory at a time."""
+"""torch DCP directories, as FSDP2, torchtitan and `torch.distributed.checkpoint.save` write them.
+
+They are written with torch's own writer, one part of one tensor in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +29,17 @@ from torch.futures import Future
 
 from shardwise.checkpoint.format.local_tensor import DTYPES
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.interchange.carried import PART_BYTES, Carried, Tensors
-from shardwise.checkpoint.interchange.nested import nested_state
+from shardwise.checkpoint.interchange import dcp_metadata
+from shardwise.checkpoint.interchange.carried import PART_BYTES, Carried, Run, Tensors
+from shardwise.checkpoint.interchange.dcp_metadata import DcpTensor, Key, dotted
+from shardwise.checkpoint.interchange.nested import Tree, nested_state
+from shardwise.checkpoint.interchange.torch_file import SavedTensor, dtype_name, read_stream
 from shardwise.checkpoint.publish import commit
-from shardwise.errors import CheckpointError
-from shardwise.sharded.dcp_chunks import Box, boxes_of
+from shardwise.errors import CheckpointError, UnreadableError
+from shardwise.sharded.dcp_chunks import Box, boxes_of, runs_of
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
 
 _FILE = f"__0_0{DEFAULT_SUFFIX}"
 
@@ -62,14 +72,8 @@ def write_dcp(carried: Carried, target: Path, flat: bool) -> None:
                 f"the model has a tensor called {taken[0]!r}, which is taken at the top level: convert without --flat"
             )
         state = {**model, **state}
-    partial = commit.begin(target)
-    try:
-        with _quietly(), _first_cause():
-            save(state, storage_writer=_Writer(partial), planner=_Planner(), no_dist=True)
-        commit.commit(target)
-    except BaseException:
-        commit.discard(target)
-        raise
+    with commit.building(target) as partial, _quietly(), _first_cause():
+        save(state, storage_writer=_Writer(partial), planner=_Planner(), no_dist=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,7 @@ class _Writer(FileSystemWriter):
 
 class _Planner(DefaultSavePlanner):
     def part_of(self, write_item: WriteItem) -> tuple[Any, ...]:
-        """Equal for what tied names have in common: it is written once."""
+        """Equal for the same part of tied tensors, which is written once."""
         return id(self.state_dict[write_item.index.fqn]), write_item.index.offset, write_item.type
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
@@ -152,7 +156,7 @@ class _Planner(DefaultSavePlanner):
 
 @contextmanager
 def _first_cause() -> Iterator[None]:
-    """Raise what was raised inside, and not what torch puts around it for the ranks that it thinks of."""
+    """Raise the original error instead of torch's wrapper, which lists errors by rank."""
     try:
         yield
     except CheckpointException as error:
@@ -162,7 +166,7 @@ def _first_cause() -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """torch warns, and logs, that one process saves alone, which is what is meant."""
+    """Silence torch's warning and log that one process saves alone: that is intended here."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -172,3 +176,78 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def read_dcp(directory: Path) -> Tree:
+    """Everything in the directory by the way to it; tensors stay in their files. Raises CheckpointError."""
+    metadata = dcp_metadata.read(directory)
+    for place in {place.file: place for place in metadata.places()}.values():
+        if not (directory / place.file).is_file():
+            raise CheckpointError(f"{directory / place.file} is missing; {dcp_metadata.NAME} promises it")
+    values: dict[Key, Any] = {}
+    refused: dict[Key, str] = {}
+    for key, place in metadata.objects.items():
+        try:
+            values[key] = read_stream(directory / place.file, place.start, place.nbytes)
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            refused[key] = str(error)
+    keys = {key: dotted(key) for key in metadata.tensors}
+    return Tree(DcpTensors(directory, metadata.tensors), keys, values, refused)
+
+
+class DcpTensors:
+    """Tensors by the way to them, joined with dots."""
+
+    def __init__(self, directory: Path, tensors: Mapping[Key, DcpTensor]) -> None:
+        self._directory = directory
+        self._tensors = {dotted(key): tensor for key, tensor in tensors.items()}
+        self.stored = {
+            name: StoredTensor(name, dtype_name(getattr(torch, tensor.dtype), name), tensor.shape)
+            for name, tensor in self._tensors.items()
+        }
+        self._chunk = lru_cache(maxsize=8)(self._open)
+
+    def runs(self, name: str) -> Iterator[Run]:
+        """Chunk by chunk."""
+        tensor = self._tensors[name]
+        for number, (box, _) in enumerate(tensor.chunks):
+            saved, at = self._chunk(name, number), 0
+            step = max(1, PART_BYTES // saved.dtype.itemsize)
+            for start, stop in runs_of(tensor.shape, box):
+                for first in range(start, stop, step):
+                    count = min(step, stop - first)
+                    yield Run(first, saved.read(at, at + count))
+                    at += count
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Gathered from the chunks that have it."""
+        tensor = self._tensors[name]
+        found = torch.empty(stop - start, dtype=getattr(torch, tensor.dtype), device="cpu")
+        for number, (box, _) in enumerate(tensor.chunks):
+            at = 0
+            for run in runs_of(tensor.shape, box):
+                low, high = max(run.start, start), min(run.stop, stop)
+                if low < high:
+                    first = at + low - run.start
+                    found[low - start : high - start] = self._chunk(name, number).read(first, first + high - low)
+                at += run.length
+        return found
+
+    def _open(self, name: str, number: int) -> SavedTensor:
+        tensor = self._tensors[name]
+        box, place = tensor.chunks[number]
+        saved = read_stream(self._directory / place.file, place.start, place.nbytes)
+        if not isinstance(saved, SavedTensor) or (saved.shape, str(saved.dtype)) != (
+            box.sizes,
+            f"torch.{tensor.dtype}",
+        ):
+            raise CheckpointError(
+                f"{self._directory / place.file} has at byte {place.start} something else than the part of {name!r} of "
+                f"shape {box.sizes} and {tensor.dtype} that {dcp_metadata.NAME} promises"
+            )
+        return saved
