@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
-    {"errors", "liveness", "suggest"},
+    {"accelerators", "errors", "liveness", "suggest"},
     {"layout", "policy"},
     {"comm"},
     {"sharded"},

@@ -13,6 +13,8 @@ from unittest import mock
 
 import torch
 
+from shardwise import accelerators
+
 PACKAGES = ("numpy", "xxhash", "safetensors", "triton", "transformers")
 """Beside torch: which of them are found is told. The engine needs the first two; plans and checkpoints no more."""
 MIB = 2**20
@@ -80,14 +82,14 @@ def current_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def played(device: torch.device) -> Iterator[None]:
-    """On CPUs, `torch.cuda`'s streams do nothing inside, so that NcclCollectives can be made."""
+    """On CPUs, streams do nothing inside, so that StreamCollectives can be made."""
     if device.type == "cuda":
         yield
         return
     with (
-        mock.patch.object(torch.cuda, "Stream", HostStream),
-        mock.patch.object(torch.cuda, "stream", on_stream),
-        mock.patch.object(torch.cuda, "current_stream", return_value=HostStream()),
+        mock.patch.object(accelerators, "new_stream", HostStream),
+        mock.patch.object(accelerators, "on", on_stream),
+        mock.patch.object(accelerators, "current_stream", return_value=HostStream()),
     ):
         yield
 

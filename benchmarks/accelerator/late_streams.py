@@ -26,7 +26,7 @@ from benchmarks.accelerator.ranks import RANKS, on_two_ranks
 from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, figure, impossible
 from benchmarks.accelerator.twins import Course, Steps
 from benchmarks.gpt import GPT, GPTShape
-from shardwise.comm.backends import nccl
+from shardwise.comm.backends import on_streams
 
 _CYCLES = 2_000_000
 """About a millisecond."""
@@ -52,7 +52,7 @@ class Seen:
 
 def streams(bench: Bench) -> Iterator[Row]:
     if not serves(bench.device):
-        yield impossible("two ranks", f"NcclCollectives serve CUDA and ROCm, not {bench.device.type}")
+        yield impossible("two ranks", f"StreamCollectives serve CUDA and ROCm, not {bench.device.type}")
         return
     ranks: list[Seen] = on_two_ranks(watch, (bench.is_small,), _LIMIT_S)
     first = ranks[0]
@@ -89,7 +89,7 @@ def watch(folder: Path, small: bool) -> Seen:
         seen.equal_to_plain, seen.off = twins.same(plain, usual), twins.apart(plain, usual)
         if device.type != "cpu":
             seen.unchanged = {late: twins.same(usual, train(late)) for late in LATE}
-        work = getattr(nccl, "_OnStream", None)
+        work = getattr(on_streams, "_OnStream", None)
         if device.type == "cuda" and isinstance(way, Shared) and work is not None:
             with mock.patch.object(work, "wait"):
                 seen.fault_seen = not twins.same(usual, train("gather"))

@@ -23,7 +23,7 @@ _LITTLE = LlamaShape(width=64, hidden=128, heads=2)
 
 def llama(bench: Bench) -> Iterator[Row]:
     if not serves(bench.device):
-        yield impossible("llama", f"NcclCollectives serve CUDA and ROCm, not {bench.device.type}")
+        yield impossible("llama", f"StreamCollectives serve CUDA and ROCm, not {bench.device.type}")
         return
     shape, seq, blocks = (_LITTLE, 16, 2) if bench.is_small else (LlamaShape(), _SEQ, _blocks_in(bench))
     yield figure("blocks", f"{blocks} of {shape.numel / 1e6:.1f} M", f"sequence of {seq}, bf16, fp32 masters")

@@ -1,4 +1,4 @@
-"""Meshes of NcclCollectives, made by hand: `sw.shard` itself takes dry ones for one rank and in a fake world."""
+"""Meshes of StreamCollectives, made by hand: `sw.shard` itself takes dry ones for one rank and in a fake world."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.accelerator.device import played
 from shardwise.comm.backends.dry import DryCollectives
-from shardwise.comm.backends.nccl import NcclCollectives
+from shardwise.comm.backends.on_streams import StreamCollectives
 from shardwise.engine.mesh import Mesh
 
 FAKE_WORLD = 8
@@ -17,7 +17,7 @@ FAKE_WORLD = 8
 def nccl_mesh(group: dist.ProcessGroup, device: torch.device) -> Mesh:
     """A shard group. Every rank of it must call this."""
     spans = (tuple(dist.get_process_group_ranks(group)), (dist.get_rank(),))
-    return Mesh(NcclCollectives(group, device), DryCollectives(0, 1, device), device, spans)
+    return Mesh(StreamCollectives(group, device), DryCollectives(0, 1, device), device, spans)
 
 
 @contextlib.contextmanager
@@ -36,5 +36,5 @@ def fake_world(device: torch.device) -> Iterator[Mesh]:
 
 
 def serves(device: torch.device) -> bool:
-    """Whether NcclCollectives can be made for it: CUDA and ROCm; on CPUs their streams are played."""
+    """Whether StreamCollectives can be made for it: CUDA and ROCm; on CPUs their streams are played."""
     return device.type in {"cuda", "cpu"}

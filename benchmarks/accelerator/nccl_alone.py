@@ -22,7 +22,7 @@ from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, failed, fig
 from benchmarks.accelerator.trace import profiled
 from benchmarks.accelerator.twins import Plain, Steps
 from benchmarks.gpt import GPT
-from shardwise.comm.backends.nccl import NcclCollectives
+from shardwise.comm.backends.on_streams import StreamCollectives
 from shardwise.comm.protocol import BufferKind, Region
 from shardwise.plan.simulate.forecast import NCCL_BYTES
 
@@ -86,7 +86,7 @@ def _free_bytes(bench: Bench) -> int:
 def dtypes(bench: Bench) -> Iterator[Row]:
     """What the engine asks of its collectives at the beginning: broadcasts of whatever a parameter or buffer is."""
     with world_of_one(bench) as group:
-        collectives = NcclCollectives(group, bench.device)
+        collectives = StreamCollectives(group, bench.device)
         refused = []
         for name in _DTYPES:
             error = _refusal(lambda name=name: collectives.broadcast(_ones(name, bench.device), 0))
@@ -182,7 +182,7 @@ def complex_weights(bench: Bench) -> Iterator[Row]:
 def latency(bench: Bench) -> Iterator[Row]:
     """Host time to issue a gather of one region and of two, and to issue a reduction; one rank moves nothing."""
     with world_of_one(bench) as group:
-        collectives = NcclCollectives(group, bench.device)
+        collectives = StreamCollectives(group, bench.device)
         buffer = collectives.allocate(2**20, BufferKind.GATHER)
         times = {1: list[float](), 2: list[float]()}
         for _ in range(50):

@@ -1,4 +1,4 @@
-"""Three engines side by side in one fake world: the plain model, FSDP2 and shardwise over NcclCollectives.
+"""Three engines side by side in one fake world: the plain model, FSDP2 and shardwise over StreamCollectives.
 
 They take turns. What they share is the machine and the process; bytes are not moved for any of them.
 """

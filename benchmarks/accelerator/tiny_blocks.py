@@ -15,7 +15,7 @@ _UNITS = 32
 
 def tiny(bench: Bench) -> Iterator[Row]:
     if not serves(bench.device):
-        yield impossible("tiny", f"NcclCollectives serve CUDA and ROCm, not {bench.device.type}")
+        yield impossible("tiny", f"StreamCollectives serve CUDA and ROCm, not {bench.device.type}")
         return
     units = 4 if bench.quick else _UNITS
     x = torch.randn(2, WIDTH, device=bench.device, requires_grad=True)

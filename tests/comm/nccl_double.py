@@ -1,6 +1,6 @@
 """A process group that behaves as NCCL's does, on CPU ranks: bytes really move, over gloo, and the rest is NCCL's.
 
-    with doubled() as launches:            # models are sharded over NcclCollectives, and those over such groups
+    with doubled() as launches:            # models are sharded over StreamCollectives, and those over such groups
         Twins().train()
 
 - It refuses the dtypes that NCCL has not, with NCCL's error, and adds in the dtype that it is given.
@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from shardwise.comm.backends import nccl
+from shardwise import accelerators
+from shardwise.comm.backends import on_streams
 from shardwise.engine import mesh as mesh_module
 from tests.engine.streams import Stream
 
@@ -220,16 +221,16 @@ dist.Backend.register_backend(BACKEND, NcclDouble, devices=["cpu"])
 
 @contextmanager
 def doubled(**options: Any) -> Iterator[list[Launch]]:
-    """Inside, models on CPU ranks are sharded over NcclCollectives (made with `options`), which launch what is in the
+    """Inside, models on CPU ranks are sharded over StreamCollectives (made with `options`), which launch what is in the
     list on such groups, whatever the backend of the group that they are given. Every rank must call this."""
 
-    def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> nccl.NcclCollectives:
+    def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> on_streams.StreamCollectives:
         group = group or dist.group.WORLD
         assert group is not None
         if not isinstance(group, NcclDouble):
             ranks = dist.get_process_group_ranks(group)
             group = dist.new_group(ranks, backend=BACKEND, use_local_synchronization=True)
-        return nccl.NcclCollectives(group, device, **options)
+        return on_streams.StreamCollectives(group, device, **options)
 
     NcclDouble.launches.clear()
     with mock.patch.object(mesh_module, "collectives_for", collectives_for), streams():
@@ -253,9 +254,9 @@ def streams() -> Iterator[None]:
         return current[-1]
 
     with (
-        mock.patch.object(torch.cuda, "Stream", Stream),
-        mock.patch.object(torch.cuda, "stream", on),
-        mock.patch.object(torch.cuda, "current_stream", of),
+        mock.patch.object(accelerators, "new_stream", Stream),
+        mock.patch.object(accelerators, "on", on),
+        mock.patch.object(accelerators, "current_stream", of),
     ):
         yield
 

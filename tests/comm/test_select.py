@@ -68,8 +68,8 @@ def test_environment_overrides(ranks: RankPools, asked: str) -> None:
 
 
 def test_bad_choices(ranks: RankPools) -> None:
-    assert "choose one of nccl, gloo, shm, dry" in ranks(2).run(chosen, "mpi")[0]
-    assert "does not serve ranks on cpu" in ranks(2).run(chosen, "nccl")[0]
+    assert "choose one of streams, gloo, shm, dry" in ranks(2).run(chosen, "mpi")[0]
+    assert "does not serve ranks on cpu" in ranks(2).run(chosen, "streams")[0]
 
 
 def test_alone(ranks: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +83,10 @@ def test_fake_groups_are_dry(ranks: RankPools) -> None:
     assert ranks(2).run(of_fakes) == [("dry", 5, 8)] * 2
 
 
-def test_nccl_imports_without_a_gpu() -> None:
-    from shardwise.comm.backends.nccl import NcclCollectives
+def test_collectives_of_accelerators_import_without_one() -> None:
+    from shardwise.comm.backends.on_streams import StreamCollectives
 
-    assert NcclCollectives.name == "nccl"
+    assert StreamCollectives.name == "streams"
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("", False), ("0", False), ("1", True)])

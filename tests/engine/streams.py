@@ -1,6 +1,6 @@
-"""CUDA's streams and events played on CPU ranks, so that the order of the nccl collectives is checked without a GPU.
+"""A device's streams and events played on CPU ranks, so that their order is checked without one.
 
-    with played() as order:                  # torch.cuda.Stream and friends are those below; models get NcclCollectives
+    with played() as order:                  # streams and events are those below; models get StreamCollectives
         Twins().train()
     assert not order.races
 
@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.backends import nccl
+from shardwise import accelerators
+from shardwise.comm.backends import on_streams
 from shardwise.engine import mesh as mesh_module
 from shardwise.sharded.parameter import ShardedParameter
 
@@ -51,7 +52,7 @@ class Event:
 
 
 class Stream:
-    """What `torch.cuda.Stream` does to order, and nothing else."""
+    """What `torch.Stream` does to order, and nothing else."""
 
     made = 0
 
@@ -161,7 +162,7 @@ class Order(TorchDispatchMode):
             watch.detach()
         super().__exit__(*exception)
 
-    # What stands for torch.cuda and c10d --------------------------------------------------------------------------
+    # What stands for a device and c10d --------------------------------------------------------------------------
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -209,10 +210,10 @@ def _range(tensor: Tensor) -> tuple[int, int, int]:
 
 @contextmanager
 def played(**options: Any) -> Iterator[Order]:
-    """Inside, models on CPU ranks are sharded over NcclCollectives (made with `options`). Every rank must call this."""
+    """Inside, models on CPU ranks are sharded over StreamCollectives, with `options`. Every rank must call this."""
     order = Order()
 
-    class Played(nccl.NcclCollectives):
+    class Played(on_streams.StreamCollectives):
         @staticmethod
         @contextmanager
         def _together(group: dist.ProcessGroup, count: int) -> Iterator[None]:
@@ -231,12 +232,12 @@ def played(**options: Any) -> Iterator[Order]:
 
     with (
         mock.patch.object(mesh_module, "collectives_for", collectives_for),
-        mock.patch.object(nccl, "_all_gather", order.all_gather),
-        mock.patch.object(nccl, "_reduce_scatter", order.reduce_scatter),
-        mock.patch.object(nccl.dist, "all_reduce", order.all_reduce),
-        mock.patch.object(torch.cuda, "Stream", Stream),
-        mock.patch.object(torch.cuda, "stream", order.stream),
-        mock.patch.object(torch.cuda, "current_stream", order.current_stream),
+        mock.patch.object(on_streams, "_all_gather", order.all_gather),
+        mock.patch.object(on_streams, "_reduce_scatter", order.reduce_scatter),
+        mock.patch.object(on_streams.dist, "all_reduce", order.all_reduce),
+        mock.patch.object(accelerators, "new_stream", Stream),
+        mock.patch.object(accelerators, "on", order.stream),
+        mock.patch.object(accelerators, "current_stream", order.current_stream),
         order,
     ):
         yield order

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.backends import nccl
+from shardwise import accelerators
+from shardwise.comm.backends import on_streams
 from shardwise.comm.buffers import PrivateBuffers
 from tests.engine.cases import CASES, Case
 from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
@@ -114,11 +115,11 @@ def _unclaimed(self: Any, buffer: Any) -> None:
 @contextmanager
 def _unordered(self: Any, stream: Stream) -> Iterator[None]:
     """Enqueues without waiting for what wrote the input."""
-    with torch.cuda.stream(stream):  # type: ignore[arg-type]
+    with accelerators.on(stream):  # type: ignore[arg-type]
         yield
 
 
-_all_reduce = nccl.NcclCollectives.all_reduce
+_all_reduce = on_streams.StreamCollectives.all_reduce
 
 
 def _without_what_is_before(self: Any, tensor: Tensor, op: str = "sum", after: object = None, label: int = 0) -> Any:
@@ -131,10 +132,10 @@ def _unwaited(self: Any) -> None:
 
 
 FAULTS = {
-    "claim": (nccl.NcclCollectives, "claim", _unclaimed),
-    "release": (nccl.NcclCollectives, "release", PrivateBuffers.release),
-    "on": (nccl.NcclCollectives, "_on", _unordered),
-    "wait": (nccl._OnStream, "wait", _unwaited),
+    "claim": (on_streams.StreamCollectives, "claim", _unclaimed),
+    "release": (on_streams.StreamCollectives, "release", PrivateBuffers.release),
+    "on": (on_streams.StreamCollectives, "_on", _unordered),
+    "wait": (on_streams._OnStream, "wait", _unwaited),
 }
 
 
@@ -147,7 +148,7 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
 
 @on_ranks(4)
 def test_a_sum_over_replicas_too_early_is_seen() -> None:
-    with mock.patch.object(nccl.NcclCollectives, "all_reduce", _without_what_is_before):
+    with mock.patch.object(on_streams.StreamCollectives, "all_reduce", _without_what_is_before):
         assert train(Case("hybrid_shard", 4)).races
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardwise import accelerators
 from shardwise.checkpoint.format.local_tensor import Piece
 from shardwise.checkpoint.io.direct import huge_page_buffer
 from shardwise.layout.flat import round_up
@@ -15,7 +16,7 @@ _ALIGN_BYTES = 64
 
 
 class HostMemory:
-    """One buffer, as large as the largest copy so far; pinned where pieces lie on a GPU."""
+    """One buffer, as large as the largest copy so far; pinned where pieces lie on an accelerator."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -39,17 +40,17 @@ class HostMemory:
         for piece in pieces:
             starts.append(nbytes)
             nbytes = round_up(nbytes + piece.tensor.nbytes, _ALIGN_BYTES)
-        devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type == "cuda"}
+        accelerated = {piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"}
         if nbytes > self.nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed first: never both at once
-            self._buffer = _allocate(nbytes, pinned=bool(devices))
+            self._buffer = _allocate(nbytes, pinned=bool(accelerated))
         copies = []
         for piece, start in zip(pieces, starts, strict=True):
             place = self._buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
             place.copy_(piece.tensor, non_blocking=True)
             copies.append(piece.with_tensor(place))
-        for device in devices:  # the copies are behind the optimizer's step in the same stream
-            torch.cuda.current_stream(device).synchronize()
+        for device in accelerated:  # the copies are behind the optimizer's step in the same stream
+            accelerators.current_stream(device).synchronize()
         return copies
 
 

@@ -77,12 +77,11 @@ def train(
 
         return run_under_torchrun(config, overrides or (), debug)
 
-    import torch
-
+    from shardwise import accelerators
     from shardwise.cli.launch import launch
     from shardwise.train.run.preflight import check, crowding
 
-    gpus = torch.cuda.device_count()
+    gpus = accelerators.count()
     fitted = check(load(config, overrides or ()), gpus)
     if note := crowding(fitted, gpus):
         print(note, flush=True)
@@ -103,13 +102,12 @@ def inspect(
     """Show the units of a model and what each rank would hold; or what a checkpoint holds and whether it is whole."""
     if not what.endswith(".toml"):
         return _inspect_checkpoint(what, overrides or (), quick, tensors)
-    import torch
-
+    from shardwise import accelerators
     from shardwise.cli.inspect import table
     from shardwise.train.config.files import load
     from shardwise.train.run.preflight import check
 
-    print(table(check(load(Path(what), overrides or ()), torch.cuda.device_count())))
+    print(table(check(load(Path(what), overrides or ()), accelerators.count())))
     return Exit.DONE
 
 

@@ -14,11 +14,11 @@ from math import inf
 from pathlib import Path
 from types import FrameType
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from shardwise import accelerators
 from shardwise.cli import report
 from shardwise.cli.exit import Exit
 from shardwise.errors import UserError
@@ -129,7 +129,7 @@ def _environment(ranks: int, port: int, directory: Path) -> dict[str, str]:
         report.ENVIRONMENT: str(directory),
         report.LAUNCHER: str(os.getpid()),
     }
-    if not torch.cuda.device_count():
+    if not accelerators.count():
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # a rank per core, not a pool per rank
         variables |= malloc_settings(os.environ)
     return variables

@@ -197,12 +197,11 @@ def _calibrate(options: Options) -> int:
 
         calibrate(options.output, options.quick)
         return Exit.DONE
-    import torch
-
+    from shardwise import accelerators
     from shardwise.cli.launch import launch_task
     from shardwise.train.run.preflight import DEFAULT_CPU_RANKS, check_devices
 
-    gpus = torch.cuda.device_count()
+    gpus = accelerators.count()
     check_devices(options.ranks or 0, gpus)
     _check_writable(options.output)
     task = "calibrate-quick" if options.quick else "calibrate"

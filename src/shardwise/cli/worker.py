@@ -129,13 +129,12 @@ def _place() -> tuple[int, int]:
 
 
 def _train(path: Path, overrides: Sequence[str] = ()) -> None:
-    import torch
-
+    from shardwise import accelerators
     from shardwise.train import trainer
     from shardwise.train.config.files import load
     from shardwise.train.run.preflight import check_devices
 
-    check_devices(int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count())
+    check_devices(int(os.environ["LOCAL_WORLD_SIZE"]), accelerators.count())
     trainer.run(load(path, overrides).for_ranks(int(os.environ["WORLD_SIZE"])))
 
 

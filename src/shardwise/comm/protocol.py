@@ -8,7 +8,7 @@ Life of a *reduce buffer*:
 
     claim -> write full gradients -> reduce_scatter -> Work.wait (the outputs are ready) -> claim ...
 
-`claim` and `release` are where an implementation orders memory: nccl waits for and records CUDA events, shm
+`claim` and `release` are where an implementation orders memory: streams waits for and records a device's events, shm
 waits for and advances counters that its peers watch, gloo and dry have nothing to do. Nobody reads a gather
 buffer outside `wait .. release`, and nobody writes one outside `claim .. all_gather`.
 
@@ -108,7 +108,7 @@ class Collectives(Protocol):
     """A group of ranks that exchange bytes. Sums are taken in rank order, in fp32 or wider."""
 
     name: str
-    """"nccl", "gloo", "shm" or "dry"."""
+    """"streams", "gloo", "shm" or "dry"."""
     rank: int
     """This rank's position in the group."""
     world_size: int

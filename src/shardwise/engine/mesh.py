@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise import accelerators
 from shardwise.comm.backends.dry import DryCollectives
 from shardwise.comm.backends.select import collectives_for
 from shardwise.comm.protocol import Collectives
@@ -74,7 +75,7 @@ def build_mesh(
     if mesh is None and not initialized:
         _check_alone()
     world_size = dist.get_world_size() if initialized else 1
-    device = device or _default_device()
+    device = device or _device_for(mesh)
     if world_size == 1 and mesh is None:
         return Mesh(_alone(device), _alone(device), device, secondary_size=secondary_size)
     if mesh is not None:
@@ -91,6 +92,27 @@ def build_mesh(
     if secondary_size is not None and over_shard.world_size not in {1, secondary_size}:
         secondary = collectives_for(_subgroup(shard, over_shard.world_size, secondary_size), device)
     return Mesh(over_shard, over_replicas, device, _spans(shard, replicate), secondary, secondary_size)
+
+
+def _device_for(mesh: DeviceMesh | None) -> torch.device:
+    """Where this rank computes: on a device of the mesh's kind, else as the process group's backend says."""
+    if mesh is None:
+        try:
+            return accelerators.of_group(dist.group.WORLD if dist.is_initialized() else None)
+        except ValueError as error:
+            raise MeshError(f"ranks have no device: {error}") from None
+    try:
+        device = accelerators.of_kind(mesh.device_type)
+    except ValueError as error:
+        raise MeshError(f"the mesh is of {mesh.device_type} devices: {error}") from None
+    unserved = [group for group in mesh.get_all_groups() if not accelerators.serves(group, device.type)]
+    if unserved:
+        raise MeshError(
+            f"the mesh is of {device.type} devices, which its process group's backend "
+            f"{dist.get_backend(unserved[0])!r} does not serve: call"
+            f' init_process_group("{accelerators.backend_for(device)}"), or make a mesh of "cpu"'
+        )
+    return device
 
 
 def _check_alone() -> None:
@@ -118,12 +140,6 @@ def _spans(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None)
 
 def _alone(device: torch.device) -> Collectives:
     return DryCollectives(0, 1, device)
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _from_device_mesh(

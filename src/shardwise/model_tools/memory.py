@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
+from shardwise import accelerators
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.torch_patches import stepped
@@ -37,10 +37,11 @@ def memory(model: nn.Module) -> Memory:
     engine.allocate()
     known = _known(engine, model)
     now, peak = dict(known), dict(known)
-    if engine.mesh.device.type == "cuda":
+    if engine.mesh.device.type != "cpu":
         total = sum(known.values())
-        now["activations"] = max(0, torch.cuda.memory_allocated(engine.mesh.device) - total)
-        peak["activations"] = max(0, torch.cuda.max_memory_allocated(engine.mesh.device) - total)
+        allocated, most_allocated = accelerators.allocated_bytes(engine.mesh.device)
+        now["activations"] = max(0, allocated - total)
+        peak["activations"] = max(0, most_allocated - total)
     return Memory(now, peak)
 
 

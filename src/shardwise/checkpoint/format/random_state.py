@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise import accelerators
+
 
 def capture(device: torch.device) -> dict[str, Any]:
     """Return this process's random states as JSON: torch's on the CPU and on `device`, Python's and numpy's."""
@@ -18,8 +20,8 @@ def capture(device: torch.device) -> dict[str, Any]:
         "python": _python_state(),
         "numpy": _numpy_state(),
     }
-    if device.type == "cuda":
-        states["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    if device.type != "cpu":
+        states[device.type] = _encode(accelerators.random_state(device))
     return states
 
 
@@ -31,8 +33,8 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
     if "numpy" in states:
         name, words, *rest = states["numpy"]
         np.random.set_state((name, _decode(words).view(torch.uint32).numpy(), *rest))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(_decode(states["cuda"]), device)
+    if device.type != "cpu" and device.type in states:
+        accelerators.set_random_state(device, _decode(states[device.type]))
 
 
 def _python_state() -> list[Any]:

@@ -1,1 +1,1 @@
-"""Implementations of `Collectives`: nccl, gloo (pairwise), shared memory of one host, dry; and the choice of one."""
+"""Implementations of `Collectives`: on streams, gloo (pairwise), shared memory of one host, dry; and the choice."""

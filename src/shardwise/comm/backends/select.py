@@ -13,7 +13,7 @@ from shardwise.comm.backends.gloo import GlooCollectives
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import ConfigError
 
-CHOICES = ("nccl", "gloo", "shm", "dry")
+CHOICES = ("streams", "gloo", "shm", "dry")
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str) -> Collectives:
@@ -24,10 +24,10 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str)
         device: where this rank's buffers are to lie.
 
     Returns:
-        nccl on CUDA; on CPUs shm where all ranks can share memory, else gloo; dry for a world of one and under torch's
-        `fake` process group. `SHARDWISE_COLLECTIVES` overrides this for a larger world.
-        `SHARDWISE_SEPARATE_REDUCTIONS=1` gives nccl a second communicator for reductions: they and gathers then do not
-        queue behind one another, for the memory of NCCL's buffers a second time.
+        streams on accelerators; on CPUs shm where all ranks can share memory, else gloo; dry for a world of one and
+        under torch's `fake` process group. `SHARDWISE_COLLECTIVES` overrides this for a larger world.
+        `SHARDWISE_SEPARATE_REDUCTIONS=1` gives streams a second communicator for reductions: they and gathers then do
+        not queue behind one another, for the memory of its buffers a second time.
 
     Raises:
         ConfigError: `SHARDWISE_COLLECTIVES` names none of them, or one that does not serve the device.
@@ -43,12 +43,12 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str)
         assert group is not None
     if group.size() == 1 or asked == "dry" or dist.get_backend(group) == "fake":
         return DryCollectives(group.rank(), group.size(), device)
-    if asked and (asked == "nccl") != (device.type == "cuda"):
+    if asked and (asked == "streams") != (device.type != "cpu"):
         raise ConfigError(f"SHARDWISE_COLLECTIVES={asked!r} does not serve ranks on {device.type}")
-    if device.type == "cuda":
-        from shardwise.comm.backends.nccl import NcclCollectives
+    if device.type != "cpu":
+        from shardwise.comm.backends.on_streams import StreamCollectives
 
-        return NcclCollectives(group, device, separate_reductions=_separate_reductions())
+        return StreamCollectives(group, device, separate_reductions=_separate_reductions())
     return GlooCollectives(group) if asked == "gloo" else _on_cpus(group, must_share=asked == "shm")
 
 

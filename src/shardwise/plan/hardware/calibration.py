@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise import accelerators
 from shardwise.comm.backends.select import collectives_for
 from shardwise.comm.protocol import BufferKind, Collectives, Reduction, Region
 from shardwise.plan.hardware.devices import Figure, Hardware, Measured, Points, device_names, find_device
@@ -121,8 +122,7 @@ class _Stopwatch:
         return tuple(sorted(found))
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        accelerators.wait(self.device)
 
 
 def _rates(times: Points) -> Points:
@@ -269,10 +269,9 @@ def _describe(device: torch.device, measured: Measured, ranks: int) -> Hardware:
     source = f"{SOURCE}, {datetime.datetime.now(datetime.UTC).date()}"
     best = {dtype: Figure(max(rate for _, rate in points), source) for dtype, points in measured.matmul.items()}
     bandwidth = Figure(max(rate for _, rate in measured.memory), source)
-    if device.type == "cuda":
-        known = find_device(packaged_name(torch.cuda.get_device_name(device)))
-        total = torch.cuda.get_device_properties(device).total_memory
-        usable = Figure(float(total), source)
+    if device.type != "cpu":
+        known = find_device(packaged_name(accelerators.name(device)))
+        usable = Figure(float(accelerators.total_bytes(device)), source)
         return replace(known, usable_bytes=usable, matmul_flops=best, measured=measured)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     share = Figure(float(_host_bytes() // local_ranks), source, f"a {local_ranks}th of this machine's")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise import accelerators
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.calibration import packaged_name
 from shardwise.plan.hardware.devices import Hardware, find_device, with_usable_bytes
@@ -70,8 +71,7 @@ def hardware_here(config: Config, device: torch.device) -> Hardware:
         return find_device(config.parallel.hardware)
     if device.type == "cpu":
         return find_device("cpu")
-    known = find_device(packaged_name(torch.cuda.get_device_name(device)))
-    return with_usable_bytes(known, torch.cuda.get_device_properties(device).total_memory)
+    return with_usable_bytes(find_device(packaged_name(accelerators.name(device))), accelerators.total_bytes(device))
 
 
 def _units(units: int | list[str] | None) -> int | Callable[[str, nn.Module], bool] | None:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise import accelerators
 from shardwise.train.config.schema import TrainConfig
-
-_FUSED_DEVICES = frozenset({"cpu", "cuda"})
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -25,7 +24,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = all(parameter.device.type in _FUSED_DEVICES for parameter in trainable)
+    fused = all(accelerators.has_fused_adamw(parameter.device) for parameter in trainable)
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=fused
     )

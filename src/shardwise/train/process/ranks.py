@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported while there is a group, its functions' defaults would keep the group
 
+from shardwise import accelerators
 from shardwise.comm.channel import Channel, channel_of
 from shardwise.comm.protocol import Combine
 from shardwise.comm.timeout import timeout_s
@@ -109,17 +110,16 @@ class Ranks:
 def started() -> Iterator[Ranks]:
     """Join the other ranks for the length of a run, as torchrun's environment says; alone without one.
 
-    Uses nccl where there is a GPU for this rank and gloo otherwise. Every rank must enter. A process group that exists
-    already is used and left alone; one that was made here is destroyed when all ranks are through, or end together as
-    an `Interrupted` says. After any other exception it stays as it is: to tear a communicator down waits for ranks that
-    may never come, and the error would wait with it. Whoever catches that exception reports it, then ends the process.
+    Uses the backend that is made for this rank's device: nccl for a GPU, gloo for a CPU. Every rank must enter. A
+    process group that exists already is used and left alone; one that was made here is destroyed when all ranks are
+    through, or end together as an `Interrupted` says. After any other exception it stays as it is: to tear a
+    communicator down waits for ranks that may never come, and the error would wait with it. Whoever catches that
+    exception reports it, then ends the process.
     """
     device = device_here()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     launched = "RANK" in os.environ and not dist.is_initialized()
     if launched:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(accelerators.backend_for(device))
     joined = dist.is_initialized()
     ranks = Ranks(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, device)
     try:
@@ -143,7 +143,5 @@ def _part() -> None:
 
 
 def device_here() -> torch.device:
-    """This process's GPU, or else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    """This process's accelerator, which becomes the current one, or else the CPU."""
+    return accelerators.of_local_rank(int(os.environ.get("LOCAL_RANK", "0")))

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.backends import nccl
-from shardwise.comm.backends.nccl import NcclCollectives
+from shardwise.comm.backends import on_streams
+from shardwise.comm.backends.on_streams import StreamCollectives
 from shardwise.comm.protocol import BufferKind, Reduction, Region
 from tests.comm.nccl_double import BACKEND, KNOWN, Launch, NcclDouble, doubled, streams
 from tests.engine.rig import on_ranks
@@ -27,11 +27,11 @@ SUMMED = [dtype for dtype in DTYPES if dtype.itemsize > 1 and dtype != torch.uin
 
 
 @contextmanager
-def collectives() -> Iterator[NcclCollectives]:
+def collectives() -> Iterator[StreamCollectives]:
     group = dist.new_group(backend=BACKEND)
     assert isinstance(group, NcclDouble)
     with streams():
-        yield NcclCollectives(group, torch.device("cpu"))
+        yield StreamCollectives(group, torch.device("cpu"))
 
 
 def numbers(dtype: torch.dtype, rank: int, numel: int = 6) -> Tensor:
@@ -91,7 +91,7 @@ def test_reduce_scatter(dtype: torch.dtype, accumulate: bool) -> None:
         assert same(out, own + 7 if accumulate else own)
 
 
-def gather(group: NcclCollectives, shard_bytes: tuple[int, ...] = (64, 128)) -> Tensor:
+def gather(group: StreamCollectives, shard_bytes: tuple[int, ...] = (64, 128)) -> Tensor:
     """Two regions, with each rank's number in its slices."""
     buffer = group.allocate(group.world_size * sum(shard_bytes), BufferKind.GATHER)
     regions = (Region(0, shard_bytes[0]), Region(group.world_size * shard_bytes[0], shard_bytes[1]))
@@ -113,7 +113,7 @@ def test_regions_are_gathered_in_one_launch() -> None:
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
 @on_ranks(2)
 def test_an_error_among_coalesced_collectives_leaves_the_group_as_it_was(error: BaseException) -> None:
-    launch, calls = nccl._all_gather, []
+    launch, calls = on_streams._all_gather, []
 
     def failing(*args: Any, **kwargs: Any) -> None:
         launch(*args, **kwargs)
@@ -122,7 +122,7 @@ def test_an_error_among_coalesced_collectives_leaves_the_group_as_it_was(error: 
             raise error
 
     with collectives() as group:
-        with mock.patch.object(nccl, "_all_gather", failing), pytest.raises(type(error)):
+        with mock.patch.object(on_streams, "_all_gather", failing), pytest.raises(type(error)):
             gather(group)
         NcclDouble.launches.clear()
         mine = torch.ones(3)
@@ -135,7 +135,7 @@ def test_an_error_among_coalesced_collectives_leaves_the_group_as_it_was(error: 
 @on_ranks(2)
 def test_reductions_may_have_a_communicator_of_their_own() -> None:
     with doubled(separate_reductions=True) as launches, collectives() as group:
-        separate = NcclCollectives(group._group, torch.device("cpu"), separate_reductions=True)
+        separate = StreamCollectives(group._group, torch.device("cpu"), separate_reductions=True)
         mine = torch.full((3,), 1.0 + group.rank)
         separate.all_reduce(mine).wait()
         assert mine.tolist() == [3.0] * 3

@@ -1,4 +1,7 @@
-"""Collectives of GPU ranks, in place, as NCCL defines it: a rank's slice lies at buffer + rank * count.
+"""Collectives of accelerators, in place, as NCCL defines it: a rank's slice lies at buffer + rank * count.
+
+For every backend of torch.distributed that works on streams: nccl (CUDA), rccl (ROCm; torch calls it nccl too), xccl
+and hccl.
 
 Gathers run on one stream and reductions on another. What orders memory is events, never `record_stream`, so that the
 allocator sees every block free at the moment the engine says so. `current_stream()` is taken at each call.
@@ -7,7 +10,7 @@ Not run on a GPU by its author yet. That streams and events leave no access unor
 (`tests/engine/test_stream_order.py`), and so are dtypes, coalescing and training by a double of NCCL's process group
 (`tests/comm/nccl_double.py`).
 
-Unlike on CPUs, the order of a sum is NCCL's, and terms narrower than fp32 are added in their own dtype.
+Unlike on CPUs, the order of a sum is the backend's, and terms narrower than fp32 are added in their own dtype.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import accelerators
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
 from shardwise.comm.channel import channel_of
 from shardwise.comm.protocol import FINISHED, Buffer, Combine, Reduction, Region, Work
@@ -36,10 +40,10 @@ _REFUSED = (torch.int16, torch.uint16, torch.uint32)
 bytes."""
 
 
-class NcclCollectives(PrivateBuffers):
-    """CUDA ranks, one GPU each."""
+class StreamCollectives(PrivateBuffers):
+    """Ranks on accelerators, one each."""
 
-    name = "nccl"
+    name = "streams"
 
     def __init__(
         self,
@@ -51,10 +55,10 @@ class NcclCollectives(PrivateBuffers):
         """Every rank of the group must call this.
 
         Args:
-            group: the ranks; its backend serves CUDA.
-            device: this rank's GPU.
+            group: the ranks; it has a backend for the device.
+            device: this rank's accelerator.
             separate_reductions: give reductions a second communicator, so that they and gathers do not queue behind
-                one another. It costs NCCL's buffers a second time.
+                one another. It costs the communicator's buffers a second time.
             poison: fill released buffers with 0xFF; None asks the environment.
         """
         super().__init__(group.rank(), group.size(), device, poison)
@@ -65,9 +69,9 @@ class NcclCollectives(PrivateBuffers):
             backend = dist.get_backend(group)
             self._reduce_group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         self._channel = channel_of(group, timeout_s(group), self.labels)
-        self._gather_stream = torch.cuda.Stream(device)
-        self._reduce_stream = torch.cuda.Stream(device)
-        self._free: dict[int, torch.cuda.Event] = {}  # by buffer: after its last reader
+        self._gather_stream = accelerators.new_stream(device)
+        self._reduce_stream = accelerators.new_stream(device)
+        self._free: dict[int, torch.Event] = {}  # by buffer: after its last reader
 
     def claim(self, buffer: Buffer) -> None:
         """Order the current stream after the buffer's last reader."""
@@ -77,7 +81,7 @@ class NcclCollectives(PrivateBuffers):
             self._current().wait_event(self._free.pop(buffer.index))
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
-        """NCCL, in place, on the gather stream; several regions are one launch."""
+        """In place, on the gather stream; several regions are one launch."""
         with self._on(self._gather_stream), self._together(self._group, len(regions)):
             for region in regions:
                 nbytes = region.shard_bytes * self.world_size
@@ -99,7 +103,7 @@ class NcclCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
-        """NCCL, in place, on the reduce stream; several reductions are one launch."""
+        """In place, on the reduce stream; several reductions are one launch."""
         check_reductions(reductions, self.world_size)
         with self._on(self._reduce_stream):
             own = [slice_of(r.flat, self.rank, self.world_size) for r in reductions]
@@ -114,7 +118,7 @@ class NcclCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
-        """NCCL, in place, on the reduce stream."""
+        """In place, on the reduce stream."""
         with self._on(self._reduce_stream):
             if isinstance(after, _OnStream):  # of another group, so on another stream; `after` keeps its memory until
                 self._reduce_stream.wait_event(after.event)  # the compute stream has waited for it as well
@@ -126,12 +130,12 @@ class NcclCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """NCCL, as bytes, on the current stream."""
+        """As bytes, on the current stream."""
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), group=self._group, group_src=src)
 
     def barrier(self) -> None:
         """Wait on the host until every rank has come."""
-        dist.barrier(self._group, device_ids=[self._gather_stream.device_index])
+        dist.barrier(self._group, device_ids=[self.device.index or 0])
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
         """Through the channel between the hosts: no stream is waited for."""
@@ -148,14 +152,14 @@ class NcclCollectives(PrivateBuffers):
             dist.destroy_process_group(self._reduce_group)
             self._reduce_group = self._group
 
-    def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+    def _current(self) -> torch.Stream:
+        return accelerators.current_stream(self.device)
 
     @contextlib.contextmanager
-    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+    def _on(self, stream: torch.Stream) -> Iterator[None]:
         """Enqueue on `stream`, behind everything that the current stream has so far."""
         stream.wait_stream(self._current())
-        with torch.cuda.stream(stream):
+        with accelerators.on(stream):
             yield
 
     @staticmethod
@@ -180,12 +184,12 @@ def _real(flat: Tensor) -> Tensor:
 class _OnStream:
     """The work enqueued on a stream so far."""
 
-    def __init__(self, stream: torch.cuda.Stream, keep: object) -> None:
+    def __init__(self, stream: torch.Stream, keep: object) -> None:
         """`keep` holds memory that the stream uses until the current stream is behind it, when freeing it is safe."""
         self.event = stream.record_event()
         self._stream = stream
         self._keep: object | None = keep
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._stream.device).wait_event(self.event)
+        accelerators.current_stream(self._stream.device).wait_event(self.event)
         self._keep = None

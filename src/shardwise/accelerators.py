@@ -1,0 +1,180 @@
+"""The one file that knows kinds of devices: which accelerator is here, its streams, memory, random numbers and name.
+
+Everything goes through `torch.accelerator`, `torch.Stream` and the module that torch keeps for a kind of device, so no
+kind needs code here. CUDA and ROCm (which calls itself CUDA) are what it was written for; XPU and devices from outside
+torch go the same way and have only been played on CPU ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+CPU = torch.device("cpu")
+
+_FIRST = -1
+"""The priority of a stream whose kernels go before those of others: torch's numbers fall as priority rises."""
+_NO_COLLECTIVES = frozenset({"mps"})
+"""Accelerators that no backend of torch.distributed serves: ranks beside one compute on their CPUs."""
+
+
+# Which device ---------------------------------------------------------------------------------------------------------
+
+
+def accelerator() -> torch.device | None:
+    """This process's accelerator, with its index; None where there is none that ranks can train on."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type in _NO_COLLECTIVES:
+        return None
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def count() -> int:
+    """Accelerators that this process sees. Starts no driver where torch can count without."""
+    found = torch.accelerator.current_accelerator()
+    return 0 if found is None or found.type in _NO_COLLECTIVES else torch.accelerator.device_count()
+
+
+def of_local_rank(local_rank: int) -> torch.device:
+    """The accelerator of the rank with that number on this host, which becomes the current one, else the CPU."""
+    found = accelerator()
+    if found is None:
+        return CPU
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(found.type, index)
+
+
+def of_group(group: dist.ProcessGroup | None) -> torch.device:
+    """Where ranks of a process group compute: on the accelerator, if the group has a backend for it; else on the CPU,
+    as users ask for with `init_process_group("gloo")`. None: a world of one. Warns where an accelerator is left idle
+    that nobody decided about.
+
+    Raises:
+        ValueError: the group's backend serves neither.
+    """
+    found = accelerator()
+    if found is not None and (group is None or serves(group, found.type)):
+        return found
+    if group is not None and not serves(group, "cpu"):
+        kinds = sorted({device.type for device in group._device_types})
+        raise ValueError(
+            f"the process group serves {', '.join(kinds) or 'no device'}, and torch sees {found or 'none'}"
+        )
+    idle = torch.accelerator.current_accelerator(check_available=True)
+    if idle is not None and idle.type in _NO_COLLECTIVES:
+        warnings.warn(f"shardwise: no collectives for {idle.type} exist, so this trains on the CPU", stacklevel=2)
+    return CPU
+
+
+def of_kind(kind: str) -> torch.device:
+    """The device of this process that is of a kind ("cpu", "cuda", ...).
+
+    Raises:
+        ValueError: there is none.
+    """
+    if kind == "cpu":
+        return CPU
+    found = accelerator()
+    if found is None or found.type != kind:
+        raise ValueError(f"no {kind} device is here (torch sees {'none' if found is None else found})")
+    return found
+
+
+def serves(group: dist.ProcessGroup, kind: str) -> bool:
+    """Whether a backend of the process group moves tensors on devices of that kind."""
+    return kind in {device.type for device in group._device_types}
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend of torch.distributed that is made for the device: nccl for CUDA and ROCm, xccl for XPU, gloo for
+    CPUs."""
+    return dist.get_default_backend_for_device(device)
+
+
+# Streams --------------------------------------------------------------------------------------------------------------
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream whose kernels go before those of the current one. Else a collective that has few blocks waits until a
+    large product has none left."""
+    return torch.Stream(device=device, priority=_FIRST)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that operations on the device are enqueued on now."""
+    return torch.accelerator.current_stream(device)
+
+
+def on(stream: torch.Stream) -> AbstractContextManager[Any]:
+    """Inside, operations are enqueued on `stream`."""
+    return stream
+
+
+def wait(device: torch.device) -> None:
+    """Return when the device has done everything that was enqueued; at once on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def allocated_bytes(device: torch.device) -> tuple[int, int]:
+    """What the device's allocator has handed out: now, and at the peak since `reset_peak`."""
+    return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+
+
+def reset_peak(device: torch.device) -> None:
+    """The peak is what is allocated now. Nothing happens on a CPU, whose allocator does not count."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def total_bytes(device: torch.device) -> int:
+    """The accelerator's memory."""
+    return int(_module(device).get_device_properties(device).total_memory)
+
+
+# What differs from kind to kind ---------------------------------------------------------------------------------------
+
+
+def name(device: torch.device) -> str:
+    """The accelerator's name, as its maker gives it."""
+    return str(_module(device).get_device_name(device))
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The accelerator's random state: bytes, on the CPU."""
+    state: Tensor = _module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Set what `random_state` gave."""
+    _module(device).set_rng_state(state, device)
+
+
+def has_fused_adamw(device: torch.device) -> bool:
+    """Whether torch has AdamW as one kernel there."""
+    return device.type in _get_fused_kernels_supported_devices()
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """What sums of many terms are taken in: fp64, or fp32 on a device that has no fp64."""
+    if device.type == "mps":
+        return torch.float32
+    if device.type == "xpu" and not getattr(_module(device).get_device_properties(device), "has_fp64", True):
+        return torch.float32
+    return torch.float64
+
+
+def _module(device: torch.device) -> Any:
+    """What torch keeps for that kind of device."""
+    return torch.get_device_module(device)

@@ -1,0 +1,103 @@
+"""One file knows kinds of devices, and nobody trains on another device than was asked for. There is no accelerator
+here: one is claimed, where a test says so, up to the point at which memory would be allocated."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import accelerators
+from shardwise.engine.mesh import build_mesh
+from shardwise.errors import MeshError
+from shardwise.policy.strategy import Strategy
+from tests.engine.rig import on_ranks
+
+SOURCE = Path(accelerators.__file__).parent
+XPU = torch.device("xpu", 0)
+
+
+@contextmanager
+def claimed(device: torch.device) -> Iterator[None]:
+    """Inside, this process has an accelerator."""
+    with mock.patch.object(accelerators, "accelerator", return_value=device):
+        yield
+
+
+def test_no_other_file_names_a_kind_of_device() -> None:
+    found = [
+        f"{path.relative_to(SOURCE)}:{number}"
+        for path in SOURCE.rglob("*.py")
+        if path.name != "accelerators.py"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if re.search(r"torch\.(cuda|xpu|mps|accelerator)\b|[\"'](cuda|xpu|mps|hpu|npu)[\"']|\.is_cuda\b", line)
+    ]
+    assert found == []
+
+
+def test_without_an_accelerator_everything_is_on_the_cpu() -> None:
+    assert accelerators.accelerator() is None
+    assert accelerators.count() == 0
+    assert accelerators.of_local_rank(3) == torch.device("cpu")
+    assert accelerators.of_group(None) == torch.device("cpu")
+    assert accelerators.wide_dtype(torch.device("cpu")) is torch.float64
+    assert accelerators.has_fused_adamw(torch.device("cpu"))
+    accelerators.wait(torch.device("cpu"))
+    accelerators.reset_peak(torch.device("cpu"))
+
+
+def test_backends_are_those_that_torch_names() -> None:
+    kinds = ("cpu", "cuda", "xpu")
+    assert [accelerators.backend_for(torch.device(kind)) for kind in kinds] == ["gloo", "nccl", "xccl"]
+
+
+def test_a_world_of_one_computes_on_its_accelerator() -> None:
+    with claimed(XPU):
+        assert build_mesh(Strategy.FULL_SHARD, None, None, None).device == XPU
+
+
+@on_ranks(2)
+def test_gloo_ranks_compute_on_their_cpus_beside_an_accelerator() -> None:
+    with claimed(XPU):
+        assert build_mesh(Strategy.FULL_SHARD, None, None, None).device == torch.device("cpu")
+
+
+@on_ranks(2)
+def test_a_mesh_says_where_ranks_compute() -> None:
+    with claimed(XPU):
+        assert build_mesh(Strategy.FULL_SHARD, init_device_mesh("cpu", (2,)), None, None).device.type == "cpu"
+
+
+@on_ranks(2)
+def test_a_mesh_of_devices_that_are_not_here() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with mock.patch.object(mesh, "_device_type", "xpu"), pytest.raises(MeshError, match="no xpu device is here"):
+        build_mesh(Strategy.FULL_SHARD, mesh, None, None)
+
+
+@on_ranks(2)
+def test_a_mesh_of_devices_that_the_backend_does_not_serve() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with claimed(XPU), mock.patch.object(mesh, "_device_type", "xpu"), pytest.raises(MeshError) as caught:
+        build_mesh(Strategy.FULL_SHARD, mesh, None, None)
+    assert "backend 'gloo' does not serve" in str(caught.value)
+    assert 'init_process_group("xccl")' in str(caught.value)
+
+
+@on_ranks(2)
+def test_a_group_that_serves_no_device_of_this_process() -> None:
+    served = mock.patch.object(accelerators, "serves", return_value=False)
+    with served, pytest.raises(MeshError, match="ranks have no device"):
+        build_mesh(Strategy.FULL_SHARD, None, None, None)
+    assert accelerators.of_group(dist.group.WORLD) == torch.device("cpu")
+
+
+def test_an_accelerator_without_collectives_is_not_left_idle_in_silence() -> None:
+    mps = mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("mps"))
+    with mps, pytest.warns(UserWarning, match="no collectives for mps exist, so this trains on the CPU"):
+        assert accelerators.of_group(None) == torch.device("cpu")
