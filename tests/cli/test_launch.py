@@ -214,6 +214,18 @@ def test_an_interrupt_before_the_ranks_listen(start: Start, delay_s: float) -> N
     assert "Traceback" not in ended.err
 
 
+def test_an_interrupt_while_ranks_boot_waits_for_their_handlers(start: Start, tmp_path: Path) -> None:
+    booting = tmp_path / "stand_in" / "sitecustomize.py"
+    slow = 'if "RANK" in os.environ:\n    os.write(1, b"booting\\n")\n    time.sleep(1)\n'
+    booting.write_text(booting.read_text() + slow)
+    command = start("train", "run.toml", scenario="time.sleep(600)")
+    assert command.process.stdout is not None
+    assert [command.process.stdout.readline() for _ in range(2)] == ["booting\n"] * 2
+    command.interrupt()
+    ended = command.end(timeout_s=30)
+    assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
+
+
 def test_an_interrupt_while_ranks_import_is_no_failure(start: Start) -> None:
     """As an extension module says that is imported again after an interrupt broke its first import off."""
     scenario = """
