@@ -190,14 +190,14 @@ class _Reading:
 
     def _expect_state(
         self,
-        named: tuple[str, Tensor],
+        member: tuple[str, Tensor],
         group: dict[str, Any],
         present: dict[str, Any],
         saved: dict[str, Any],
         stored: dict[str, StoredTensor],
     ) -> None:
-        """Match the saved state of one parameter, given with its fqn; `present` is what the optimizer has of it."""
-        fqn, parameter = named
+        """Match the saved state of a group's member (fqn, parameter); `present` is the optimizer's own state of it."""
+        fqn, parameter = member
         values: dict[str, Any] = {}
         pieces: Wanted = []
         for name, value in saved.items():

@@ -34,9 +34,7 @@ def begin(path: Path) -> Path:
     """
     if path.is_symlink() or (path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None)):
         raise CheckpointError(f"{path} exists already: save to another path, or remove it first")
-    partial = partial_of(path)
-    if partial.is_dir() and not partial.is_symlink():
-        shutil.rmtree(partial)
+    partial = _cleared(path)
     new = [above for above in partial.parents if not above.exists()]
     partial.mkdir(parents=True)
     for above in new:
@@ -57,6 +55,14 @@ def discard(path: Path) -> None:
     shutil.rmtree(partial_of(path), ignore_errors=True)
 
 
+def _cleared(path: Path) -> Path:
+    """The partial directory of `path`, which is removed if it is there."""
+    partial = partial_of(path)
+    if partial.is_dir() and not partial.is_symlink():
+        shutil.rmtree(partial)
+    return partial
+
+
 @contextmanager
 def building(path: Path) -> Iterator[Path]:
     """Inside, the empty partial directory of `path`; it is committed on exit, and removed if the block raises.
@@ -74,9 +80,7 @@ def building(path: Path) -> Iterator[Path]:
 
 def remove(path: Path) -> None:
     """Remove the checkpoint `path`. After a crash its remains are a partial directory."""
-    partial = partial_of(path)
-    if partial.is_dir() and not partial.is_symlink():
-        shutil.rmtree(partial)
+    partial = _cleared(path)
     os.rename(path, partial)  # noqa: PTH104
     sync(path.parent)  # before its files go: else the old name could come back with only some of them
     shutil.rmtree(partial)

@@ -14,40 +14,40 @@ from shardwise.errors import UserError, one_line
 from shardwise.suggest import did_you_mean
 
 
-def load_factory(name: str, place: str, error: type[UserError]) -> Callable[[], nn.Module]:
+def load_factory(name: str, where: str, error: type[UserError]) -> Callable[[], nn.Module]:
     """Import `module:function`, also from the working directory. Exceptions of the function itself reach the caller.
 
     Args:
         name: "module:function".
-        place: the beginning of messages: where the user wrote the name, and the name.
+        where: the beginning of messages: where the user wrote the name, and the name.
         error: to raise where it names no function that can be called without arguments; so does the function that is
             returned where the user's returns no module.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
-        raise error(f"{place} should read module:function")
+        raise error(f"{where} should read module:function")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as cause:
         why = one_line(cause, with_type=not isinstance(cause, ImportError))
-        raise error(f"{place}: {module_name} cannot be imported: {why}") from cause
+        raise error(f"{where}: {module_name} cannot be imported: {why}") from cause
     if not hasattr(module, function_name):
-        raise error(f"{place}: {module_name} has no {function_name}{did_you_mean(function_name, vars(module))}")
+        raise error(f"{where}: {module_name} has no {function_name}{did_you_mean(function_name, vars(module))}")
     function = getattr(module, function_name)
     if isinstance(function, nn.Module) or not callable(function):
-        raise error(f"{place} is of type {type(function).__name__}, not a function: name one that builds the model")
+        raise error(f"{where} is of type {type(function).__name__}, not a function: name one that builds the model")
     needed = _needed(function)
     if needed:
         raise error(
-            f"{place} needs arguments ({', '.join(needed)}): name a function without, such as one that calls it"
+            f"{where} needs arguments ({', '.join(needed)}): name a function without, such as one that calls it"
         )
 
     def build() -> nn.Module:
         model = function()
         if not isinstance(model, nn.Module):
-            raise error(f"{place} returned a {type(model).__name__}, not a torch.nn.Module")
+            raise error(f"{where} returned a {type(model).__name__}, not a torch.nn.Module")
         return model
 
     return build

@@ -190,8 +190,9 @@ class _EngineReplay:
             self.streams[self._next] = stream
         return self._next
 
-    def give(self, block: int) -> None:
-        self.out.append(Free(block))
+    def give(self, block: int | None) -> None:
+        if block is not None:
+            self.out.append(Free(block))
 
     def drop_parameters(self, unit: str) -> None:
         if unit in self.parameters:
@@ -267,9 +268,8 @@ class _Fsdp2(_EngineReplay):
     def gather(self, unit: str) -> None:
         if unit not in self.parameters:
             self._land(unit)
-            if self.deferred is not None:
-                self.give(self.deferred)
-                self.deferred = None
+            self.give(self.deferred)
+            self.deferred = None
             super().gather(unit)
             landed = self.landing.pop(unit)
             if self.phase is StepPhase.FORWARD:
@@ -288,9 +288,8 @@ class _Fsdp2(_EngineReplay):
         return super().stays(unit) or unit in self.order[-1:]
 
     def end_forward(self) -> None:
-        if self.deferred is not None:
-            self.give(self.deferred)
-            self.deferred = None
+        self.give(self.deferred)
+        self.deferred = None
 
     def reduce(self, unit: str) -> None:
         self.drop_parameters(unit)
@@ -300,9 +299,8 @@ class _Fsdp2(_EngineReplay):
         self.keep_shard(unit)
 
     def end_backward(self) -> None:
-        if self.reducing is not None:
-            self.give(self.reducing)
-            self.reducing = None
+        self.give(self.reducing)
+        self.reducing = None
 
 
 class _Ddp(_EngineReplay):
