@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,15 @@ class RecordingCollectives:
         for event in self.events:
             total[event.op] += event.bytes_sent
         return {op: nbytes for op, nbytes in total.items() if nbytes}
+
+    def mark(self) -> Work:
+        return self.inner.mark()
+
+    def writing(self, buffer: Buffer, after: Work = FINISHED) -> AbstractContextManager[None]:
+        return self.inner.writing(buffer, after)
+
+    def settle(self) -> None:
+        self.inner.settle()
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
         buffer = self.inner.allocate(nbytes, kind)

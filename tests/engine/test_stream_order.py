@@ -105,11 +105,72 @@ def test_slots_are_ordered_between_streams_of_the_caller() -> None:
     assert evaluate_on_two_streams() == []
 
 
+def write_after_a_forward() -> list[str]:
+    """The forward has begun to gather what backward would need first."""
+    with played() as order:
+        model = sw.shard(seeded(lambda: Net(6)), "full_shard", slots=4)
+        for step in range(2):
+            squares(model, batch(step)).backward()
+        squares(model, batch(2))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        squares(model, batch(3)).backward()
+    return order.races
+
+
+@on_ranks(2)
+def test_weights_may_be_written_after_any_forward() -> None:
+    assert write_after_a_forward() == []
+
+
+@on_ranks(2)
+def test_gathers_wait_for_shards_and_slots_alone() -> None:
+    """Not for what computes: else one that nobody predicted, in a first step or a new order, would overlap nothing."""
+    with played() as order:
+        model = sw.shard(seeded(lambda: Net(6)), "full_shard", slots=8)
+        sw.memory(model)  # allocates the slots
+        compute = order.current
+        before: list[int] = []
+        gathers: list[int] = []
+
+        def watched(whole: Tensor, own: Tensor, group: Any) -> None:
+            gathers.append(order.current.clock.get(compute.number, 0))
+            order.all_gather(whole, own, group)
+
+        model.register_forward_pre_hook(
+            lambda *given: before.append(compute.clock.get(compute.number, 0)), prepend=True
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mock.patch.object(on_streams, "_all_gather", watched):
+            for step in range(2):
+                gathers.clear()
+                loss = squares(model, batch(step))
+                of_forward = gathers[: len(model.blocks) + 1]  # the others are for backward, into slots that were used
+                assert len(of_forward) == len(model.blocks) + 1
+                assert max(of_forward) <= before[-1]
+                loss.backward()
+                optimizer.step()
+    assert order.races == []
+
+
 # Planted faults -------------------------------------------------------------------------------------------------------
 
 
-def _unclaimed(self: Any, buffer: Any) -> None:
+def _unclaimed(self: Any, buffer: Any, stream: Any) -> None:
     """Forgets the last readers."""
+
+
+_writing = on_streams.StreamCollectives.writing
+
+
+def _writing_at_once(self: Any, buffer: Any, after: object = None) -> Any:
+    """Copies shards that may not be written yet."""
+    return _writing(self, buffer)
+
+
+def _unsettled(self: Any) -> None:
+    """Lets shards be written that are still being copied."""
 
 
 @contextmanager
@@ -132,7 +193,9 @@ def _unwaited(self: Any) -> None:
 
 
 FAULTS = {
-    "claim": (on_streams.StreamCollectives, "claim", _unclaimed),
+    "claim": (on_streams.StreamCollectives, "_after_last_reader", _unclaimed),
+    "writing": (on_streams.StreamCollectives, "writing", _writing_at_once),
+    "settle": (on_streams.StreamCollectives, "settle", _unsettled),
     "release": (on_streams.StreamCollectives, "release", PrivateBuffers.release),
     "on": (on_streams.StreamCollectives, "_on", _unordered),
     "wait": (on_streams._OnStream, "wait", _unwaited),
@@ -143,7 +206,7 @@ FAULTS = {
 @on_ranks(2)
 def test_a_planted_fault_is_seen(fault: str) -> None:
     with mock.patch.object(*FAULTS[fault]):
-        assert [*evaluate_on_two_streams(), *train(Case("full_shard", 2)).races]
+        assert [*evaluate_on_two_streams(), *train(Case("full_shard", 2)).races, *write_after_a_forward()]
 
 
 @on_ranks(4)

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Buffer, BufferKind, Reduction
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Work
 
 ALIGNMENT_BYTES = 64
+_ANYWHERE = nullcontext()
 POISON_BYTE = 0xFF  # every float dtype reads a run of these as NaN
 
 
-class PrivateBuffers:
+class NoStreams:
+    """The order of what a CPU rank does is that of its program."""
+
+    def mark(self) -> Work:
+        """Over already."""
+        return FINISHED
+
+    def writing(self, buffer: Buffer, after: Work = FINISHED) -> AbstractContextManager[None]:
+        """Nothing to wait for."""
+        return _ANYWHERE
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
+
+class PrivateBuffers(NoStreams):
     """What collectives do about buffers that lie in memory of this process alone: next to nothing."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device | str, poison: bool | None = None) -> None:

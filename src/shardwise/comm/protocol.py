@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,6 +126,20 @@ class Collectives(Protocol):
 
     def claim(self, buffer: Buffer) -> None:
         """Wait until this rank may write into `buffer`."""
+
+    def mark(self) -> Work:
+        """The work enqueued on the current stream so far. No communication."""
+
+    def writing(self, buffer: Buffer, after: Work = FINISHED) -> AbstractContextManager[None]:
+        """Inside, this rank writes its slices into a claimed gather buffer. No communication.
+
+        On streams they are written on the stream of the gathers, which waits for the buffer's last reader and for
+        `after`, the last write to what the slices are copied from, and not for anything else that computes.
+        """
+
+    def settle(self) -> None:
+        """Order the current stream after every read inside `writing`: what was copied may now be written. No
+        communication."""
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
         """Complete every region of a gather buffer, in place, from the slices that the ranks wrote."""

@@ -239,6 +239,7 @@ class Engine:
         """Agree with the other ranks, if this was an outermost forward, and let go of the unit."""
         try:
             if not self.depth and not call.recompute:
+                self.unsharder.settle()
                 self._compare(failure)
         except BaseException:
             self.show_sharded()
@@ -445,6 +446,7 @@ class Engine:
         for unit in self.units:  # those that handles unsharded after their own backward was over
             if unit.calls.are_over and unit.parameters.state is not ParameterState.SHARDED:
                 self._leave_backward(unit)
+        self.unsharder.settle()
         self.reducer.finish(self.units)
         self.backward = Backward.NONE
 
@@ -457,6 +459,7 @@ class Engine:
         was_running = self.backward is Backward.RUNNING  # else ranks were agreeing, and know
         for forward in self._walked:
             forward.close()
+        self.unsharder.settle()
         self.show_sharded()
         if was_running:
             self.control.abandon()

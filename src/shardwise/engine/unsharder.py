@@ -161,6 +161,12 @@ class Unsharder:
                 stacklevel=2,
             )
 
+    def settle(self) -> None:
+        """Nothing reads this rank's slices any more, as far as the current stream goes: they may be written."""
+        self._mesh.shard.settle()
+        if self._mesh.secondary is not None:
+            self._mesh.secondary.settle()
+
     def reshard_all(self, units: Sequence[Unit]) -> None:
         """Take every slot back."""
         for unit in units:

@@ -25,7 +25,7 @@ from torch import Tensor
 from shardwise import accelerators
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
 from shardwise.comm.channel import channel_of
-from shardwise.comm.protocol import FINISHED, Buffer, Combine, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Reduction, Region, Work
 from shardwise.comm.timeout import timeout_s
 
 if TYPE_CHECKING:
@@ -71,23 +71,60 @@ class StreamCollectives(PrivateBuffers):
         self._channel = channel_of(group, timeout_s(group), self.labels)
         self._gather_stream = accelerators.new_stream(device)
         self._reduce_stream = accelerators.new_stream(device)
-        self._free: dict[int, torch.Event] = {}  # by buffer: after its last reader
+        self._free: dict[int, torch.Event] = {}
+        """By buffer: after its last reader, which may be on any stream."""
+        self._written: set[int] = set()
+        """Gather buffers whose slices were written on the gather stream."""
+        self._read: torch.Event | None = None
+        """After the last slice that was read on the gather stream."""
+
+    def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
+        """Memory of the caching allocator."""
+        buffer = super().allocate(nbytes, kind)
+        self._free[buffer.index] = self._current().record_event()  # whoever had the block was on the current stream
+        return buffer
 
     def claim(self, buffer: Buffer) -> None:
-        """Order the current stream after the buffer's last reader."""
-        # The engine writes on the current stream: not before a gather buffer's last reader, which may be on another
-        # stream, nor before the reduce stream is through with a reduce buffer.
-        if buffer.index in self._free:
-            self._current().wait_event(self._free.pop(buffer.index))
+        """Order the current stream after the last use of a reduce buffer. For a gather buffer `writing` waits."""
+        if buffer.kind is BufferKind.REDUCE:
+            self._after_last_reader(buffer, self._current())
+
+    def mark(self) -> Work:
+        """An event of the current stream."""
+        return _OnStream(self._current(), keep=None)
+
+    @contextlib.contextmanager
+    def writing(self, buffer: Buffer, after: Work = FINISHED) -> Iterator[None]:
+        """On the gather stream."""
+        stream = self._gather_stream
+        self._after_last_reader(buffer, stream)
+        if isinstance(after, _OnStream):
+            stream.wait_event(after.event)
+        with accelerators.on(stream):
+            yield
+        self._written.add(buffer.index)
+        self._read = stream.record_event()
+
+    def settle(self) -> None:
+        """Order the current stream after the last block of `writing`."""
+        if self._read is not None:
+            self._current().wait_event(self._read)
+            self._read = None
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
         """In place, on the gather stream; several regions are one launch."""
-        with self._on(self._gather_stream), self._together(self._group, len(regions)):
+        stream = self._gather_stream
+        if buffer.index in self._written:
+            self._written.remove(buffer.index)
+        else:  # on the current stream, then
+            self._after_last_reader(buffer, stream)
+            stream.wait_stream(self._current())
+        with accelerators.on(stream), self._together(self._group, len(regions)):
             for region in regions:
                 nbytes = region.shard_bytes * self.world_size
                 whole = buffer.bytes[region.start : region.start + nbytes]
                 _all_gather(whole, slice_of(whole, self.rank, self.world_size), group=self._group)
-        return _OnStream(self._gather_stream, keep=buffer)
+        return _OnStream(stream, keep=buffer)
 
     def release(self, buffer: Buffer) -> None:
         """Record the event after which the buffer may be written."""
@@ -96,10 +133,11 @@ class StreamCollectives(PrivateBuffers):
 
     def detach(self, buffer: Buffer) -> Buffer:
         """New memory of the caching allocator, which frees the old one with its last view."""
-        # The next gather into the new memory waits for the current stream, whose freed block it may be. The old memory
-        # may be freed at any time: the gather into it is behind the current stream, as the caller has waited.
-        self._free.pop(buffer.index, None)
-        return super().detach(buffer)
+        # The next writer waits for the current stream, whose freed block the new memory may be. The old memory may be
+        # freed at any time: the gather into it is behind the current stream, as the caller has waited.
+        replacement = super().detach(buffer)
+        self._free[buffer.index] = self._current().record_event()
+        return replacement
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
@@ -154,6 +192,10 @@ class StreamCollectives(PrivateBuffers):
 
     def _current(self) -> torch.Stream:
         return accelerators.current_stream(self.device)
+
+    def _after_last_reader(self, buffer: Buffer, stream: torch.Stream) -> None:
+        if buffer.index in self._free:
+            stream.wait_event(self._free.pop(buffer.index))
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:

@@ -62,8 +62,8 @@ class _Slices:
     def __init__(self, groups: Sequence[Group], collectives: Collectives, pieces: Sequence[Tensor]) -> None:
         self.collectives = collectives
         self.pieces = pieces
-        self.version = -1
-        """Of the weights that are in them."""
+        self._version = -1
+        self._written: Work = FINISHED
         self.regions = tuple(
             Region(group.unsharded_start, piece.numel() * group.dtypes.compute.itemsize)
             for group, piece in zip(groups, pieces, strict=True)
@@ -73,16 +73,26 @@ class _Slices:
             for region, group, piece in zip(self.regions, groups, pieces, strict=True)
         ]
 
+    def hold(self, version: int) -> bool:
+        """Whether weights of that version are in them."""
+        return self._version == version
+
+    def were_written(self, version: int) -> None:
+        """Weights of that version are in them, as far as the current stream goes: copies wait for no more than that."""
+        self._version = version
+        self._written = self.collectives.mark()
+
     def write_to(self, slot: Slot[Any]) -> None:
         """Copy the slices, cast, to their final places in a slot."""
-        for piece, place in zip(self.pieces, self._places, strict=True):
-            slot.flat(*place).copy_(piece)
+        with self.collectives.writing(slot.buffer, after=self._written):
+            for piece, place in zip(self.pieces, self._places, strict=True):
+                slot.flat(*place).copy_(piece)
 
     def read_from(self, slot: Slot[Any], version: int) -> None:
         """Take the slices out of a slot with weights of that version."""
         for piece, place in zip(self.pieces, self._places, strict=True):
             piece.copy_(slot.flat(*place))
-        self.version = version
+        self.were_written(version)
 
 
 class UnitParameters:
@@ -137,6 +147,12 @@ class UnitParameters:
     def stepped(self) -> None:
         """An optimizer has updated the shards."""
         self._steps += 1
+        self._note_writes(self.version)
+
+    def _note_writes(self, version: int) -> None:
+        """Have gathers wait for what has written the shards so far, if something has since that was noted last."""
+        if self._primary is not None and not self._primary.hold(version):
+            self._primary.were_written(version)
 
     @property
     def is_fresh(self) -> bool:
@@ -146,7 +162,7 @@ class UnitParameters:
     @property
     def has_secondary(self) -> bool:
         """Whether the smaller group holds the weights of now."""
-        return self._secondary is not None and self._secondary.version == self.version
+        return self._secondary is not None and self._secondary.hold(self.version)
 
     # Building ---------------------------------------------------------------------------------------------------------
 
@@ -179,6 +195,7 @@ class UnitParameters:
         """The slices are over that group of ranks (the same ones). No communication."""
         if collectives is not None:
             self._primary = _Slices(self.groups, collectives, [group.shard for group in self.groups])
+            self._note_writes(self.version)
 
     def pin(self, collectives: Collectives, holder: object) -> Slot[Any]:
         """Make the shard the slot, for good. Only where `is_pinned`."""
@@ -214,6 +231,7 @@ class UnitParameters:
         self._move(ParameterState.UNSHARDING)
         self.slot = slot
         self._unsharded_version = self.version  # before the slices are read: a write from here on makes them stale
+        self._note_writes(self._unsharded_version)
         slices = self._primary
         if self._secondary is not None and slot.collectives is self._secondary.collectives:
             slices = self._secondary

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES, Counter, Journal, Watch
 from shardwise.comm.backends.shared_memory.segment import Segment, make_private
-from shardwise.comm.buffers import POISON_BYTE, check_reductions, pieces_of, poison_asked, shares, slice_of
+from shardwise.comm.buffers import POISON_BYTE, NoStreams, check_reductions, pieces_of, poison_asked, shares, slice_of
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Reduction, Region, Then, Work
 from shardwise.comm.signature import sign
 from shardwise.comm.summation import RankOrderSum
@@ -34,7 +34,7 @@ SMALL_BYTES = 64 * 2**10
 _LENGTH_BYTES = 8
 
 
-class ShmCollectives:
+class ShmCollectives(NoStreams):
     """CPU ranks of one host."""
 
     name = "shm"
