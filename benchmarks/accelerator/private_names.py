@@ -57,6 +57,7 @@ NAMES = (
     "torch.ops.aten._to_copy.default",
     "torch.optim.optimizer._foreach_supported_types",
     "torch.utils._foreach_utils._foreach_supported_types",
+    "torch.utils._foreach_utils._get_fused_kernels_supported_devices",
     "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch._disable_current_modes",
