@@ -26,7 +26,7 @@ class Event:
     """Position among this group's recorded calls."""
     op: str
     """all_gather, reduce_scatter, all_reduce, control (small all_reduce, broadcast, barrier), exchange (between hosts),
-    or what happens to a buffer: allocate, claim, release, detach."""
+    or what happens to a buffer: allocate, claim, release, replace."""
     buffer: int | None
     """`Buffer.index`, where the call works in one."""
     bytes_sent: int
@@ -85,9 +85,9 @@ class RecordingCollectives:
         self._record("release", buffer)
         self.inner.release(buffer)
 
-    def detach(self, buffer: Buffer) -> Buffer:
-        self._record("detach", buffer)
-        return self.inner.detach(buffer)
+    def replace(self, buffer: Buffer) -> Buffer:
+        self._record("replace", buffer)
+        return self.inner.replace(buffer)
 
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         # Each rank sends every other the slice that is theirs, in the dtype that travels.

@@ -47,15 +47,15 @@ def test_fake_tensors() -> None:
         flat = reduce.bytes.view(torch.bfloat16)
         dry.reduce_scatter(reduce, (Reduction(flat, flat[20:24], False),)).wait()
         dry.reduce_scatter(reduce, (Reduction(flat, torch.empty(4), True),)).wait()
-        dry.release(dry.detach(gather))
+        dry.release(dry.replace(gather))
 
 
-def test_released_memory_is_poisoned_and_detached_memory_is_not() -> None:
+def test_released_memory_is_poisoned_and_replaced_memory_is_not() -> None:
     dry = DryCollectives(0, 1, "cpu", poison=True)
     buffer = dry.allocate(16, BufferKind.GATHER)
     assert buffer.bytes.view(torch.float32).isnan().all()
     buffer.bytes.fill_(1)
-    replacement = dry.detach(buffer)
+    replacement = dry.replace(buffer)
     assert replacement.index == buffer.index
     dry.release(replacement)
     assert replacement.bytes.eq(0xFF).all()

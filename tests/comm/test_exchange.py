@@ -196,11 +196,11 @@ def run_program(kind: str, steps: list[tuple[str, int]]) -> None:
             comm.all_gather(gathers[which], (Region(0, 64),)).wait()
             assert gathers[which].bytes.view(n, 64)[:, 5].tolist() == [(number + q) % 256 for q in range(n)]
             comm.release(gathers[which])
-        elif step == "detach":
+        elif step == "replace":
             comm.claim(gathers[which])
             gathers[which].bytes.view(n, 64)[r] = number + r
             comm.all_gather(gathers[which], (Region(0, 64),)).wait()
-            gathers[which] = comm.detach(gathers[which])
+            gathers[which] = comm.replace(gathers[which])
             comm.release(gathers[which])
         elif step == "reduce":
             comm.claim(reduces[which])
@@ -252,7 +252,7 @@ def test_broadcast(ranks: RankPools, kind: str, world_size: int) -> None:
 @OPTIONS
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(["gather", "detach", "reduce", "all_reduce", "barrier"]), st.integers(0, 1)),
+        st.tuples(st.sampled_from(["gather", "replace", "reduce", "all_reduce", "barrier"]), st.integers(0, 1)),
         max_size=12,
     )
 )

@@ -18,7 +18,7 @@ def exercise(comm: RecordingCollectives) -> None:
     comm.claim(gather)
     gather.bytes.zero_()
     comm.all_gather(gather, (Region(0, 64), Region(64 * n, 32))).wait()
-    comm.release(comm.detach(gather))
+    comm.release(comm.replace(gather))
     comm.claim(reduce)
     flat = reduce.bytes.view(torch.bfloat16).zero_()
     comm.reduce_scatter(reduce, (Reduction(flat, torch.zeros(32), False),)).wait()
@@ -43,7 +43,7 @@ def test_bytes_and_order() -> None:
         "all_reduce": 2 * 3 * 120_000 // 4,
         "control": 6 + 3 * 20,
     }
-    ops = "allocate allocate claim all_gather detach release claim reduce_scatter all_reduce control control control"
+    ops = "allocate allocate claim all_gather replace release claim reduce_scatter all_reduce control control control"
     assert [event.op for event in comm.events] == ops.split()
     assert [event.sequence for event in comm.events] == list(range(12))
     assert comm.events[3] == Event(3, "all_gather", 0, 288)

@@ -33,12 +33,12 @@ def segments() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "rw-s" in line]
 
 
-def detached_views() -> None:
+def views_of_replaced() -> None:
     comm = collectives("shm")
     buffer = comm.allocate(10_000 * comm.world_size, BufferKind.GATHER)
     gather(comm, buffer, 1).wait()
     stash, address = buffer.bytes[5:], buffer.bytes.data_ptr()
-    replacement = comm.detach(buffer) if comm.rank == 1 else buffer
+    replacement = comm.replace(buffer) if comm.rank == 1 else buffer
     assert (replacement.index, replacement.kind) == (buffer.index, buffer.kind)
     assert replacement.bytes.eq(1).all(), "the replacement is the same shared memory"
     comm.release(replacement)
@@ -57,7 +57,7 @@ def detached_views() -> None:
     del stash, buffer
 
 
-def detached_reduce_buffer() -> None:
+def replaced_reduce_buffer() -> None:
     comm = collectives("shm")
     buffer = comm.allocate(4 * comm.world_size, BufferKind.REDUCE)
     for number in range(3):
@@ -66,7 +66,7 @@ def detached_reduce_buffer() -> None:
         flat.fill_(number)
         comm.reduce_scatter(buffer, (Reduction(flat, out, False),)).wait()
         assert out.item() == number * comm.world_size
-        buffer = comm.detach(buffer)
+        buffer = comm.replace(buffer)
         assert flat.eq(number).all()
         tensor = buffer.bytes.view(torch.float32)
         comm.claim(buffer)
@@ -237,9 +237,9 @@ def inference_and_fill(nbytes: int) -> tuple[bool, int, int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_detach_leaves_stashed_views_their_values(ranks: RankPools, world_size: int) -> None:
-    ranks(world_size).run(detached_views)
-    ranks(world_size).run(detached_reduce_buffer)
+def test_replace_leaves_stashed_views_their_values(ranks: RankPools, world_size: int) -> None:
+    ranks(world_size).run(views_of_replaced)
+    ranks(world_size).run(replaced_reduce_buffer)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

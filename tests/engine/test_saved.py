@@ -172,7 +172,7 @@ def test_a_unit_is_gathered_twice_a_step_and_nothing_is_retired() -> None:
     before = count(twins.engine, "all_gather")
     twins.train(1)
     assert count(twins.engine, "all_gather") - before == 2 * 5 - 2
-    assert count(twins.engine, "detach") == 0
+    assert count(twins.engine, "replace") == 0
     assert all(unit.parameters.state is ParameterState.SHARDED for unit in twins.engine.units)
 
 

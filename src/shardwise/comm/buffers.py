@@ -59,7 +59,7 @@ class PrivateBuffers(NoStreams):
         if self.poison:
             buffer.bytes.fill_(POISON_BYTE)
 
-    def detach(self, buffer: Buffer) -> Buffer:
+    def replace(self, buffer: Buffer) -> Buffer:
         """New memory in its place."""
         return self._buffer(buffer.bytes.numel(), buffer.kind, buffer.index)
 

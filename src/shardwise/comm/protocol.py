@@ -148,7 +148,7 @@ class Collectives(Protocol):
         """This rank has read (or enqueued its last reader of) a gather buffer. Poisons it with 0xFF bytes (NaN in every
         float dtype) when `poison` is set, once no rank can be reading it."""
 
-    def detach(self, buffer: Buffer) -> Buffer:
+    def replace(self, buffer: Buffer) -> Buffer:
         """A replacement for `buffer` in its role (same index); the old storage and its contents are left, privately, to
         the holders of views of it on this rank. Not collective. Called between `wait` and `release`; the
         replacement is then the one to be released."""

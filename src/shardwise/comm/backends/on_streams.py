@@ -131,11 +131,11 @@ class StreamCollectives(PrivateBuffers):
         super().release(buffer)
         self._free[buffer.index] = self._current().record_event()
 
-    def detach(self, buffer: Buffer) -> Buffer:
+    def replace(self, buffer: Buffer) -> Buffer:
         """New memory of the caching allocator, which frees the old one with its last view."""
         # The next writer waits for the current stream, whose freed block the new memory may be. The old memory may be
         # freed at any time: the gather into it is behind the current stream, as the caller has waited.
-        replacement = super().detach(buffer)
+        replacement = super().replace(buffer)
         self._free[buffer.index] = self._current().record_event()
         return replacement
 

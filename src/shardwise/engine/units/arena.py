@@ -95,7 +95,7 @@ class Slot(Generic[T]):
 
     def retire_storage(self) -> None:
         """Leave the storage to those who still hold views of it and go on with another."""
-        self._set(self.collectives.detach(self.buffer))
+        self._set(self.collectives.replace(self.buffer))
         self.generation += 1
 
 

@@ -102,7 +102,7 @@ class ShmCollectives(NoStreams):
             shared.poisoned.post(shared.uses)
             shared.poisoned.wait(shared.uses, f"release of buffer {buffer.index}")
 
-    def detach(self, buffer: Buffer) -> Buffer:
+    def replace(self, buffer: Buffer) -> Buffer:
         """Put private memory with the same contents under the old views; the buffer itself is mapped anew."""
         replacement = self._map(self._shared[buffer.index])
         self._reduce_buffers.pop(buffer.bytes.data_ptr(), None)
