@@ -6,7 +6,7 @@ import bisect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,7 @@ class Recorder(TorchDispatchMode):
         """FORWARD, BACKWARD or OPTIMIZER, as the dry run goes on; recomputation is noticed here."""
         self._events: list[StepEvent | _TrackedStorage] = []
         self._live: dict[int, tuple[_TrackedStorage, object]] = {}
+        self._group = ""
         self._blocks = 0
         self._collectives = 0
         self._accumulated: tuple[_TrackedStorage, _TrackedStorage] | None = None
@@ -192,6 +193,15 @@ class Recorder(TorchDispatchMode):
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._owners.append(self._modules[-1] if self._modules else "")
 
+    @contextmanager
+    def on_stream_of(self, group: str) -> Iterator[None]:
+        """Operations inside run on the stream of a group's communicator."""
+        before, self._group = self._group, group
+        try:
+            yield
+        finally:
+            self._group = before
+
     # Operations ---------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -223,7 +233,8 @@ class Recorder(TorchDispatchMode):
             scratch = [self._new_block(nbytes) for nbytes in operation.scratch_bytes(args)]
             for block in scratch:
                 self._emit(block)
-            self._emit(operation.kernel(args, kwargs, out, self.module, self.phase))
+            kernel = operation.kernel(args, kwargs, out, self.module, self.phase)
+            self._emit(replace(kernel, group=self._group) if self._group else kernel)
             for block in scratch:
                 block.died = self.phase
                 self._emit(Free(block.number))

@@ -34,7 +34,7 @@ class KernelKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One operation on the compute stream."""
+    """One operation."""
 
     name: str
     """Of the ATen operator, such as `mm`."""
@@ -50,6 +50,8 @@ class Kernel:
     module: str
     """fqn of the innermost module."""
     phase: StepPhase
+    group: str = ""
+    """Runs on the stream of that group's communicator, just before the next collective there; else where computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -27,6 +28,12 @@ class TracedCollectives(DryCollectives):
         self.group = group
         self._recorder = recorder
         self._marks = marks
+
+    def writing(self, buffer: Buffer, after: Work = FINISHED) -> AbstractContextManager[None]:
+        """Have what is recorded inside run on the gathers' stream. No communication."""
+        if self.world_size == 1:
+            return super().writing(buffer, after)
+        return self._recorder.on_stream_of(self.group)
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
         """Record the call. No communication."""

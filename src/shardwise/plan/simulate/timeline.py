@@ -4,8 +4,8 @@ A host hands work out in recorded order, one operation after the other, and runs
 compute stream and one stream for each communicator. A kernel begins when it has been handed out and the one before it
 is over; a collective, when it has been handed out, the one before it on its stream is over, and besides: a reduction,
 when the kernels handed out before it are over (they made its gradients) and, over replicas, when the unit's
-reduce_scatter is; a gather, when the buffer it writes has been released. A `Wait` holds the compute stream, never the
-host. A CPU rank does everything itself, in order.
+reduce_scatter is; a gather, when the buffer it writes has been released. Own slices are cast on the gather's stream
+before it. A `Wait` holds the compute stream, never the host. A CPU rank does everything itself, in order.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ class _Simulation:
     spans: list[Span] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
     streams: dict[str, float] = field(default_factory=dict)
+    before_collective: dict[str, list[Kernel]] = field(default_factory=dict)
+    """By group: what its stream runs first when the next collective there may begin."""
     collectives: dict[int, Span] = field(default_factory=dict)
     gathered: deque[str] = field(default_factory=deque)
     """Units in the order of their gathers, the last `slots` of them."""
@@ -134,6 +136,10 @@ class _Simulation:
 
     def _kernel(self, kernel: Kernel) -> None:
         self._hand_out()
+        if kernel.group and self.roofline.hardware.overlaps:
+            self.flops += kernel.flops
+            self.before_collective.setdefault(kernel.group, []).append(kernel)
+            return
         start_s = max(self.host_s, self.compute_s)
         self.compute_s = start_s + self.roofline.seconds(kernel)
         self.flops += kernel.flops
@@ -147,6 +153,10 @@ class _Simulation:
         stream = event.group if self.roofline.hardware.overlaps else COMPUTE
         self._hand_out()
         start_s = max(self.host_s, self.streams.get(stream, 0.0), self._ready_s(event))
+        for kernel in self.before_collective.pop(event.group, ()):
+            end_s = start_s + self.roofline.seconds(kernel)
+            self.spans.append(Span(stream, kernel.name, event.unit, kernel.phase, start_s, end_s, kernel.bytes_moved))
+            start_s = end_s
         span = Span(stream, event.op, event.unit, event.phase, start_s, start_s + seconds, event.nbytes)
         self.spans.append(span)
         self.collectives[event.number] = span
