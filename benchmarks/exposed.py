@@ -6,8 +6,8 @@
 Both engines' steps are recorded from ours (the same kernels and bytes) and put on streams by the planner's simulation,
 with the parameters that it has for everybody: `plan/simulate`. FSDP2's order is that of its published code
 (`plan/simulate/other_engines/order.py`): it copies every gather out into parameters, and its compute stream waits for
-reductions once, when backward ends. Nothing here was measured on a GPU. Target: ours not above FSDP2's in any row, in exposed
-communication and in idle time; the step itself is shown because a kernel that only one engine needs hides communication.
+reductions once, when backward ends. Nothing here was measured on a GPU. Target: ours not above FSDP2's in any row, in
+exposed communication and in idle time; the step is shown because a kernel that one engine alone needs hides waits.
 """
 
 import argparse

@@ -88,8 +88,10 @@ def of_kind(kind: str) -> torch.device:
 
 
 def serves(group: dist.ProcessGroup, kind: str) -> bool:
-    """Whether a backend of the process group moves tensors on devices of that kind."""
-    return kind in {device.type for device in group._device_types}
+    """Whether a backend of the process group moves tensors on devices of that kind. A group that is no list of torch's
+    backends, but an implementation of its own, names no kind: it is taken to serve any."""
+    kinds = {device.type for device in group._device_types}
+    return not kinds or kind in kinds
 
 
 def backend_for(device: torch.device) -> str:

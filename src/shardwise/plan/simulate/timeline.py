@@ -4,7 +4,7 @@ A host hands work out in recorded order, one operation after the other, and runs
 compute stream and one stream for each communicator. A kernel begins when it has been handed out and the one before it
 is over; a collective, when it has been handed out, the one before it on its stream is over, and besides: a reduction,
 when the kernels handed out before it are over (they made its gradients) and, over replicas, when the unit's
-reduce_scatter is; a gather, when the buffer it writes has been released. Own slices are cast on the gather's stream
+reduce_scatter is; a gather, when the buffer it writes has been released. Own slices are cast on its stream,
 before it. A `Wait` holds the compute stream, never the host. A CPU rank does everything itself, in order.
 """
 
