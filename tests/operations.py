@@ -22,8 +22,9 @@ def counted() -> Iterator[list[str]]:
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if ShardedParameter not in types:
-                names.append(func.__name__)
+            if ShardedParameter in types:
+                return NotImplemented  # it comes back with what is inside
+            names.append(func.__name__)
             return func(*args, **(kwargs or {}))
 
     with Count():

@@ -73,8 +73,8 @@ def test_clipping_of_two_dtypes(count: int, order: float) -> None:
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("count", SIZES)
 def test_clipping_as_torch_does(count: int, order: float) -> None:
-    """Torch's takes the norms apart and together again."""
+    """Torch's takes the norms apart and together again, and a cast that changes nothing is seen here."""
     model = with_gradients(count)
     with counted() as operations:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, order)
-    assert len(operations) <= MOST + 2, operations
+    assert len(operations) <= MOST + 3, operations
