@@ -44,6 +44,7 @@ class RecordingCollectives:
         self.rank = inner.rank
         self.world_size = inner.world_size
         self.device = inner.device
+        self.on_streams = inner.on_streams
         self.labels = inner.labels
         self.events: list[Event] = []
 

@@ -104,7 +104,10 @@ def run_both_ways(case: Case, name: str) -> None:
     with doubled(), backward_elsewhere() as threads:
         found = run(case, BLOCKS[name])
     assert set(threads) == {"device_0"}
-    same_tensors(expected, found)
+    if case.world_size in (2, 4):
+        same_tensors(expected, found)
+    else:  # a third of a sum is not the sum of rounded thirds
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adapted", "rotated"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
+from shardwise.sharded import reductions
 from shardwise.sharded.parameter import ShardedParameter
 from tests.sharded.threads import cut, on_threads, randn
 
@@ -148,3 +149,33 @@ def test_some_dims_are_refused() -> None:
         assert group.calls == 0
 
     on_threads(2, rank)
+
+
+def test_a_device_without_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in fp32 there; the same number to its precision."""
+    tensors = randn((5, 3), (), (40,))
+    monkeypatch.setattr(reductions, "widest_float", lambda device: torch.float32)
+
+    def rank(group: Any) -> None:
+        parts = cut(group, tensors)
+        for order in ORDERS:
+            norms = torch.stack(torch._foreach_norm(parts, order))
+            torch.testing.assert_close(norms, torch.stack(torch._foreach_norm(tensors, order)))
+        assert parts[0].sum().dtype == torch.float32
+
+    on_threads(3, rank)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_norms_of_several_dtypes_are_one_collective(order: float) -> None:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    tensors = [tensor.to(dtype) for tensor, dtype in zip(randn((5,), (40,), (7, 2)), dtypes, strict=True)]
+    tensors[1][3] = math.nan
+
+    def rank(group: Any) -> None:
+        norms = torch._foreach_norm(cut(group, tensors), order)
+        assert group.calls == 1
+        for norm, whole in zip(norms, tensors, strict=True):
+            torch.testing.assert_close(norm, torch._foreach_norm([whole], order)[0], equal_nan=True)
+
+    on_threads(3, rank)

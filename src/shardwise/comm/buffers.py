@@ -37,6 +37,7 @@ class PrivateBuffers(NoStreams):
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
+        self.on_streams = self.device.type != "cpu"
         self.poison = poison_asked() if poison is None else poison
         self.labels: dict[int, str] = {}
         self._allocated = 0
@@ -112,15 +113,27 @@ def same_memory(left: Tensor, right: Tensor) -> bool:
 
 def deliver(summed: Tensor, reduction: Reduction) -> None:
     """Bring a sum that was formed in the own slice of `reduction.flat` to `reduction.out`."""
-    if reduction.accumulate:
-        reduction.out.add_(summed)
-    elif not same_memory(summed, reduction.out):
-        reduction.out.copy_(summed)
+    bring(summed, reduction.out, reduction.accumulate, reduction.scale)
 
 
-def check_reductions(reductions: tuple[Reduction, ...], world_size: int) -> None:
-    """The engine's part of the bargain: sizes agree, and an output that lies in its input is not accumulated into."""
+def bring(summed: Tensor, out: Tensor, accumulate: bool, scale: float) -> None:
+    """out[:] = (out if accumulate else 0) + scale * summed, in one operation unless dtypes differ."""
+    if accumulate:
+        out.add_(summed, alpha=scale)
+    elif scale != 1.0 and out.dtype == summed.dtype:
+        torch.mul(summed, scale, out=out)
+    else:
+        if not same_memory(summed, out):
+            out.copy_(summed)
+        if scale != 1.0:  # only now: a product takes the dtype of the sum before it takes that of `out`
+            out.mul_(scale)
+
+
+def check_reductions(reductions: tuple[Reduction, ...], world_size: int, may_scale: bool = True) -> None:
+    """The engine's part of the bargain: sizes agree, an output that lies in its input is not accumulated into, and only
+    collectives on streams are asked to scale."""
     for r in reductions:
+        assert may_scale or r.scale == 1.0, "on CPUs terms are scaled before they are summed"
         assert r.flat.shape == (world_size * r.out.numel(),), (
             f"a flat buffer of {r.flat.numel()} elements cannot give {world_size} ranks {r.out.numel()} each"
         )

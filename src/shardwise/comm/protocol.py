@@ -67,6 +67,8 @@ class Reduction:
     """1-D, S elements, this rank's slice of the sum, possibly of another dtype; may be `flat`'s own slice."""
     accumulate: bool
     """Add to `out` instead of overwriting it."""
+    scale: float = 1.0
+    """What the sum is multiplied by on its way to `out`; 1 where the collectives are not `on_streams`."""
 
 
 class Work(Protocol):
@@ -114,6 +116,8 @@ class Collectives(Protocol):
     """This rank's position in the group."""
     world_size: int
     device: torch.device
+    on_streams: bool
+    """Work is enqueued for a device, so that each operation costs a launch, whatever its size."""
     labels: dict[int, str]
     """The labels in words, for errors; filled by the user of the labels."""
 

@@ -13,8 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.comm.buffers import bring
+
 CHUNK_NUMEL = 256 * 1024
 """Elements summed or cast at a time: one wide chunk and its inputs stay in a core's cache."""
+
+BATCH_BYTES = 16 * 2**20
+"""Gradients that wait to be copied on a device in one launch. To copy as many takes some 15 us, which hides a launch:
+to wait for more would cost memory and gain nothing."""
 
 _FP32_BYTES = 4
 
@@ -92,7 +98,10 @@ def _widen(piece: Tensor, scratch: Tensor) -> Tensor:
 
 
 class ScaledAddition:
-    """target (+)= scale * source, for tensors that require no gradient: nothing is recorded, so no mode is changed."""
+    """target (+)= scale * source, for tensors that require no gradient: nothing is recorded, so no mode is changed.
+
+    This is how CPU ranks collect gradients: each is scaled as it is copied, while it is in a core's cache.
+    """
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -106,7 +115,7 @@ class ScaledAddition:
 
     def write(self, target: Tensor, source: Tensor) -> None:
         """target[:] = scale * source, scaled in the wider dtype of the two, and rounded once."""
-        if source.dtype == target.dtype and target.is_cpu:
+        if source.dtype == target.dtype:
             factor = self._factor(target.dtype)
             # To multiply by a factor that is itself rounded to a narrow dtype would round twice.
             if target.dtype.itemsize >= _FP32_BYTES or factor.item() == self._scale:
@@ -116,8 +125,6 @@ class ScaledAddition:
         if target.dtype == wide != source.dtype:
             target.copy_(source)
             target.mul_(self._factor(wide))
-        elif target.device.type != "cpu":
-            torch.mul(source, self._scale, out=target)
         else:
             wide = torch.promote_types(wide, torch.float32)
             for part, term in _chunks(target, source):
@@ -125,16 +132,33 @@ class ScaledAddition:
 
     def add(self, target: Tensor, source: Tensor) -> None:
         """target += scale * source, in the wider dtype of the two."""
-        if target.dtype == source.dtype or target.device.type != "cpu":
-            target.add_(source, alpha=self._scale)
+        self._add(target, source, self._scale)
+
+    def flush(self) -> None:
+        """Everything is in its target when this returns."""
+
+    def scale_of_sum(self, dtype: torch.dtype) -> float:
+        """What sums over ranks of such targets are still to be multiplied by."""
+        return 1.0
+
+    def settle(self, total: Tensor, summed: Tensor, accumulate: bool) -> None:
+        """total[:] = (total if accumulate else 0) + a sum over ranks of such targets, multiplied by what is left."""
+        if accumulate:
+            self._add(total, summed, 1.0)
+        else:
+            total.copy_(summed)
+
+    def _add(self, target: Tensor, source: Tensor, scale: float) -> None:
+        if target.dtype == source.dtype:
+            target.add_(source, alpha=scale)
             return
         wide = torch.promote_types(target.dtype, source.dtype)
         for part, term in _chunks(target, source):
             if part.dtype == wide:
-                part.add_(self._memory(wide, term.numel()).copy_(term), alpha=self._scale)
+                part.add_(self._memory(wide, term.numel()).copy_(term), alpha=scale)
             else:
                 total = self._memory(wide, part.numel()).copy_(part)
-                part.copy_(total.add_(term, alpha=self._scale))
+                part.copy_(total.add_(term, alpha=scale))
 
     def _factor(self, dtype: torch.dtype) -> Tensor:
         """The scale as a 0-d tensor on the CPU: given a number, torch makes one for each call."""
@@ -142,6 +166,52 @@ class ScaledAddition:
             with torch.inference_mode(False):
                 self._factors[dtype] = torch.tensor(self._scale, dtype=dtype, device="cpu")
         return self._factors[dtype]
+
+
+class BatchedAddition(ScaledAddition):
+    """The same for a device, where an operation costs a launch: one copies several gradients, and none scales them.
+
+    Sources are only remembered, and so keep their memory, until they have BATCH_BYTES together or `flush` is called.
+    Sums over ranks are what is scaled, which are 1 / world_size as large; except in fp16, where they could overflow.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale)
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._waiting_bytes = 0
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        """target[:] = source; in fp16, scale * source. Perhaps not before `flush`."""
+        if target.dtype == torch.float16:
+            torch.mul(source, self._scale, out=target)
+            return
+        self._targets.append(target)
+        self._sources.append(source)
+        self._waiting_bytes += source.nbytes
+        if self._waiting_bytes >= BATCH_BYTES:
+            self.flush()
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """target += source; in fp16, scale * source."""
+        self.flush()  # the target may still have to be written
+        target.add_(source, alpha=self._scale if target.dtype == torch.float16 else 1.0)
+
+    def flush(self) -> None:
+        """Write what waits, in one operation."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+            self._targets.clear()
+            self._sources.clear()
+            self._waiting_bytes = 0
+
+    def scale_of_sum(self, dtype: torch.dtype) -> float:
+        """The scale; 1 in fp16."""
+        return 1.0 if dtype == torch.float16 else self._scale
+
+    def settle(self, total: Tensor, summed: Tensor, accumulate: bool) -> None:
+        """total[:] = (total if accumulate else 0) + what is left of the scale * summed."""
+        bring(summed, total, accumulate, self.scale_of_sum(summed.dtype))
 
 
 def _chunks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

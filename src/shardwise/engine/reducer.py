@@ -3,8 +3,8 @@
 When a unit's backward is over its reduce slot is reduced in one collective, whether or not this rank had all its
 gradients: another rank may have had the others. Slots are taken and reduced where a unit's backward begins and ends,
 and nowhere else; a gradient that meets no slot of its unit waits beside (`units/gradients.py`). Late ones are reduced
-when backward ends. The sum is taken in rank order over values scaled by 1 / world_size, so a step's result does not
-depend on timing.
+when backward ends. On CPUs the sum is taken in rank order over values scaled by 1 / world_size, so a step's result does
+not depend on timing; on a device it is taken in the backend's order and then scaled (`BatchedAddition`).
 
 A reduce slot is *free* (no holder), *collecting* (its holder's `gradients.slot`: gradients are written) or *reducing*
 (one reduction in flight has it). Why nothing that graph order allows can lose a gradient:
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import FINISHED, BufferKind, Reduction, Work
-from shardwise.comm.summation import ScaledAddition
+from shardwise.comm.summation import BatchedAddition, ScaledAddition
 from shardwise.engine.control import Control, Moment
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.arena import Arena, Slot, size_classes
@@ -72,8 +72,8 @@ class Reducer:
         self._unshards = unshards and mesh.shard.world_size > 1
         # Replicas exchange straight out of the slots when nothing is scattered before.
         self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
-        self._scaled = ScaledAddition(1.0 / (mesh.shard.world_size * mesh.replicate.world_size))
-        self._unscaled = ScaledAddition(1.0)
+        addition = BatchedAddition if self._collectives.on_streams else ScaledAddition
+        self._scaled = addition(1.0 / mesh.world_size)
         self._arena: Arena[Unit] | None = None
         self._slices: Arena[Unit] | None = None
         """Where slices are summed over replicas after they were summed in the shard group, so that their reduce slot
@@ -108,7 +108,7 @@ class Reducer:
     @property
     def scratch_bytes(self) -> int:
         """Memory for sums of different dtypes."""
-        return self._scaled.scratch_bytes + self._unscaled.scratch_bytes
+        return self._scaled.scratch_bytes
 
     def allocate(self, units: Sequence[Unit], nesting: int) -> None:
         """Allocate reduce slots and gradient shards for the parameters that are trainable now."""
@@ -189,6 +189,7 @@ class Reducer:
     def reduce(self, unit: Unit) -> None:
         """Start reducing the unit's slot, if it has one; missing gradients count as zeros. It is waited for when the
         slot is wanted again or backward ends. `no_sync` leaves everything in the slot."""
+        self._scaled.flush()
         if unit.gradients.slot is not None and self._reduces:
             self._start(unit, unit.gradients.complete())
 
@@ -197,6 +198,7 @@ class Reducer:
 
         Ranks must agree although this one used every parameter: another may not have, and no rank knows of the others.
         """
+        self._scaled.flush()
         if not self._reduces:
             if self._unshards:  # else nothing was issued, and ranks may well do different numbers of such backwards
                 self._control.agree(Moment.BACKWARD_END)
@@ -221,6 +223,7 @@ class Reducer:
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Backward raised: finish the reductions that peers may be waiting for and forget the rest."""
+        self._scaled.flush()  # while the slots are still those units'
         self._finish_all()
         for unit in units:
             unit.gradients.abandon()
@@ -275,11 +278,12 @@ class Reducer:
             works = [replicate.all_reduce(own, after=scattered, label=label) for own in slices]
             self._in_flight.append(_InFlight(unit, slot, works, slices))
 
-    @staticmethod
-    def _reduction(group: Group, slot: Slot[Unit], sums: Slot[Unit] | None) -> Reduction:
+    def _reduction(self, group: Group, slot: Slot[Unit], sums: Slot[Unit] | None) -> Reduction:
         if sums is not None:
             return Reduction(group.flat_gradients(slot), group.slice_in(sums), accumulate=False)
-        return Reduction(group.flat_gradients(slot), *group.prepare_sum())
+        return Reduction(
+            group.flat_gradients(slot), *group.prepare_sum(), scale=self._scaled.scale_of_sum(group.dtypes.reduce)
+        )
 
     def _finish_all(self) -> None:
         while self._in_flight:
@@ -302,6 +306,6 @@ class Reducer:
             groups = [group for group in flight.unit.groups if group.trainable]
             for group, own in zip(groups, flight.slices, strict=True):
                 total, accumulate = group.prepare_sum()
-                self._unscaled.add(total, own) if accumulate else total.copy_(own)
+                self._scaled.settle(total, own, accumulate)
         assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
         flight.slot.free()

@@ -2,15 +2,16 @@
 
 The results are plain 0-d tensors, equal on every rank of the shard group; replicas hold equal pieces, so they get
 equal results without being asked. Every rank must make the call, in the same order. Partial results travel in float64
-(integers in int64) and are rounded once, at the end; a group of one rank computes what torch would. Nothing here waits
-for a device.
+(integers in int64; in float32 on a device that has no float64) and are rounded once, at the end; a group of one rank
+computes what torch would. Nothing here waits for a device.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +39,19 @@ def handler(func: OpOverload) -> Handler | None:
     return None if reduce is None else _whole(reduce)
 
 
+class Norms(NamedTuple):
+    """Of some tensors of a list."""
+
+    where: list[int]
+    """Their positions in the list."""
+    values: Tensor
+    """1-D, in that order."""
+
+
 def global_norms(
     pieces: Sequence[Tensor], placements: Sequence[Placement | None], order: float, dtype: torch.dtype | None = None
-) -> list[Tensor]:
-    """The norm of order `order` of each whole tensor: 0-d, plain, equal on all ranks. Every rank must call this.
+) -> list[Norms]:
+    """The norm of order `order` of each whole tensor: plain, equal on all ranks. Every rank must call this.
 
     Args:
         pieces: this rank's pieces, 1-D; or a whole plain tensor, of any shape, where the placement is None.
@@ -49,48 +59,93 @@ def global_norms(
         order: at least 0; `math.inf` is the largest magnitude.
         dtype: of the results; None is each tensor's own.
 
-    One `all_reduce` for each shard group among the placements: one, in a model sharded by one call.
+    Returns:
+        One for each kind of tensors, in order of first appearance. Tensors of one kind share dtype, device and shard
+        group. A plain tensor counts as one of the first shard group, of which rank 0 holds all.
+
+    One `all_reduce` for each shard group among the placements: one, in a model sharded by one call. How many operations
+    this takes depends on the kinds, not on how many tensors are of each.
     """
     if order < 0:
         raise UsageError(f"norms of negative order ({order}) of sharded tensors are not supported")
-    norms = _local_norms(pieces, order, dtype)
-    for group, where in _by_group(placements).items():
-        powers = torch.stack([norms[i].double() for i in where])
-        if order not in (0, 1, 2, math.inf):
-            totals = _combine(group, powers.pow(order), "sum").pow(1 / order)
-        elif order == 2:
-            totals = _combine(group, powers.square(), "sum").sqrt()
-        else:
-            totals = _combine(group, powers, "max" if order == math.inf else "sum")
-        for i, total in zip(where, totals.unbind(), strict=True):
-            norms[i] = total.to(norms[i].dtype)
+    groups = [None if placement is None else _exchanging(placement.shard_group) for placement in placements]
+    first = next((group for group in groups if group is not None), None)
+    kinds: dict[tuple[Collectives | None, torch.dtype, torch.device], list[int]] = {}
+    for i, piece in enumerate(pieces):
+        group = first if placements[i] is None else groups[i]
+        kinds.setdefault((group, piece.dtype, piece.device), []).append(i)
+    norms: list[Tensor] = []
+    by_group: dict[Collectives, list[Tensor]] = {}
+    for (group, _, _), where in kinds.items():
+        has_plain = group is None or group.rank == 0
+        held = [i for i in where if pieces[i].numel() and (has_plain or placements[i] is not None)]
+        norms.append(_local_norms(pieces, where, held, order, dtype))
+        if group is not None:
+            by_group.setdefault(group, []).append(norms[-1])
+    for group, of_group in by_group.items():
+        _combine_norms(group, of_group, order)
     return [
-        norm.to(dtype or (piece.dtype if piece.dtype in _HALF else norm.dtype))
-        for norm, piece in zip(norms, pieces, strict=True)
+        Norms(where, values.to(dtype or (kind if kind in _HALF else values.dtype)))
+        for ((_, kind, _), where), values in zip(kinds.items(), norms, strict=True)
     ]
 
 
-def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """Of what this rank holds; half precision is kept in fp32, to be rounded once, after the sum over ranks."""
+def _exchanging(group: Collectives) -> Collectives | None:
+    """None for a group of one: it has nothing to exchange."""
+    return group if group.world_size > 1 else None
+
+
+def _local_norms(
+    pieces: Sequence[Tensor], where: Sequence[int], held: Sequence[int], order: float, dtype: torch.dtype | None
+) -> Tensor:
+    """Of the pieces at `where`, which are of one kind: 1-D, 0 for those that are not `held`. Half precision is kept in
+    fp32, to be rounded once, after the sum over ranks."""
+    kind = pieces[where[0]]
+    wide = torch.float32 if (dtype or kind.dtype) in _HALF else dtype
     norms: dict[int, Tensor] = {}
-    for kind in dict.fromkeys((piece.dtype, piece.device) for piece in pieces):
-        where = [i for i, p in enumerate(pieces) if (p.dtype, p.device) == kind]
-        held = [i for i in where if pieces[i].numel()]
-        wide = torch.float32 if (dtype or kind[0]) in _HALF else dtype
-        if held:
-            norms.update(zip(held, torch._foreach_norm([pieces[i] for i in held], order, wide), strict=True))
-        zero = torch.zeros((), dtype=norms[held[0]].dtype if held else (wide or kind[0]).to_real(), device=kind[1])
-        norms.update((i, zero) for i in where if not pieces[i].numel())
-    return [norms[i] for i in range(len(pieces))]
+    if held:
+        norms.update(zip(held, torch._foreach_norm([pieces[i] for i in held], order, wide), strict=True))
+    if len(held) < len(where):
+        zero = torch.zeros((), dtype=(wide or kind.dtype).to_real(), device=kind.device)
+        return torch.stack([norms.get(i, zero) for i in where])
+    return torch.stack([norms[i] for i in where])
 
 
-def _by_group(placements: Sequence[Placement | None]) -> dict[Collectives, list[int]]:
-    """Positions by shard group, in order of first appearance (the same on every rank), without groups of one."""
-    groups: dict[Collectives, list[int]] = {}
-    for i, placement in enumerate(placements):
-        if placement is not None and placement.shard_group.world_size > 1:
-            groups.setdefault(placement.shard_group, []).append(i)
-    return groups
+def _combine_norms(group: Collectives, norms: Sequence[Tensor], order: float) -> None:
+    """Turn norms of pieces into those of the whole tensors, in place. Each tensor is 1-D; their dtypes may differ."""
+    if order == math.inf:
+        dtype = functools.reduce(torch.promote_types, [values.dtype for values in norms])
+        totals, root = _joined(norms, dtype).abs_(), 1.0
+        # As integers: numbers without a sign keep their order, and NaN, which a maximum need not pass on, comes last.
+        group.all_reduce(totals.view(torch.int64 if dtype.itemsize == 8 else torch.int32), "max").wait()
+    else:
+        power = order or 1.0
+        totals, root = _joined(norms, widest_float(norms[0].device)).pow(power), 1 / power
+        group.all_reduce(totals, "sum").wait()
+    parts = totals.split([len(values) for values in norms]) if len(norms) > 1 else [totals]
+    for values, total in zip(norms, parts, strict=True):
+        if total is not values:
+            torch.pow(total, root, out=values)
+
+
+def _joined(vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One after another; a single one of that dtype is itself."""
+    wide = [vector.to(dtype) for vector in vectors]
+    return wide[0] if len(wide) == 1 else torch.cat(wide)
+
+
+@functools.cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """The dtype in which sums are formed: fp64, or fp32 on a device that has no fp64 (mps, some xpu).
+
+    There a norm is summed as exactly as torch sums one over the pieces of a single device, and can overflow sooner: the
+    squares of norms above 1.8e19 do not fit.
+    """
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).square()
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
 
 
 def _combine(group: Collectives, partials: Tensor, op: str) -> Tensor:
@@ -109,12 +164,14 @@ def _combine(group: Collectives, partials: Tensor, op: str) -> Tensor:
 def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     given = _by_name(func, args, kwargs)
     items = given["self"]
-    return global_norms(
+    found = global_norms(
         [getattr(item, "local", item) for item in items],
         [getattr(item, "placement", None) for item in items],
         float(given.get("ord", 2)),
         given.get("dtype"),
     )
+    norms = {i: norm for where, values in found for i, norm in zip(where, values.unbind(), strict=True)}
+    return [norms[i] for i in range(len(items))]
 
 
 def _whole(reduce: Reduce) -> Handler:
@@ -141,15 +198,15 @@ def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def _norm(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
     order = given.get("ord", given.get("p", 2))
-    return global_norms([tensor.local], [tensor.placement], 2.0 if order is None else float(order), given.get("dtype"))[
-        0
-    ]
+    order = 2.0 if order is None else float(order)
+    (norms,) = global_norms([tensor.local], [tensor.placement], order, given.get("dtype"))
+    return norms.values[0]
 
 
 def _total(tensor: ShardedParameter, dtype: torch.dtype) -> Tensor:
-    """The sum in float64 or int64, of local sums in at least `dtype` and fp32."""
+    """The sum in the widest float or int64, of local sums in at least `dtype` and fp32."""
     local = tensor.local.sum(dtype=torch.float32 if dtype in _HALF else dtype)
-    wide = torch.float64 if dtype.is_floating_point else local.dtype
+    wide = widest_float(tensor.device) if dtype.is_floating_point else local.dtype
     return _combine(tensor.placement.shard_group, local.to(wide), "sum")
 
 
@@ -189,10 +246,10 @@ def _min(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
 
 
 def _largest(tensor: ShardedParameter, order: Callable[[Tensor], Tensor]) -> Tensor:
-    """The largest `order(x)` of the whole, in float64 or int64."""
+    """The largest `order(x)` of the whole, in the widest float or int64."""
     if not tensor.numel():
         raise UsageError(f"{tensor.fqn!r} is empty, so it has no largest or smallest element")
-    wide = torch.float64 if tensor.is_floating_point() else torch.int64
+    wide = widest_float(tensor.device) if tensor.is_floating_point() else torch.int64
     if tensor.local.numel():
         local = order(tensor.local.to(wide)).max()
     else:

@@ -74,7 +74,7 @@ class GlooCollectives(PrivateBuffers):
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         """Send each peer its slice; sum the peers' terms of the own slice in rank order, piece by piece."""
-        check_reductions(reductions, self.world_size)
+        check_reductions(reductions, self.world_size, may_scale=False)
         jobs = [
             _Job([slice_of(r.flat, q, self.world_size) for q in range(self.world_size)], r.out, r.accumulate)
             for r in reductions

@@ -62,6 +62,7 @@ class StreamCollectives(PrivateBuffers):
             poison: fill released buffers with 0xFF; None asks the environment.
         """
         super().__init__(group.rank(), group.size(), device, poison)
+        self.on_streams = True
         self._group = group
         self._reduce_group = group
         if separate_reductions:

@@ -1,8 +1,8 @@
 """The gradients of one unit on their way, from the leaf to the shard's gradient.
 
-A gradient is copied (cast, scaled) into the unit's reduce slot as it arrives, and the leaf lets go of it. One that
-meets no slot, which may happen on some ranks only, waits beside in memory of its own and joins the next slot that the
-unit has. What holds:
+A gradient is copied (cast, on CPUs scaled) into the unit's reduce slot as it arrives, on a device together with others
+that follow, and the leaf lets go of it. One that meets no slot, which may happen on some ranks only, waits beside in
+memory of its own and joins the next slot that the unit has. What holds:
 
 - a key (group, parameter) is `written` only while the unit has a slot, which then holds the sum of its gradients;
 - the places of other keys hold leftovers of another unit until `complete` zeroes them;
@@ -53,7 +53,7 @@ class UnitGradients:
         """In a slot, in the reduce dtype."""
         self._written: set[Key] = set()
         self._late: dict[Key, Tensor] = {}
-        """Gradients that came while there was no slot: scaled, in the reduce dtype."""
+        """Gradients that came while there was no slot: as in a slot."""
         self._penalties: dict[Key, Tensor] = {}
         """Gradients of penalties in the loss: this rank's piece of the mean over all ranks, master dtype."""
         self._used: set[Key] = set()
@@ -123,7 +123,8 @@ class UnitGradients:
         self._views.clear()
 
     def add(self, key: Key, grad: Tensor, scaled: ScaledAddition) -> None:
-        """Add the scaled grad, cast, to its place in the slot, or beside if there is none; the first one overwrites."""
+        """Add grad, cast, to its place in the slot, or beside if there is none; the first one overwrites. On a device
+        it need not be there before `scaled.flush()`."""
         if self._observer is not None:
             self._observer(grad)
         if grad.is_sparse:
@@ -140,6 +141,8 @@ class UnitGradients:
             is_first = key not in self._written
             self._written.add(key)
         (scaled.write if is_first else scaled.add)(view, grad)
+        if self.slot is None:
+            scaled.flush()  # it may join a slot at any time
 
     def add_penalty(self, key: Key, piece: Tensor) -> None:
         """Add a penalty's gradient: this rank's piece, the mean over all ranks already."""
@@ -164,10 +167,10 @@ class UnitGradients:
         self._late.clear()
 
     def _zero_missing(self, slot: Slot[Any]) -> None:
-        for g, views in enumerate(self._views_of(slot)):
-            for i, view in enumerate(views):
-                if (g, i) not in self._written:
-                    view.zero_()
+        places = ((g, i, view) for g, views in enumerate(self._views_of(slot)) for i, view in enumerate(views))
+        missing = [view for g, i, view in places if (g, i) not in self._written]
+        if missing:
+            torch._foreach_zero_(missing)
 
     def _views_of(self, slot: Slot[Any]) -> list[list[Tensor]]:
         """Where gradients go in `slot`, by group; cached; nothing for frozen groups."""

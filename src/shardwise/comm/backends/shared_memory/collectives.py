@@ -38,6 +38,7 @@ class ShmCollectives(NoStreams):
     """CPU ranks of one host."""
 
     name = "shm"
+    on_streams = False
 
     def __init__(self, group: dist.ProcessGroup, poison: bool | None = None) -> None:
         """Every rank must call this.
@@ -111,7 +112,7 @@ class ShmCollectives(NoStreams):
 
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         """Post; once waited for, sum the own slice of every rank's buffer, in rank order."""
-        check_reductions(reductions, self.world_size)
+        check_reductions(reductions, self.world_size, may_scale=False)
         shared = self._shared[buffer.index]
         shared.pending.wait()
         what = tuple((r.flat.storage_offset(), r.flat.dtype, r.out.numel()) for r in reductions)

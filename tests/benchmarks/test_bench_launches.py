@@ -1,0 +1,17 @@
+"""The count of operations, on a little block."""
+
+from benchmarks.launches import CLIP_MOST, REDUCE, SHAPES, Row, clip_of, of_sharding
+
+
+def test_sharding_a_little_block_launches_less_than_fsdp2() -> None:
+    for reduce in REDUCE:
+        row = Row("", {engine: of_sharding(engine, SHAPES["little"], reduce) for engine in ("shardwise", "fsdp2")})
+        assert row.is_met, row.cells()
+        for engine in row.counts:
+            assert row.total(engine, "collectives") == 3, "two gathers and a reduction"
+
+
+def test_clipping_takes_a_dozen() -> None:
+    row = Row("", {engine: clip_of(engine) for engine in ("shardwise", "fsdp2")}, most=CLIP_MOST)
+    assert row.is_met, row.names("shardwise")
+    assert not Row("", {"shardwise": {("launches", "mul"): 13.0}, "fsdp2": {}}, most=CLIP_MOST).is_met
