@@ -101,3 +101,14 @@ def test_an_accelerator_without_collectives_is_not_left_idle_in_silence() -> Non
     mps = mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("mps"))
     with mps, pytest.warns(UserWarning, match="no collectives for mps exist, so this trains on the CPU"):
         assert accelerators.of_group(None) == torch.device("cpu")
+
+
+def test_a_device_is_told_by_its_uuid() -> None:
+    named, nameless = (
+        mock.Mock(**{"get_device_properties.return_value": p}) for p in (mock.Mock(uuid="a-b"), object())
+    )
+    with mock.patch.object(torch, "get_device_module", return_value=named):
+        assert accelerators.identity(XPU) == "a-b"
+    with mock.patch.object(torch, "get_device_module", return_value=nameless):
+        assert accelerators.identity(XPU) is None
+    assert accelerators.identity(torch.device("cpu")) is None

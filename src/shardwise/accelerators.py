@@ -150,6 +150,15 @@ def name(device: torch.device) -> str:
     return str(_module(device).get_device_name(device))
 
 
+def identity(device: torch.device) -> str | None:
+    """What no other device of this host has, whatever each process calls it; None for CPUs, which ranks share, and for
+    kinds of device that have no such number."""
+    if device.type == "cpu":
+        return None
+    uuid = getattr(_module(device).get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
 def random_state(device: torch.device) -> Tensor:
     """The accelerator's random state: bytes, on the CPU."""
     state: Tensor = _module(device).get_rng_state(device)
