@@ -8,7 +8,9 @@ torch go the same way and have only been played on CPU ranks.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,6 +137,22 @@ def reset_peak(device: torch.device) -> None:
     """The peak is what is allocated now. Nothing happens on a CPU, whose allocator does not count."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
+
+
+def pin(memory: Tensor, device: torch.device) -> Callable[[], object]:
+    """Have the device copy to and from host memory by itself, beside what the host does. Pins the pages that the
+    memory lies in, no others.
+
+    Returns:
+        What undoes it; call it before the memory is given back. It does nothing where a kind of device cannot pin
+        memory that is there already: copies then go through memory of its driver's.
+    """
+    module = _module(device)
+    if not hasattr(module, "cudart"):
+        return lambda: None
+    runtime, address = module.cudart(), memory.data_ptr()
+    module.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    return partial(runtime.cudaHostUnregister, address)
 
 
 def total_bytes(device: torch.device) -> int:
