@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise import accelerators
 from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, UserError
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
@@ -141,6 +142,7 @@ class Trainer:
         train = self.config.train
         checkpoints = self._checkpoints(directory)
         self._go_on(checkpoints.resume(self.model, self.optimizer))
+        accelerators.reset_peak(self.ranks.device)  # what it took to build the model is no peak of training
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             with self.ranks.together():
                 writer = stack.enter_context(self._open_writer(directory)) if self.ranks.is_first else None
