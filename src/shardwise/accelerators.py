@@ -139,6 +139,30 @@ def reset_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on the device, without waiting: it goes through pinned memory. Itself on a CPU."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def fetched(number: Tensor) -> Callable[[], float]:
+    """Have a 0-d tensor copied to the host behind what its device has been given to do, without waiting.
+
+    Returns:
+        Its value; waits for the copy, and for nothing that the device is given later.
+    """
+    if number.device.type == "cpu":
+        return number.item
+    copy = torch.empty_like(number, device=CPU, pin_memory=True)
+    copy.copy_(number, non_blocking=True)
+    copied = current_stream(number.device).record_event()
+
+    def value() -> float:
+        copied.synchronize()
+        return copy.item()
+
+    return value
+
+
 def pin(memory: Tensor, device: torch.device) -> Callable[[], object]:
     """Have the device copy to and from host memory by itself, beside what the host does. Pins the pages that the
     memory lies in, no others.
