@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -112,3 +113,18 @@ def test_a_device_is_told_by_its_uuid() -> None:
     with mock.patch.object(torch, "get_device_module", return_value=nameless):
         assert accelerators.identity(XPU) is None
     assert accelerators.identity(torch.device("cpu")) is None
+
+
+def test_bf16_counts_where_a_device_has_it_itself() -> None:
+    def emulated(including_emulation: bool = True) -> bool:
+        return including_emulation
+
+    def supported(functions: object) -> bool:
+        with mock.patch.object(torch, "get_device_module", return_value=functions):
+            return accelerators.computes_in_bf16(XPU)
+
+    assert supported(object())
+    assert not supported(SimpleNamespace(is_bf16_supported=emulated))
+    assert not supported(SimpleNamespace(is_bf16_supported=lambda: False))
+    assert supported(SimpleNamespace(is_bf16_supported=lambda: True))
+    assert not accelerators.computes_in_bf16(torch.device("cpu"))

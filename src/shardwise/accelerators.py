@@ -7,6 +7,7 @@ torch go the same way and have only been played on CPU ranks.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -199,6 +200,17 @@ def identity(device: torch.device) -> str | None:
         return None
     uuid = getattr(_module(device).get_device_properties(device), "uuid", None)
     return None if uuid is None else str(uuid)
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Whether an accelerator has bf16 of its own, not emulated; where torch does not say, it has. False on a CPU."""
+    if device.type == "cpu":
+        return False
+    supported = getattr(_module(device), "is_bf16_supported", None)
+    if supported is None:
+        return True
+    emulates = "including_emulation" in inspect.signature(supported).parameters
+    return bool(supported(including_emulation=False) if emulates else supported())
 
 
 def random_state(device: torch.device) -> Tensor:

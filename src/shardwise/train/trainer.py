@@ -22,7 +22,7 @@ from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.memory import replicated
 from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
-from shardwise.train.build import auto, rank_consistency
+from shardwise.train.build import auto, compute_dtype, rank_consistency
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.optimizer import Schedule, build_optimizer, set_lr
 from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, shard_model
@@ -117,6 +117,10 @@ class Trainer:
         self._say_data()
         tokenizer = self.data.tokenizer
         self.text = TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len)
+        saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)
+        config, words = ranks.on_first(lambda: compute_dtype.settle(config, ranks.device, saved.peek()))
+        if words:
+            console.say(words)
         self.config, self.outlook = auto.settle(config, self.text, ranks)
         if self.outlook is not None:
             console.say(self.outlook.words)
@@ -234,7 +238,11 @@ class Trainer:
             evaluated: False where an evaluation after this step was interrupted: it comes first when the run goes on.
         """
         position = self.batches.position(step - self.first_step)
-        extra = {"scaler": self.scaler.state_dict(), "evaluated": evaluated}
+        extra = {
+            "scaler": self.scaler.state_dict(),
+            "evaluated": evaluated,
+            "param_dtype": self.config.parallel.param_dtype,
+        }
         checkpoints.save(step, self.model, self.optimizer, position, extra)
 
     def _leave(self, checkpoints: Checkpoints, step: int) -> NoReturn:
