@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -101,3 +102,29 @@ def test_an_accelerator_without_collectives_is_not_left_idle_in_silence() -> Non
     mps = mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("mps"))
     with mps, pytest.warns(UserWarning, match="no collectives for mps exist, so this trains on the CPU"):
         assert accelerators.of_group(None) == torch.device("cpu")
+
+
+def test_a_device_is_told_by_its_uuid() -> None:
+    named, nameless = (
+        mock.Mock(**{"get_device_properties.return_value": p}) for p in (mock.Mock(uuid="a-b"), object())
+    )
+    with mock.patch.object(torch, "get_device_module", return_value=named):
+        assert accelerators.identity(XPU) == "a-b"
+    with mock.patch.object(torch, "get_device_module", return_value=nameless):
+        assert accelerators.identity(XPU) is None
+    assert accelerators.identity(torch.device("cpu")) is None
+
+
+def test_bf16_counts_where_a_device_has_it_itself() -> None:
+    def emulated(including_emulation: bool = True) -> bool:
+        return including_emulation
+
+    def supported(functions: object) -> bool:
+        with mock.patch.object(torch, "get_device_module", return_value=functions):
+            return accelerators.computes_in_bf16(XPU)
+
+    assert supported(object())
+    assert not supported(SimpleNamespace(is_bf16_supported=emulated))
+    assert not supported(SimpleNamespace(is_bf16_supported=lambda: False))
+    assert supported(SimpleNamespace(is_bf16_supported=lambda: True))
+    assert not accelerators.computes_in_bf16(torch.device("cpu"))

@@ -7,8 +7,11 @@ torch go the same way and have only been played on CPU ranks.
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,6 +142,46 @@ def reset_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on the device, without waiting: it goes through pinned memory. Itself on a CPU."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def fetched(number: Tensor) -> Callable[[], float]:
+    """Have a 0-d tensor copied to the host behind what its device has been given to do, without waiting.
+
+    Returns:
+        Its value; waits for the copy, and for nothing that the device is given later.
+    """
+    if number.device.type == "cpu":
+        return number.item
+    copy = torch.empty_like(number, device=CPU, pin_memory=True)
+    copy.copy_(number, non_blocking=True)
+    copied = current_stream(number.device).record_event()
+
+    def value() -> float:
+        copied.synchronize()
+        return copy.item()
+
+    return value
+
+
+def pin(memory: Tensor, device: torch.device) -> Callable[[], object]:
+    """Have the device copy to and from host memory by itself, beside what the host does. Pins the pages that the
+    memory lies in, no others.
+
+    Returns:
+        What undoes it; call it before the memory is given back. It does nothing where a kind of device cannot pin
+        memory that is there already: copies then go through memory of its driver's.
+    """
+    module = _module(device)
+    if not hasattr(module, "cudart"):
+        return lambda: None
+    runtime, address = module.cudart(), memory.data_ptr()
+    module.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    return partial(runtime.cudaHostUnregister, address)
+
+
 def total_bytes(device: torch.device) -> int:
     """The accelerator's memory."""
     return int(_module(device).get_device_properties(device).total_memory)
@@ -150,6 +193,26 @@ def total_bytes(device: torch.device) -> int:
 def name(device: torch.device) -> str:
     """The accelerator's name, as its maker gives it."""
     return str(_module(device).get_device_name(device))
+
+
+def identity(device: torch.device) -> str | None:
+    """What no other device of this host has, whatever each process calls it; None for CPUs, which ranks share, and for
+    kinds of device that have no such number."""
+    if device.type == "cpu":
+        return None
+    uuid = getattr(_module(device).get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Whether an accelerator has bf16 of its own, not emulated; where torch does not say, it has. False on a CPU."""
+    if device.type == "cpu":
+        return False
+    supported = getattr(_module(device), "is_bf16_supported", None)
+    if supported is None:
+        return True
+    emulates = "including_emulation" in inspect.signature(supported).parameters
+    return bool(supported(including_emulation=False) if emulates else supported())
 
 
 def random_state(device: torch.device) -> Tensor:

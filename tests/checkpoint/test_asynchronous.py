@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise import accelerators
 from shardwise.checkpoint import latest, verify
 from shardwise.checkpoint.format.local_tensor import piece_of
+from shardwise.checkpoint.io.direct import PAGE_BYTES
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.checkpoint.ranks.file_barrier import FileBarrier
@@ -327,7 +330,72 @@ def test_the_second_copy_goes_into_the_same_pages() -> None:
     for piece, tensor in zip(second, tensors, strict=True):
         assert torch.equal(piece.tensor, tensor)
         assert piece.tensor.data_ptr() % 64 == 0
-    assert memory.nbytes < sum(tensor.nbytes for tensor in tensors) + 64 * len(tensors)
+    assert memory.nbytes < sum(tensor.nbytes for tensor in tensors) + 64 * len(tensors) + PAGE_BYTES
+
+
+class Runtime:
+    """A device's: what is registered, by address."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.calls = 0
+
+    def cudart(self) -> Runtime:
+        return self
+
+    def check_error(self, status: int) -> None:
+        assert status == 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self.calls += 1
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+
+def pieces_on_a_device(*numels: int) -> list[Any]:
+    """Pieces that say they are on an accelerator; their elements can be copied."""
+    tensors = [torch.arange(numel, dtype=torch.float32).as_subclass(OnDevice) for numel in numels]
+    return [piece_of((str(i),), tensor) for i, tensor in enumerate(tensors)]
+
+
+class OnDevice(torch.Tensor):
+    device = torch.device("xpu", 0)  # type: ignore[assignment]
+
+
+@contextmanager
+def runtime(module: object) -> Iterator[None]:
+    with (
+        mock.patch.object(torch, "get_device_module", return_value=module),
+        mock.patch.object(accelerators, "current_stream"),
+    ):
+        yield
+
+
+def test_as_many_bytes_are_pinned_as_are_copied() -> None:
+    device = Runtime()
+    with runtime(device):
+        memory = HostMemory()
+        for numel in (300, 1_300_000, 5, 1_300_000, 2_000_000):  # the third and fourth fit where the second was
+            copies = memory.copy(pieces_on_a_device(numel))
+            assert torch.equal(copies[0].tensor, torch.arange(numel, dtype=torch.float32))
+            assert device.registered == {copies[0].tensor.data_ptr(): memory.nbytes}
+            assert memory.nbytes % PAGE_BYTES == 0
+        assert device.calls == 3
+        assert 8_000_000 <= memory.nbytes < 8_000_000 + PAGE_BYTES
+        del memory
+        assert device.registered == {}
+        copies[0].tensor.fill_(1)  # a thread that still writes them has them
+
+
+def test_memory_that_cannot_be_pinned_is_plain() -> None:
+    with runtime(object()):
+        memory = HostMemory()
+        for numel in (300, 1_300_000):
+            assert torch.equal(memory.copy(pieces_on_a_device(numel))[0].tensor, torch.arange(numel).float())
 
 
 @on_ranks(2)

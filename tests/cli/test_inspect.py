@@ -1,9 +1,11 @@
 """The units of a model, seen from one process."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from shardwise import accelerators
 from shardwise.cli.app import run
 
 TINY = """
@@ -52,3 +54,16 @@ def test_units_at_any_number_of_ranks(
     for row in blocks:
         assert f"{BLOCK_NUMEL:,}" in row
         assert f"{4 * shard_numel:,}" in row
+
+
+def test_a_dtype_that_is_left_open_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    command = ["inspect", str(tmp_path / "tiny.toml"), "parallel.ranks=8", f"log.directory={tmp_path}"]
+    with mock.patch.object(accelerators, "computes_in_bf16", return_value=True):
+        assert run(command) == 0
+        said, *rows = capsys.readouterr().out.splitlines()
+        assert said.startswith("parameters are gathered and computed with in bf16, which this device computes in")
+        assert run([*command, "parallel.param_dtype=bf16"]) == 0
+        assert capsys.readouterr().out.splitlines() == rows
+    assert run(command) == 0
+    assert capsys.readouterr().out.splitlines() != [said, *rows]

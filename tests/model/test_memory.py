@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise import accelerators
 from shardwise.comm.backends.shared_memory.collectives import STAGE_BYTES
 from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES
 from shardwise.engine.lookup import require_engine
@@ -191,3 +194,38 @@ def test_shared_mappings_are_the_slots(ranks: RankPools, case: Case) -> None:
     pages behind the lines of its counters; and the stage through which small tensors pass."""
     for mapped, expected in ranks(case.world_size).run(_shared, case):
         assert mapped == expected
+
+
+class Allocator:
+    """A device's account of itself, as `torch.accelerator` gives it."""
+
+    def __init__(self, now: int, peak: int) -> None:
+        self.now = now
+        self.peak = peak
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return self.now
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.now
+
+
+def test_what_built_the_model_is_no_activation_once_the_peak_is_reset() -> None:
+    device = torch.device("xpu", 0)
+    model = sw.shard(small_net())
+    held = sum(sw.memory(model).now.values())
+    engine = require_engine(model)
+    allocator = Allocator(now=held + 8, peak=held + 1000)  # the whole model was there
+    with (
+        mock.patch.object(engine, "mesh", replace(engine.mesh, device=device)),
+        mock.patch.object(torch, "accelerator", allocator),
+    ):
+        assert sw.memory(model).peak["activations"] == 1000
+        accelerators.reset_peak(device)
+        assert sw.memory(model).peak["activations"] == 8
+        allocator.now, allocator.peak = held + 8, held + 500  # a step
+        memory = sw.memory(model)
+    assert (memory.now["activations"], memory.peak["activations"]) == (8, 500)

@@ -4,12 +4,14 @@ import contextlib
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shardwise import accelerators
 from shardwise.errors import CheckpointError, ConfigError, UserError
 from shardwise.train import trainer
 from shardwise.train.config.files import load
@@ -107,6 +109,26 @@ def test_a_run_writes_what_it_promises(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert "a sample" in printed
     assert "of DDP's bytes per rank" in printed
+
+
+def test_the_peak_of_memory_is_reset_between_the_build_and_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    noted: list[tuple[Any, str]] = [
+        (trainer, "build_optimizer"), (trainer.Trainer, "_go_on"), (accelerators, "reset_peak"),
+        (trainer.Trainer, "step"),
+    ]  # fmt: skip
+    for owner, name in noted:
+        monkeypatch.setattr(owner, name, noting(done, name, getattr(owner, name)))
+    run_alone("train.steps=2")
+    assert done == [*(name for _, name in noted), "step"]
+
+
+def noting(done: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        done.append(name)
+        return function(*args, **kwargs)
+
+    return noted
 
 
 def test_a_finished_run_says_so_and_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:

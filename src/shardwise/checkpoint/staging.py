@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from shardwise import accelerators
 from shardwise.checkpoint.format.local_tensor import Piece
-from shardwise.checkpoint.io.direct import huge_page_buffer
+from shardwise.checkpoint.io.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.layout.flat import round_up
 
 _ALIGN_BYTES = 64
 
 
 class HostMemory:
-    """One buffer, as large as the largest copy so far; pinned where pieces lie on an accelerator."""
+    """One buffer, whole pages, as large as the largest copy so far; pinned where pieces lie on an accelerator.
+
+    Huge pages where possible: a page fault on a fresh 4 KiB page costs more than filling the page. Not from torch's
+    allocator of pinned memory, which rounds up to a power of two and keeps what is freed.
+    """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._unpin = weakref.finalize(self, lambda: None)
+        """Undoes what pinned the buffer, at the latest when this object is gone."""
 
     @property
     def nbytes(self) -> int:
@@ -42,8 +48,11 @@ class HostMemory:
             nbytes = round_up(nbytes + piece.tensor.nbytes, _ALIGN_BYTES)
         accelerated = {piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"}
         if nbytes > self.nbytes:
+            self._unpin()
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed first: never both at once
-            self._buffer = _allocate(nbytes, pinned=bool(accelerated))
+            self._buffer = torch.frombuffer(huge_page_buffer(round_up(nbytes, PAGE_BYTES)), dtype=torch.uint8)
+            for device in accelerated:
+                self._unpin = weakref.finalize(self, accelerators.pin(self._buffer, device))
         copies = []
         for piece, start in zip(pieces, starts, strict=True):
             place = self._buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
@@ -52,10 +61,3 @@ class HostMemory:
         for device in accelerated:  # the copies are behind the optimizer's step in the same stream
             accelerators.current_stream(device).synchronize()
         return copies
-
-
-def _allocate(nbytes: int, pinned: bool) -> Tensor:
-    """Huge pages where possible: a page fault on a fresh 4 KiB page costs more than filling the page."""
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.frombuffer(huge_page_buffer(nbytes), dtype=torch.uint8)

@@ -4,13 +4,15 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.train.build import auto
+from shardwise.train.build import auto, compute_dtype
 from shardwise.train.build.job import hardware_here
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.sharding import shard_model
 from shardwise.train.config.schema import Config
 from shardwise.train.data.tokenizer import load_tokenizer
+from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.process.ranks import Ranks, device_here
+from shardwise.train.run.directory import RunDirectory
 
 
 def table(config: Config) -> str:
@@ -18,15 +20,19 @@ def table(config: Config) -> str:
 
     Args:
         config: fitted to its ranks (`Config.for_ranks`). Weights are not read, and no whole model is built. A plan
-            settles the strategy "auto", and is said above the table.
+            settles the strategy "auto", and this device a dtype that is left open; both are said above the table.
     """
     world_size = config.parallel.ranks
     assert world_size != "auto"
     tokenizer = load_tokenizer(config.data.tokenizer)
     text = TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len)
-    words = ""
+    here = Ranks(0, world_size, device_here())
+    saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, here)
+    config, words = compute_dtype.settle(config, here.device, saved.peek())
+    words = f"{words}\n" if words else ""
     if config.parallel.strategy == "auto":
-        config, words = _settled(config, text, Ranks(0, world_size, device_here()))
+        config, planned = _settled(config, text, here)
+        words += planned
     return words + _described(config, text, Ranks(0, world_size, torch.device("cpu")))
 
 

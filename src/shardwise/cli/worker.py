@@ -132,9 +132,9 @@ def _train(path: Path, overrides: Sequence[str] = ()) -> None:
     from shardwise import accelerators
     from shardwise.train import trainer
     from shardwise.train.config.files import load
-    from shardwise.train.run.preflight import check_devices
+    from shardwise.train.run.preflight import check_devices_of_rank
 
-    check_devices(int(os.environ["LOCAL_WORLD_SIZE"]), accelerators.count())
+    check_devices_of_rank(int(os.environ["LOCAL_WORLD_SIZE"]), accelerators.count())
     trainer.run(load(path, overrides).for_ranks(int(os.environ["WORLD_SIZE"])))
 
 

@@ -31,7 +31,9 @@ def memory(model: nn.Module) -> Memory:
     complete once a step has been made; `other` is ignored parameters with their gradients, used flags and what stands
     for parameters that are not gathered. `activations` is what else the device's allocator has handed out (at the peak:
     with the operations' own temporaries and anything that is not the model's); a CPU's allocator does not count, so
-    there it is absent.
+    there it is absent. Its peak is the allocator's since that was last reset, which is the program's to do: call
+    torch's `reset_peak_memory_stats()` once the model is sharded and what built it is gone, or a model that was whole
+    on the device counts as activations. `shardwise train` does so before its first step.
     """
     engine = require_engine(model)
     engine.allocate()

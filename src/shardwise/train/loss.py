@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise import accelerators
 from shardwise.errors import UserError
 from shardwise.train.data.batches import IGNORED, MicroBatch
 from shardwise.train.process.interruption import Interruption
@@ -45,8 +46,8 @@ class DeviceBatch(NamedTuple):
 
     @classmethod
     def of(cls, batch: MicroBatch, device: torch.device) -> DeviceBatch:
-        """Copy a micro-batch to a device. No communication."""
-        input_ids, labels = (torch.from_numpy(array).to(device, non_blocking=True) for array in batch)
+        """Copy a micro-batch to a device, without waiting for it. No communication."""
+        input_ids, labels = (accelerators.sent(torch.from_numpy(array), device) for array in batch)
         return cls(input_ids, labels, batch.target_tokens)
 
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise import accelerators
 from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, UserError
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.memory import replicated
 from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
-from shardwise.train.build import auto, rank_consistency
+from shardwise.train.build import auto, compute_dtype, rank_consistency
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.optimizer import Schedule, build_optimizer, set_lr
 from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, shard_model
@@ -67,6 +71,24 @@ def run(config: Config) -> None:
                 Trainer(config, ranks, console).run(directory)
 
 
+@dataclass(frozen=True, slots=True)
+class TakenStep:
+    """A step that the device has been given, of which it may not have done anything yet. Fields as in `StepMetrics`."""
+
+    step: int
+    start_s: float
+    """On the clock of `time.perf_counter`."""
+    lr: float
+    tokens: int
+    target_tokens: int
+    """Over all ranks."""
+    nll: Callable[[], float]
+    """Waits for this rank's negative log-likelihood, summed over its targets."""
+    grad_norm: Callable[[], float]
+    """Waits for it."""
+    memory: Mapping[str, int | None]
+
+
 class Trainer:
     """Everything that a run needs, built in this order: data, model, shards, optimizer. Every rank builds one."""
 
@@ -95,6 +117,10 @@ class Trainer:
         self._say_data()
         tokenizer = self.data.tokenizer
         self.text = TextShape(tokenizer.vocab_size, tokenizer.end_id, config.data.seq_len)
+        saved = Checkpoints(RunDirectory(config.run_directory).checkpoints, config.checkpoint, ranks)
+        config, words = ranks.on_first(lambda: compute_dtype.settle(config, ranks.device, saved.peek()))
+        if words:
+            console.say(words)
         self.config, self.outlook = auto.settle(config, self.text, ranks)
         if self.outlook is not None:
             console.say(self.outlook.words)
@@ -110,6 +136,10 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, train)
         self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(self.config.parallel))
         self.schedule = Schedule.of(train)
+        self.unread: deque[TakenStep] = deque()
+        """Steps whose numbers may still be on the device, the oldest first."""
+        self.last_read_s = -math.inf
+        """When numbers were last read, on the clock of `time.perf_counter`."""
         self.step_times_s: list[float] = []
         self.interruption = Interruption()
 
@@ -141,6 +171,7 @@ class Trainer:
         train = self.config.train
         checkpoints = self._checkpoints(directory)
         self._go_on(checkpoints.resume(self.model, self.optimizer))
+        accelerators.reset_peak(self.ranks.device)  # what it took to build the model is no peak of training
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             with self.ranks.together():
                 writer = stack.enter_context(self._open_writer(directory)) if self.ranks.is_first else None
@@ -149,20 +180,19 @@ class Trainer:
                 if self.interruption.agreed:
                     self._leave(checkpoints, self.first_step)
             for step in range(self.first_step, train.steps):
-                metrics = self._explained_step(step)
-                if writer is not None:
-                    writer.step(metrics)
-                self.console.step(metrics)
-                last = metrics.step == train.steps
-                evaluated = True
-                if last or (train.eval_every and metrics.step % train.eval_every == 0):
-                    evaluated = self._evaluate(metrics.step, writer)
-                if checkpoints.is_due(metrics.step) or (self.interruption.agreed and checkpoints.are_on and not last):
+                self._explained_step(step)
+                taken = step + 1
+                last = taken == train.steps
+                evaluates = last or (train.eval_every > 0 and taken % train.eval_every == 0)
+                read_all = evaluates or checkpoints.is_due(taken) or self.interruption.agreed
+                self._report(writer, 1 if self.reads_late and not read_all else 0)
+                evaluated = self._evaluate(taken, writer) if evaluates else True
+                if checkpoints.is_due(taken) or (self.interruption.agreed and checkpoints.are_on and not last):
                     if writer is not None:
                         writer.flush()
-                    self._save(checkpoints, metrics.step, evaluated)
+                    self._save(checkpoints, taken, evaluated)
                 if self.interruption.agreed and not last:
-                    self._leave(checkpoints, metrics.step)
+                    self._leave(checkpoints, taken)
         export(self.model, self.data.tokenizer, directory, self.ranks, max(self.first_step, train.steps))
         self._sum_up(directory)
 
@@ -208,7 +238,11 @@ class Trainer:
             evaluated: False where an evaluation after this step was interrupted: it comes first when the run goes on.
         """
         position = self.batches.position(step - self.first_step)
-        extra = {"scaler": self.scaler.state_dict(), "evaluated": evaluated}
+        extra = {
+            "scaler": self.scaler.state_dict(),
+            "evaluated": evaluated,
+            "param_dtype": self.config.parallel.param_dtype,
+        }
         checkpoints.save(step, self.model, self.optimizer, position, extra)
 
     def _leave(self, checkpoints: Checkpoints, step: int) -> NoReturn:
@@ -224,71 +258,110 @@ class Trainer:
             self.console.say(f"interrupted after step {step}; checkpoint.every=0, so nothing was saved")
         raise Interrupted
 
-    def _explained_step(self, step: int) -> StepMetrics:
+    @property
+    def reads_late(self) -> bool:
+        """Whether a step's numbers are read while the device is at the next one, so that it never idles for the host.
+        A CPU has done everything when a step returns."""
+        return self.ranks.device.type != "cpu"
+
+    def _report(self, writer: MetricsWriter | None, left: int) -> None:
+        """Read, write and show the steps that were taken, but for the last `left` ones. Every rank must call this.
+
+        Raises:
+            UserError: the loss or the gradient's norm of one is not finite. The same on every rank.
+        """
+        while len(self.unread) > left:
+            metrics = self._read(self.unread.popleft())
+            if writer is not None:
+                writer.step(metrics)
+            self.console.step(metrics)
+
+    def _read(self, taken: TakenStep) -> StepMetrics:
+        """Wait for a step's numbers. Every rank must call this."""
+        loss = self.ranks.sum([taken.nll()])[0] / taken.target_tokens
+        grad_norm = taken.grad_norm()
+        self._check_finite(taken.step, loss, grad_norm)
+        now_s = time.perf_counter()
+        elapsed_s = now_s - max(taken.start_s, self.last_read_s)  # a step that began while the last one went on
+        self.last_read_s = now_s
+        self.step_times_s.append(elapsed_s)
+        return StepMetrics(
+            step=taken.step,
+            loss=loss,
+            lr=taken.lr,
+            grad_norm=grad_norm,
+            tokens=taken.tokens,
+            tokens_per_s=taken.tokens / elapsed_s,
+            step_time_s=elapsed_s,
+            memory=taken.memory,
+            world_size=self.ranks.world_size,
+        )
+
+    def _explained_step(self, step: int) -> None:
         """A step; out of memory, it raises an error with bytes by kind and ways out."""
         try:
-            return self.step(step)
+            self.step(step)
         except torch.OutOfMemoryError as error:
             raise explained(error, step + 1, self.config, self.text, self.model, self.ranks) from error
 
-    def step(self, step: int) -> StepMetrics:
-        """One optimizer step on the whole global batch. Every rank must call this.
+    def step(self, step: int) -> None:
+        """One optimizer step on the whole global batch; its numbers are `unread`. Every rank must call this.
 
         Each micro-batch's gradients are reduced as its backward goes, which holds no full-size gradients; `sw.no_sync`
         would trade that memory for fewer bytes sent.
+
+        Nothing here waits for the device. Of fp16's loss scaling that holds where AdamW is one kernel, which skips a
+        step by itself; elsewhere `scaler.step` waits to hear whether a gradient is infinite. A model may wait in its
+        forward: those of transformers look there whether sequences are packed in a row.
 
         Args:
             step: counted from 0.
         """
         start_s = time.perf_counter()
         batches = self.batches.batch(step - self.first_step)
-        loss = self._accumulate(batches)
+        target_tokens = self.ranks.count(sum(batch.target_tokens for batch in batches))
+        nll = self._accumulate(batches, StepWeights(target_tokens, len(batches), self.ranks.world_size))
         self.scaler.unscale_(self.optimizer)
-        grad_norm = float(sw.clip_grad_norm_(self.model, self.config.train.clip or math.inf))
-        self._check_finite(step, loss, grad_norm)
+        grad_norm = sw.clip_grad_norm_(self.model, self.config.train.clip or math.inf)
         lr = self.schedule(step)
         set_lr(self.optimizer, lr)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        elapsed_s = time.perf_counter() - start_s
+        self.interruption.agreed = self.ranks.count(self.interruption.asked) > 0
         peak = sw.memory(self.model).peak
-        self.step_times_s.append(elapsed_s)
-        tokens = self.ranks.world_size * sum(batch.input_ids.size for batch in batches)
-        return StepMetrics(
-            step=step + 1,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            tokens=tokens,
-            tokens_per_s=tokens / elapsed_s,
-            step_time_s=elapsed_s,
-            memory={kind: peak.get(kind) for kind in KINDS},
-            world_size=self.ranks.world_size,
+        self.unread.append(
+            TakenStep(
+                step=step + 1,
+                start_s=start_s,
+                lr=lr,
+                tokens=self.ranks.world_size * sum(batch.input_ids.size for batch in batches),
+                target_tokens=target_tokens,
+                nll=accelerators.fetched(nll),
+                grad_norm=accelerators.fetched(grad_norm),
+                memory={kind: peak.get(kind) for kind in KINDS},
+            )
         )
 
-    def _accumulate(self, batches: tuple[MicroBatch, ...]) -> float:
-        """Forward and backward of every micro-batch; returns the mean loss over all ranks, the same on each."""
-        target_tokens = self.ranks.count(sum(batch.target_tokens for batch in batches))
-        weights = StepWeights(target_tokens, len(batches), self.ranks.world_size)
+    def _accumulate(self, batches: tuple[MicroBatch, ...], weights: StepWeights) -> Tensor:
+        """Forward and backward of every micro-batch; returns this rank's negative log-likelihood, summed (0-d fp32)."""
         nll = torch.zeros((), device=self.ranks.device)
         for batch in batches:
             loss = self.loss_function(self.model, DeviceBatch.of(batch, self.ranks.device))
             self.scaler.scale(weights.scale(loss)).backward()
             nll += loss.nll_sum.detach()
-        nll_sum, asked = self.ranks.sum([float(nll), float(self.interruption.asked)])
-        self.interruption.agreed = asked > 0
-        return nll_sum / target_tokens
+        return nll
 
     def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
-        """Stop when training has diverged. Both numbers are global, so every rank comes to the same decision.
+        """Stop when training has diverged. Both numbers are global, so every rank comes to the same decision. The step
+        has been taken, and perhaps the next one; neither is evaluated, saved or exported before it is read.
 
         A loss scaler steps over infinite gradients by itself: that is how it finds its scale.
         """
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.scaler.is_enabled()):
             return
         raise UserError(
-            f"step {step + 1}: loss {loss:g}, gradient norm {grad_norm:g}: training has diverged; "
+            f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}: training has diverged; "
             f"lower train.lr ({self.config.train.lr:g}), raise train.warmup_steps or set train.clip"
         )
 

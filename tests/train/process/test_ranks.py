@@ -5,11 +5,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from shardwise.errors import PeerError
+from shardwise import accelerators
+from shardwise.errors import MeshError, PeerError
 from shardwise.train.process.interruption import Interrupted
 from shardwise.train.process.ranks import Ranks, started
 from tests.ranks import RankPools
@@ -40,6 +42,31 @@ def fail(ranks: Ranks) -> None:
 
 def test_three_ranks_agree(ranks: RankPools) -> None:
     ranks(3).run(exchange)
+
+
+def meet(identities: list[str | None], hosts: list[str]) -> None:
+    """Ranks that see one device each; what a rank calls it says nothing."""
+    rank = torch.distributed.get_rank()
+    device = torch.device("xpu", 0)
+    with (
+        mock.patch.object(accelerators, "of_local_rank", return_value=device),
+        mock.patch.object(accelerators, "identity", return_value=identities[rank]),
+        mock.patch("socket.gethostname", return_value=hosts[rank]),
+        started() as ranks,
+    ):
+        assert ranks.device == device
+
+
+def refused(identities: list[str | None], hosts: list[str]) -> None:
+    with pytest.raises(MeshError, match=r"^ranks 0 and 2 have the same device, GPU-a of one: have each rank of a host"):
+        meet(identities, hosts)
+
+
+def test_ranks_that_share_a_device_are_told(ranks: RankPools) -> None:
+    ranks(3).run(refused, ["GPU-a", "GPU-b", "GPU-a"], ["one"] * 3)
+    ranks(3).run(meet, ["GPU-a", "GPU-b", "GPU-c"], ["one"] * 3)
+    ranks(3).run(meet, ["GPU-a", "GPU-b", "GPU-a"], ["one", "one", "two"])
+    ranks(3).run(meet, [None] * 3, ["one"] * 3)
 
 
 def test_alone_there_is_no_process_group() -> None:

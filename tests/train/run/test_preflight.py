@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from shardwise.checkpoint import convert
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, MeshError
 from shardwise.train.config.files import load
 from shardwise.train.data.sources import find_files, read_documents
 from shardwise.train.data.tokenizer import load_tokenizer
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
-from shardwise.train.run.preflight import check, crowding
+from shardwise.train.run.preflight import check, check_devices, check_devices_of_rank, crowding
 from tests.unprivileged import open_directory, unprivileged
 
 
@@ -84,3 +84,13 @@ def test_more_ranks_than_cores_are_told(room: Path, monkeypatch: pytest.MonkeyPa
     warning = crowding(check(four, 0), 0)
     assert warning == "parallel.ranks=4 on 3 cores: the ranks take turns, and start slowly"
     assert crowding(check(four, 4), 4) is None
+
+
+def test_a_rank_may_see_its_own_gpu_alone() -> None:
+    with pytest.raises(MeshError, match=r"parallel\.ranks=4, but this machine has 1 GPU;"):
+        check_devices(4, 1)  # a launcher sees all that its ranks will
+    check_devices_of_rank(4, 1)
+    for gpus in (0, 4, 8):
+        check_devices_of_rank(4, gpus)
+    with pytest.raises(MeshError, match="this machine has 3 GPUs"):
+        check_devices_of_rank(4, 3)

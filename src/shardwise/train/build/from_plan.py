@@ -48,7 +48,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
             "reshard_after_forward": job.reshard_after_forward,
             "slots": job.slots,
             "units": job.units if isinstance(job.units, int) else None,
-            "param_dtype": short_dtype_name(precision.param),
+            "param_dtype": short_dtype_name(precision.param or precision.master or "float32"),
             "reduce_dtype": short_dtype_name(precision.reduce or precision.param or precision.master or "float32"),
         },
         "log": {"name": name},

@@ -146,7 +146,8 @@ class ParallelConfig(Section):
     units: Annotated[PositiveInt | list[str] | None, NoneWord] = None
     """Names of module classes that are units, or the smallest number of parameters of one; none = automatic."""
     param_dtype: Annotated[DtypeName | None, NoneWord] = None
-    """The dtype of forward and backward, and of gathered parameters; none = `model.dtype`."""
+    """The dtype of forward and backward, and of gathered parameters; none = the checkpoint's where a run goes on, else
+    bf16 on accelerators that compute in it where `model.dtype` is "fp32", else `model.dtype`."""
     reduce_dtype: DtypeName = "fp32"
     """The dtype in which gradients are summed over the ranks."""
     hardware: Annotated[str | None, NoneWord] = None

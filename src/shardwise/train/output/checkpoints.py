@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,13 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.format import manifest, training_json
+from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.io.storage import LocalDirectory, is_url
 from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.engine.lookup import require_engine
-from shardwise.errors import CheckpointError, ConfigError, UnreadableError
+from shardwise.errors import CheckpointError, ConfigError, UnreadableError, UserError
 from shardwise.train.build.optimizer import options_of, set_options
 from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
@@ -150,6 +151,16 @@ class Checkpoints:
             raise ConfigError(f"{path} is no checkpoint of `shardwise train`: it has no position in the data")
         self._refuse_newer_than(loaded.step)
         return Resumed(path, loaded.step, Position(**loaded["data"]), loaded, tuple(set_aside), tuple(changed))
+
+    def peek(self) -> Mapping[str, Any] | None:
+        """What `save` was given as `extra` for the checkpoint that `resume` will load, as far as that can be told
+        before there is a model: the newest that can be read counts. None where there is none. Not collective."""
+        here = self.config.resume in {"auto", "never"}
+        for path in [self.path(step) for step in self._committed()] if here else [self.config.resume]:
+            with suppress(UserError, OSError):  # `resume` says it
+                extra: Mapping[str, Any] = training_json.read(Contents.of(path))["extra"] or {}
+                return extra
+        return None
 
     def _newest(self) -> tuple[Path | None, list[Path]]:
         """The run's newest checkpoint that verifies. Those before it, which do not, are renamed; their new paths."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from shardwise import accelerators
 from shardwise.comm.channel import Channel, channel_of
 from shardwise.comm.protocol import Combine
 from shardwise.comm.timeout import timeout_s
-from shardwise.errors import PeerError
+from shardwise.errors import MeshError, PeerError
 from shardwise.train.process.interruption import Interrupted
 
 T = TypeVar("T")
@@ -115,6 +116,9 @@ def started() -> Iterator[Ranks]:
     through, or end together as an `Interrupted` says. After any other exception it stays as it is: to tear a
     communicator down waits for ranks that may never come, and the error would wait with it. Whoever catches that
     exception reports it, then ends the process.
+
+    Raises:
+        MeshError: two ranks of one host have the same accelerator. On every rank.
     """
     device = device_here()
     launched = "RANK" in os.environ and not dist.is_initialized()
@@ -122,6 +126,7 @@ def started() -> Iterator[Ranks]:
         dist.init_process_group(accelerators.backend_for(device))
     joined = dist.is_initialized()
     ranks = Ranks(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, device)
+    _refuse_shared_device(ranks)
     try:
         yield ranks
     except Interrupted:
@@ -130,6 +135,21 @@ def started() -> Iterator[Ranks]:
         raise
     if launched:
         _part()
+
+
+def _refuse_shared_device(ranks: Ranks) -> None:
+    """Every rank must call this. Where each rank sees one device only, as schedulers arrange it, no rank can tell by
+    itself whether it is one of its own; two on one would hang in, or be refused by, the first collective."""
+    owners: dict[tuple[str, str], int] = {}
+    for rank, (host, identity) in enumerate(ranks.hear((socket.gethostname(), accelerators.identity(ranks.device)))):
+        if identity is None:
+            continue
+        owner = owners.setdefault((host, identity), rank)
+        if owner != rank:
+            raise MeshError(
+                f"ranks {owner} and {rank} have the same device, {identity} of {host}: have each rank of a host see "
+                "one of its own (CUDA_VISIBLE_DEVICES), or all ranks see all of them"
+            )
 
 
 def _part() -> None:

@@ -47,12 +47,19 @@ def crowding(config: Config, gpus: int) -> str | None:
 
 
 def check_devices(local_ranks: int, gpus: int) -> None:
-    """Raise MeshError where this machine has GPUs, but fewer than its ranks."""
+    """Raise MeshError where this machine has GPUs, but fewer than its ranks. For who sees all of them: a launcher."""
     if 0 < gpus < local_ranks:
         raise MeshError(
             f"parallel.ranks={local_ranks}, but this machine has {gpus} GPU{'s' if gpus > 1 else ''}; "
             f"ask for at most {gpus}, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
+
+
+def check_devices_of_rank(local_ranks: int, gpus: int) -> None:
+    """As `check_devices`, for a rank. One that sees a single GPU may have been given it for its own, as Slurm does;
+    whether another rank has the same is found when they meet (`process.ranks.started`)."""
+    if gpus != 1:
+        check_devices(local_ranks, gpus)
 
 
 def _ranks(config: Config, gpus: int) -> int:
