@@ -46,7 +46,7 @@ def test_without_an_accelerator_everything_is_on_the_cpu() -> None:
     assert accelerators.count() == 0
     assert accelerators.of_local_rank(3) == torch.device("cpu")
     assert accelerators.of_group(None) == torch.device("cpu")
-    assert accelerators.wide_dtype(torch.device("cpu")) is torch.float64
+    assert accelerators.widest_float(torch.device("cpu")) is torch.float64
     assert accelerators.has_fused_adamw(torch.device("cpu"))
     accelerators.wait(torch.device("cpu"))
     accelerators.reset_peak(torch.device("cpu"))

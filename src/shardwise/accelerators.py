@@ -7,6 +7,7 @@ torch go the same way and have only been played on CPU ranks.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -231,11 +232,16 @@ def has_fused_adamw(device: torch.device) -> bool:
     return device.type in _get_fused_kernels_supported_devices()
 
 
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """What sums of many terms are taken in: fp64, or fp32 on a device that has no fp64."""
-    if device.type == "mps":
-        return torch.float32
-    if device.type == "xpu" and not getattr(_module(device).get_device_properties(device), "has_fp64", True):
+@functools.cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """The dtype in which sums are formed: fp64, or fp32 on a device that has no fp64 (mps, some xpu).
+
+    There a norm is summed as exactly as torch sums one over the pieces of a single device, and can overflow sooner: the
+    squares of norms above 1.8e19 do not fit.
+    """
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).square()
+    except (TypeError, RuntimeError):
         return torch.float32
     return torch.float64
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
-from shardwise.sharded.reductions import widest_float
+from shardwise.accelerators import widest_float
 from tests.operations import counted
 
 MOST = 12

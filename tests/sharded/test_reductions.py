@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from shardwise import accelerators
 from shardwise.errors import UsageError
-from shardwise.sharded import reductions
 from shardwise.sharded.parameter import ShardedParameter
 from tests.sharded.threads import cut, on_threads, randn
 
@@ -154,7 +154,7 @@ def test_some_dims_are_refused() -> None:
 def test_a_device_without_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in fp32 there; the same number to its precision."""
     tensors = randn((5, 3), (), (40,))
-    monkeypatch.setattr(reductions, "widest_float", lambda device: torch.float32)
+    monkeypatch.setattr(accelerators, "widest_float", lambda device: torch.float32)
 
     def rank(group: Any) -> None:
         parts = cut(group, tensors)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from shardwise import accelerators
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
@@ -120,7 +121,7 @@ def _combine_norms(group: Collectives, norms: Sequence[Tensor], order: float) ->
         group.all_reduce(totals.view(torch.int64 if dtype.itemsize == 8 else torch.int32), "max").wait()
     else:
         power = order or 1.0
-        totals, root = _joined(norms, widest_float(norms[0].device)).pow(power), 1 / power
+        totals, root = _joined(norms, accelerators.widest_float(norms[0].device)).pow(power), 1 / power
         group.all_reduce(totals, "sum").wait()
     parts = totals.split([len(values) for values in norms]) if len(norms) > 1 else [totals]
     for values, total in zip(norms, parts, strict=True):
@@ -132,20 +133,6 @@ def _joined(vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """One after another; a single one of that dtype is itself."""
     wide = [vector.to(dtype) for vector in vectors]
     return wide[0] if len(wide) == 1 else torch.cat(wide)
-
-
-@functools.cache
-def widest_float(device: torch.device) -> torch.dtype:
-    """The dtype in which sums are formed: fp64, or fp32 on a device that has no fp64 (mps, some xpu).
-
-    There a norm is summed as exactly as torch sums one over the pieces of a single device, and can overflow sooner: the
-    squares of norms above 1.8e19 do not fit.
-    """
-    try:
-        torch.ones(1, dtype=torch.float64, device=device).square()
-    except (TypeError, RuntimeError):
-        return torch.float32
-    return torch.float64
 
 
 def _combine(group: Collectives, partials: Tensor, op: str) -> Tensor:
@@ -206,7 +193,7 @@ def _norm(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
 def _total(tensor: ShardedParameter, dtype: torch.dtype) -> Tensor:
     """The sum in the widest float or int64, of local sums in at least `dtype` and fp32."""
     local = tensor.local.sum(dtype=torch.float32 if dtype in _HALF else dtype)
-    wide = widest_float(tensor.device) if dtype.is_floating_point else local.dtype
+    wide = accelerators.widest_float(tensor.device) if dtype.is_floating_point else local.dtype
     return _combine(tensor.placement.shard_group, local.to(wide), "sum")
 
 
@@ -249,7 +236,7 @@ def _largest(tensor: ShardedParameter, order: Callable[[Tensor], Tensor]) -> Ten
     """The largest `order(x)` of the whole, in the widest float or int64."""
     if not tensor.numel():
         raise UsageError(f"{tensor.fqn!r} is empty, so it has no largest or smallest element")
-    wide = widest_float(tensor.device) if tensor.is_floating_point() else torch.int64
+    wide = accelerators.widest_float(tensor.device) if tensor.is_floating_point() else torch.int64
     if tensor.local.numel():
         local = order(tensor.local.to(wide)).max()
     else:
