@@ -162,7 +162,7 @@ class Group:
             piece = self.grad_shard[fragment.offset : fragment.offset + fragment.numel]
             self.grads.append(ShardedParameter(piece, sharded.placement))
         del piece
-        self._unkept = self._references(-1)
+        self._unkept = max(self._references())
 
     def prepare_sum(self) -> tuple[Tensor, bool]:
         """The shard's gradient, and whether a sum is to be added to it: the first sum of a backward overwrites it,
@@ -186,15 +186,16 @@ class Group:
 
     def _leave_kept_gradients(self) -> None:
         """If the user keeps a gradient that its parameter let go of, leave them the memory and allocate other."""
-        for index, sharded in enumerate(self.sharded):
-            if sharded.grad is None and self._references(index) > self._unkept:
-                self._new_gradients()
-                return
+        if any(
+            count > self._unkept and sharded.grad is None
+            for count, sharded in zip(self._references(), self.sharded, strict=True)
+        ):
+            self._new_gradients()
 
-    def _references(self, index: int) -> int:
-        """How often a gradient and its piece are referred to from Python."""
-        own = self.grads[index]
-        return sys.getrefcount(own) + sys.getrefcount(own.local)
+    def _references(self) -> list[int]:
+        """How often each gradient and its piece are referred to from Python."""
+        count = sys.getrefcount
+        return [count(own) + count(own.local) for own in self.grads]
 
     # Faces ------------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,8 @@ class _Slices:
     def __init__(self, groups: Sequence[Group], collectives: Collectives, pieces: Sequence[Tensor]) -> None:
         self.collectives = collectives
         self.pieces = pieces
-        self._version = -1
+        self.version = -1
+        """Of the weights that are in them."""
         self._written: Work = FINISHED
         self.regions = tuple(
             Region(group.unsharded_start, piece.numel() * group.dtypes.compute.itemsize)
@@ -73,13 +74,9 @@ class _Slices:
             for region, group, piece in zip(self.regions, groups, pieces, strict=True)
         ]
 
-    def hold(self, version: int) -> bool:
-        """Whether weights of that version are in them."""
-        return self._version == version
-
     def were_written(self, version: int) -> None:
         """Weights of that version are in them, as far as the current stream goes: copies wait for no more than that."""
-        self._version = version
+        self.version = version
         self._written = self.collectives.mark()
 
     def write_to(self, slot: Slot[Any]) -> None:
@@ -151,7 +148,7 @@ class UnitParameters:
 
     def _note_writes(self, version: int) -> None:
         """Have gathers wait for what has written the shards so far, if something has since that was noted last."""
-        if self._primary is not None and not self._primary.hold(version):
+        if self._primary is not None and self._primary.version != version:
             self._primary.were_written(version)
 
     @property
@@ -162,7 +159,7 @@ class UnitParameters:
     @property
     def has_secondary(self) -> bool:
         """Whether the smaller group holds the weights of now."""
-        return self._secondary is not None and self._secondary.hold(self.version)
+        return self._secondary is not None and self._secondary.version == self.version
 
     # Building ---------------------------------------------------------------------------------------------------------
 
