@@ -100,6 +100,10 @@ def _check_sharded(optimizer: Optimizer) -> None:
 # Around an optimizer's step -------------------------------------------------------------------------------------------
 
 
+_stepping: weakref.WeakKeyDictionary[Optimizer, set[Owner]] = weakref.WeakKeyDictionary()
+"""What each optimizer updates whose step is under way, or raised."""
+
+
 def _owners(optimizer: Optimizer) -> set[Owner]:
     return {
         parameter.unit
@@ -112,7 +116,7 @@ def _owners(optimizer: Optimizer) -> set[Owner]:
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _check_sharded(optimizer)
-    owners = _owners(optimizer)
+    owners = _stepping[optimizer] = _owners(optimizer)
     for unit in owners:
         unit.about_to_step()
     if owners and "torch._dynamo" in sys.modules:
@@ -128,7 +132,9 @@ def _leave_dispatch_uncompiled() -> None:
 
 
 def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    owners = _owners(optimizer)
+    owners = _stepping.pop(optimizer, None)
+    if owners is None:  # a step inside a step of the same optimizer (a subclass's) is over already
+        owners = _owners(optimizer)
     for unit in owners:
         unit.stepped()
     if owners:

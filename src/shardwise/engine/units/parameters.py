@@ -144,7 +144,8 @@ class UnitParameters:
     def stepped(self) -> None:
         """An optimizer has updated the shards."""
         self._steps += 1
-        self._note_writes(self.version)
+        if self._primary is not None and self._primary.collectives.on_streams:  # now: later more would be waited for
+            self._note_writes(self.version)
 
     def _note_writes(self, version: int) -> None:
         """Have gathers wait for what has written the shards so far, if something has since that was noted last."""
