@@ -21,6 +21,7 @@ from tests.engine.rig import on_ranks
 
 SOURCE = Path(accelerators.__file__).parent
 XPU = torch.device("xpu", 0)
+CUDA = torch.device("cuda", 0)
 
 
 @contextmanager
@@ -64,8 +65,9 @@ def test_a_world_of_one_computes_on_its_accelerator() -> None:
 
 @on_ranks(2)
 def test_gloo_ranks_compute_on_their_cpus_beside_an_accelerator() -> None:
-    with claimed(XPU):
-        assert build_mesh(Strategy.FULL_SHARD, None, None, None).device == torch.device("cpu")
+    for device in (XPU, CUDA):  # torch registers gloo for CUDA too
+        with claimed(device):
+            assert build_mesh(Strategy.FULL_SHARD, None, None, None).device == torch.device("cpu")
 
 
 @on_ranks(2)
@@ -84,10 +86,12 @@ def test_a_mesh_of_devices_that_are_not_here() -> None:
 @on_ranks(2)
 def test_a_mesh_of_devices_that_the_backend_does_not_serve() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    with claimed(XPU), mock.patch.object(mesh, "_device_type", "xpu"), pytest.raises(MeshError) as caught:
-        build_mesh(Strategy.FULL_SHARD, mesh, None, None)
-    assert "backend 'gloo' does not serve" in str(caught.value)
-    assert 'init_process_group("xccl")' in str(caught.value)
+    for device, backend in ((XPU, "xccl"), (CUDA, "nccl")):
+        of_that_kind = mock.patch.object(mesh, "_device_type", device.type)
+        with claimed(device), of_that_kind, pytest.raises(MeshError) as caught:
+            build_mesh(Strategy.FULL_SHARD, mesh, None, None)
+        assert "backend 'gloo' does not serve" in str(caught.value)
+        assert f'init_process_group("{backend}")' in str(caught.value)
 
 
 @on_ranks(2)

@@ -67,7 +67,7 @@ def of_group(group: dist.ProcessGroup | None) -> torch.device:
     if found is not None and (group is None or serves(group, found.type)):
         return found
     if group is not None and not serves(group, "cpu"):
-        kinds = sorted({device.type for device in group._device_types})
+        kinds = sorted(kinds_of(group))
         raise ValueError(
             f"the process group serves {', '.join(kinds) or 'no device'}, and torch sees {found or 'none'}"
         )
@@ -92,10 +92,17 @@ def of_kind(kind: str) -> torch.device:
 
 
 def serves(group: dist.ProcessGroup, kind: str) -> bool:
-    """Whether a backend of the process group moves tensors on devices of that kind. A group that is no list of torch's
-    backends, but an implementation of its own, names no kind: it is taken to serve any."""
-    kinds = {device.type for device in group._device_types}
+    """Whether a backend of the process group moves tensors on devices of that kind. gloo is for CPUs, though torch
+    registers it for CUDA too. A group that is no list of torch's backends, but an implementation of its own, names no
+    kind: it is taken to serve any."""
+    kinds = kinds_of(group)
     return not kinds or kind in kinds
+
+
+def kinds_of(group: dist.ProcessGroup) -> set[str]:
+    """The kinds of devices that backends of the process group were made for."""
+    devices = group._device_types
+    return {d.type for d in devices if d.type == "cpu" or group._get_backend(d).name().lower() != "gloo"}
 
 
 def backend_for(device: torch.device) -> str:

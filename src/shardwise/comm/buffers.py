@@ -120,12 +120,12 @@ def bring(summed: Tensor, out: Tensor, accumulate: bool, scale: float) -> None:
     """out[:] = (out if accumulate else 0) + scale * summed, in one operation unless dtypes differ."""
     if accumulate:
         out.add_(summed, alpha=scale)
-    elif scale != 1.0 and out.dtype == summed.dtype:
-        torch.mul(summed, scale, out=out)
+    elif scale != 1.0 and torch.promote_types(out.dtype, summed.dtype) == summed.dtype:
+        torch.mul(summed, scale, out=out)  # a narrow `out` may have no room for the sum itself
     else:
         if not same_memory(summed, out):
             out.copy_(summed)
-        if scale != 1.0:  # only now: a product takes the dtype of the sum before it takes that of `out`
+        if scale != 1.0:  # only now: a product takes the sum's narrower dtype before it takes that of `out`
             out.mul_(scale)
 
 

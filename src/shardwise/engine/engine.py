@@ -293,6 +293,7 @@ class Engine:
         Where the root is only a container (a GAN's halves, each called), all calls up to a backward make one step.
         """
         self.clear_up()
+        self.unsharder.begin(self.units)
         self.saved.drain()
         if unit is self.root:
             self._ahead_of_backward = 0
@@ -459,8 +460,8 @@ class Engine:
         was_running = self.backward is Backward.RUNNING  # else ranks were agreeing, and know
         for forward in self._walked:
             forward.close()
-        self.unsharder.settle()
         self.show_sharded()
+        self.unsharder.settle()
         if was_running:
             self.control.abandon()
 

@@ -75,6 +75,14 @@ class Unsharder:
         for unit in units:
             unit.forget_slots()
 
+    def begin(self, units: Sequence[Unit]) -> None:
+        """An outermost forward begins: gathers wait for what was enqueued before, which may have written shards in ways
+        that no version tells."""
+        if self._mesh.shard.on_streams:
+            before = self._mesh.shard.mark()
+            for unit in units:
+                unit.parameters.wait_for(before)
+
     def unshard(self, unit: Unit, again: bool) -> None:
         """Unshard `unit` with its present weights and wait for it. `again`: after its forward, so from the secondary
         shard if there is one."""

@@ -101,10 +101,12 @@ class StreamCollectives(PrivateBuffers):
         self._after_last_reader(buffer, stream)
         if isinstance(after, _OnStream):
             stream.wait_event(after.event)
-        with accelerators.on(stream):
-            yield
-        self._written.add(buffer.index)
-        self._read = stream.record_event()
+        try:
+            with accelerators.on(stream):
+                yield
+            self._written.add(buffer.index)
+        finally:
+            self._read = stream.record_event()
 
     def settle(self) -> None:
         """Order the current stream after the last block of `writing`."""

@@ -74,10 +74,10 @@ class _Slices:
             for region, group, piece in zip(self.regions, groups, pieces, strict=True)
         ]
 
-    def were_written(self, version: int) -> None:
-        """Weights of that version are in them, as far as the current stream goes: copies wait for no more than that."""
+    def were_written(self, version: int, work: Work) -> None:
+        """`work` has put weights of that version into them: copies wait for it, and for nothing later."""
         self.version = version
-        self._written = self.collectives.mark()
+        self._written = work
 
     def write_to(self, slot: Slot[Any]) -> None:
         """Copy the slices, cast, to their final places in a slot."""
@@ -89,7 +89,7 @@ class _Slices:
         """Take the slices out of a slot with weights of that version."""
         for piece, place in zip(self.pieces, self._places, strict=True):
             piece.copy_(slot.flat(*place))
-        self.were_written(version)
+        self.were_written(version, self.collectives.mark())
 
 
 class UnitParameters:
@@ -144,13 +144,16 @@ class UnitParameters:
     def stepped(self) -> None:
         """An optimizer has updated the shards."""
         self._steps += 1
-        if self._primary is not None and self._primary.collectives.on_streams:  # now: later more would be waited for
-            self._note_writes(self.version)
+
+    def wait_for(self, work: Work) -> None:
+        """Gathers from now on wait for `work`, which may have written the shards."""
+        if self._primary is not None:
+            self._primary.were_written(self.version, work)
 
     def _note_writes(self, version: int) -> None:
         """Have gathers wait for what has written the shards so far, if something has since that was noted last."""
         if self._primary is not None and self._primary.version != version:
-            self._primary.were_written(version)
+            self._primary.were_written(version, self._primary.collectives.mark())
 
     @property
     def is_fresh(self) -> bool:

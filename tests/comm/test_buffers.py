@@ -1,0 +1,19 @@
+"""What brings a sum to where it is kept."""
+
+import pytest
+import torch
+
+from shardwise.comm.buffers import bring
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_sum_that_a_narrow_result_has_no_room_for_is_scaled_first(accumulate: bool) -> None:
+    summed, out = torch.full((4,), 160_000.0), torch.zeros(4, dtype=torch.float16)
+    bring(summed, out, accumulate, scale=1 / 8)
+    assert out.tolist() == [20_000.0] * 4
+
+
+def test_a_narrow_sum_is_rounded_once_in_a_wide_result() -> None:
+    summed, out = torch.tensor([1.0, 5.0], dtype=torch.bfloat16), torch.zeros(2)
+    bring(summed, out, accumulate=False, scale=1 / 3)
+    assert torch.equal(out, torch.tensor([1.0, 5.0]) * (1 / 3))
