@@ -53,6 +53,8 @@ NAMES = (
     "torch.ops.aten._scaled_dot_product_efficient_attention",
     "torch.ops.aten._scaled_dot_product_flash_attention",
     "torch.ops.aten._softmax",
+    "torch._foreach_copy_",
+    "torch._foreach_zero_",
     "torch.ops.aten._softmax_backward_data",
     "torch.ops.aten._to_copy.default",
     "torch.optim.optimizer._foreach_supported_types",

@@ -42,10 +42,10 @@ def bundled(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
     waiting: Counter[Kernel] = Counter()
     phase = StepPhase.FORWARD
     for event in events:
-        if isinstance(event, Kernel):
+        if isinstance(event, Kernel) and not event.group:  # others belong to their communicator's next collective
             waiting[replace(event, module="")] += 1
             phase = event.phase
-        elif isinstance(event, Collective | Wait) or (isinstance(event, UnitMark) and event.what == "release"):
+        elif isinstance(event, Kernel | Collective | Wait) or (isinstance(event, UnitMark) and event.what == "release"):
             told += _told(waiting, phase)
             told.append(event)
     return (*told, *_told(waiting, phase))
@@ -59,4 +59,4 @@ def _told(waiting: Counter[Kernel], phase: StepPhase) -> list[StepEvent]:
     moved = sum(kernel.bytes_moved * count for kernel, count in kernels)
     kind = kernels[0][0].kind
     waiting.clear()
-    return [Bundle("bundle", kind, flops, moved, "", None, "", phase, kernels)]
+    return [Bundle("bundle", kind, flops, moved, "", None, "", phase, kernels=kernels)]
