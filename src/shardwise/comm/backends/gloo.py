@@ -164,6 +164,8 @@ class GlooCollectives(PrivateBuffers):
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """`GlooCollectives` over each process group so far: its ranks count alike."""
+_last_messages: WeakKeyDictionary[dist.ProcessGroup, list[object]] = WeakKeyDictionary()
+"""Under way to peers after failures. gloo forgets what nobody holds, and the model that failed may be gone at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,21 +193,19 @@ class _Line:
     header_bytes: int = 0
     """Of all that were made."""
 
-    last_messages: list[object] = field(default_factory=list)
-    """Under way to peers, after a failure."""
-
     def fail(self, error: ShardwiseError) -> ShardwiseError:
         """Remember it, and leave word for peers: they may be at collectives that this rank will not come to, and would
         wait for their timeouts. Returns the error, to be raised."""
         if self.failure is None:
             self.failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
             header = torch.tensor([sign("abandon"), 0], dtype=torch.int64, device="cpu")
-            self.last_messages.append(header)
+            messages = _last_messages.setdefault(self.group, [])
+            messages.append(header)
             for sequence in range(self.sequence + 1, self.sequence + 1 + AHEAD):
                 for peer in range(self.group.size()):
                     if peer != self.group.rank():
                         with contextlib.suppress(RuntimeError):  # it is gone
-                            self.last_messages.append(self.group.send(*self.header(header, peer, sequence)))
+                            messages.append(self.group.send(*self.header(header, peer, sequence)))
         return error
 
     def header(self, header: Tensor, peer: int, sequence: int) -> tuple[list[Tensor], int, int]:
