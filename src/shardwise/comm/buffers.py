@@ -120,7 +120,7 @@ def bring(summed: Tensor, out: Tensor, accumulate: bool, scale: float) -> None:
     """out[:] = (out if accumulate else 0) + scale * summed, in one operation unless dtypes differ."""
     if accumulate:
         out.add_(summed, alpha=scale)
-    elif scale != 1.0 and torch.promote_types(out.dtype, summed.dtype) == summed.dtype:
+    elif scale != 1.0 and out.itemsize <= summed.itemsize:
         torch.mul(summed, scale, out=out)  # a narrow `out` may have no room for the sum itself
     else:
         if not same_memory(summed, out):
