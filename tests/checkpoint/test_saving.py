@@ -14,7 +14,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import verify
-from tests.checkpoint.states import everything, same, step
+from shardwise.errors import CheckpointError, UsageError
+from tests.checkpoint.states import build, everything, same, step
 from tests.engine.cases import Case
 from tests.engine.rig import Net, adamw, on_ranks, squares
 from tests.ranks import RankPools
@@ -196,3 +197,31 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
         name: value.full_tensor() if isinstance(value, sw.ShardedParameter) else value.detach()
         for name, value in model.state_dict(keep_vars=True).items()
     }
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_ranks(2)
+def test_a_checkpoint_is_replaced_where_that_is_asked(tmp_path: Path, asynchronous: bool) -> None:
+    case = Case("full_shard", 2)
+    model, optimizer = build(case)
+    for number in range(3):
+        step(model, optimizer, number)
+        sw.checkpoint.save(tmp_path / "c", model, optimizer, step=number, overwrite=True, asynchronous=asynchronous)
+    sw.checkpoint.wait(model)
+    verify(tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    other, fresh = build(case)
+    assert sw.checkpoint.load(tmp_path / "c", other, fresh).step == 2
+    same(everything(other, fresh), everything(model, optimizer))
+
+
+@on_ranks(2)
+def test_what_cannot_be_replaced_is_told_on_every_rank(tmp_path: Path) -> None:
+    model, _ = build(Case("full_shard", 2))
+    (tmp_path / "c").mkdir(exist_ok=True)
+    (tmp_path / "c" / "mine").touch()
+    with pytest.raises(CheckpointError, match="is no checkpoint, and overwrite=True replaces nothing else"):
+        sw.checkpoint.save(tmp_path / "c", model, overwrite=True)
+    with pytest.raises(UsageError, match="cannot be replaced in one step; save to another URL"):
+        sw.checkpoint.save("memory://c", model, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]

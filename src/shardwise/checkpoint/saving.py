@@ -46,8 +46,8 @@ _SIGHT_S = 5.0
 """How long a rank waits for rank 0's token to come in sight: network file systems cache names for a moment."""
 _CREATED = ".created"
 _DISAGREE = (
-    "ranks disagree about the checkpoint: call it with the same path, step, asynchronous and max_file_bytes, and "
-    "with models and optimizers that have the same parameters, state and options, on every rank"
+    "ranks disagree about the checkpoint: call it with the same path, step, asynchronous, overwrite and "
+    "max_file_bytes, and with models and optimizers that have the same parameters, state and options, on every rank"
 )
 
 _host_memory: weakref.WeakKeyDictionary[Engine, HostMemory] = weakref.WeakKeyDictionary()
@@ -63,6 +63,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     max_file_bytes: int = 5_000_000_000,
     *,
     files: Mapping[str, bytes] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write a checkpoint that any number of ranks under any strategy can load. Every rank must call this.
 
@@ -81,11 +82,14 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
             that no later call has raised is printed at exit, and does not change the program's exit status.
         max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
         files: small ones to go along, by name: a tokenizer's, for example. Rank 0's are saved.
+        overwrite: a checkpoint that is at `path` is replaced, in one step, when the new one is on disk: until then
+            both need room. Not for URLs.
 
     Raises:
-        CheckpointError: `path` exists, it cannot be written, or not all ranks see it; or the asynchronous save before
-            failed, and nothing else was done. UsageError: something that cannot be saved. MismatchError: ranks want
-            to save different things. On every rank, whichever failed; then `path` is as it was before.
+        CheckpointError: `path` exists (with `overwrite`: and is no checkpoint), it cannot be written, or not all ranks
+            see it; or the asynchronous save before failed, and nothing else was done. UsageError: something that cannot
+            be saved. MismatchError: ranks want to save different things. On every rank, whichever failed; then `path`
+            is as it was before.
 
     No weights travel between ranks: each writes the byte ranges of its own fragments, replicas sharing the work.
     """
@@ -95,11 +99,11 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     wait_for_last_save(peers)
     with peers.together("the checkpoint cannot be saved"):
         _check(step, extra, max_file_bytes)
-        target = _target(path)
+        target = _target(path, overwrite)
         writing = _prepare(target, model, optimizer, peers, max_file_bytes)
         _take_along(files or {}, writing)
         writing.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
-    peers.agree(f"{target.name}|{step}|{bool(asynchronous)}|{writing.describe()}", _DISAGREE)
+    peers.agree(f"{target.name}|{step}|{bool(asynchronous)}|{bool(overwrite)}|{writing.describe()}", _DISAGREE)
     rows = per_rank_buffers.differing(writing.whole, peers)
     if rows:
         writing.file_sets.append(FileSet(tensor_files.files_for(per_rank_buffers.STEM, rows, max_file_bytes), rows))
@@ -197,18 +201,24 @@ def _take_along(files: Mapping[str, bytes], writing: _Writing) -> None:
     writing.documents.update(files)
 
 
-def _target(path: Location) -> Target:
+def _target(path: Location, overwrite: bool) -> Target:
     refusal = f"{os.fspath(path)!r} cannot be a checkpoint's name"
     if "\0" in os.fspath(path):
         raise UsageError(f"{refusal}: no name has a null character in it")
     absolute = Path(os.path.abspath(path))  # noqa: PTH100 - not through links: the last name is what is renamed
-    target = PerRankFiles(RemoteDirectory.of(os.fspath(path))) if is_url(path) else SharedFiles(absolute)
+    target: Target
+    if is_url(path):
+        if overwrite:
+            raise UsageError(f"overwrite=True: {os.fspath(path)!r} cannot be replaced in one step; save to another URL")
+        target = PerRankFiles(RemoteDirectory.of(os.fspath(path)))
+    else:
+        target = SharedFiles.over(absolute) if overwrite else SharedFiles(absolute)
     if not target.name:
         raise UsageError(f"{refusal}: it is the root of the file system; save to a directory below it")
-    if target.name.endswith((commit.PARTIAL, commit.DAMAGED)):
+    if target.name.endswith((commit.PARTIAL, commit.DAMAGED, commit.REPLACED)):
         raise UsageError(
             f"{refusal}: `latest` and the trainer take names in {commit.PARTIAL} for unfinished saves and names in "
-            f"{commit.DAMAGED} for damaged ones"
+            f"{commit.DAMAGED} and {commit.REPLACED} for damaged and replaced ones"
         )
     return target
 

@@ -56,6 +56,43 @@ def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     manifest.read(LocalDirectory(path))
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_checkpoint_is_replaced_where_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(commit, "_exchange", lambda left, right: False)
+    path = committed(tmp_path / "step-000001", 1)
+    (path / "of-the-old-one").touch()
+    partial = commit.begin(path, overwrite=True)
+    (partial / "of-the-new-one").touch()
+    assert (path / "of-the-old-one").exists()
+    commit.commit_over(path)
+    assert [found.name for found in path.iterdir()] == ["of-the-new-one"]
+    assert [found.name for found in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_names_are_exchanged_in_one_step(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "file").touch()
+    assert commit._exchange(tmp_path / "a", tmp_path / "b")
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["file"]
+    assert not commit._exchange(tmp_path / "a", tmp_path / "missing")
+
+
+def test_nothing_but_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match="is no checkpoint, and overwrite=True replaces nothing else"):
+        commit.begin(tmp_path / "mine", overwrite=True)
+    checkpoint = committed(tmp_path / "step-000001", 1)
+    (tmp_path / "link").symlink_to(checkpoint)
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        commit.begin(tmp_path / "link", overwrite=True)
+    assert commit.begin(tmp_path / "new", overwrite=True).is_dir()
+
+
 def test_what_a_crash_left_is_replaced(tmp_path: Path) -> None:
     partial = tmp_path / "step-000001.partial"
     partial.mkdir()

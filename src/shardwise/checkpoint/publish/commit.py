@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from shardwise.errors import CheckpointError, UnreadableError
 
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
+REPLACED = ".replaced"
 FINAL = "final"
 """In a run's directory, the trained model: a checkpoint without an optimizer, and nothing to go on from."""
 _STEP = re.compile(r"step-(\d+)")
@@ -27,13 +29,18 @@ def partial_of(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def begin(path: Path) -> Path:
+def begin(path: Path, overwrite: bool = False) -> Path:
     """Make an empty partial directory for the checkpoint `path`; remains of a crash are removed.
 
-    Raises CheckpointError if `path` is taken.
+    Raises CheckpointError if `path` is taken: by anything at all, or by anything but a checkpoint if `overwrite`.
     """
     if path.is_symlink() or (path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None)):
-        raise CheckpointError(f"{path} exists already: save to another path, or remove it first")
+        if not overwrite:
+            raise CheckpointError(
+                f"{path} exists already: save to another path, remove it first, or replace it with overwrite=True"
+            )
+        if path.is_symlink() or not (path / manifest.NAME).is_file():
+            raise CheckpointError(f"{path} is no checkpoint, and overwrite=True replaces nothing else: remove it first")
     partial = _cleared(path)
     new = [above for above in partial.parents if not above.exists()]
     partial.mkdir(parents=True)
@@ -48,6 +55,35 @@ def commit(path: Path) -> None:
     sync(partial)
     os.rename(partial, path)  # noqa: PTH104
     sync(path.parent)
+
+
+def commit_over(path: Path) -> None:
+    """As `commit`, in the place of the checkpoint `path`, which is removed.
+
+    After any crash `path` is one of the two, whole. Where the file system cannot exchange two names, there is a moment
+    in which it is neither: then the old one is `NAME.replaced` and the new one `NAME.partial`.
+    """
+    partial = partial_of(path)
+    sync(partial)
+    if _exchange(partial, path):
+        old = partial
+    else:
+        old = path.with_name(path.name + REPLACED)
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)  # noqa: PTH104
+        os.rename(partial, path)  # noqa: PTH104
+    sync(path.parent)  # before the old files go
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(left: Path, right: Path) -> bool:
+    """Swap two names in one step. False if the system or the file system cannot."""
+    at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    done: int = rename(at_working_directory, os.fsencode(left), at_working_directory, os.fsencode(right), exchange)
+    return done == 0
 
 
 def discard(path: Path) -> None:
@@ -134,7 +170,7 @@ def latest(run_directory: Location) -> Path | str | None:
             for place in (run, run.child("checkpoints"))
             for name in place.names()
             if name != FINAL
-            and not name.endswith((PARTIAL, DAMAGED))
+            and not name.endswith((PARTIAL, DAMAGED, REPLACED))
             and (step := _step(place.child(name))) is not None
         ]
     return max(found)[2] if found else None

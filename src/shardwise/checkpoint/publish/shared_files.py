@@ -22,6 +22,16 @@ class SharedFiles:
     """A Target on a file system that every rank sees."""
 
     path: Path
+    replaced: int | None = None
+    """Inode of the checkpoint that is there and is going to be replaced."""
+
+    @classmethod
+    def over(cls, path: Path) -> SharedFiles:
+        """In the place of whatever checkpoint `path` is now."""
+        try:
+            return cls(path, path.stat().st_ino)
+        except FileNotFoundError:
+            return cls(path)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -42,7 +52,7 @@ class SharedFiles:
 
     def begin(self) -> None:
         """See `Target`."""
-        commit.begin(self.path)
+        commit.begin(self.path, overwrite=self.replaced is not None)
 
     def create(self, file_sets: FileSets) -> None:
         """See `Target`."""
@@ -68,11 +78,18 @@ class SharedFiles:
         layouts = {name: layout for file_set in file_sets for name, layout in file_set.files.files.items()}
         records = {name: FileRecord(file.nbytes, tuple(written.regions[name])) for name, file in layouts.items()}
         manifest.write(directory, Manifest(records | write_documents(directory, documents)))
-        commit.commit(self.path)
+        if self.replaced is None or not any(self.path.iterdir()):
+            commit.commit(self.path)
+        else:
+            commit.commit_over(self.path)
 
     def is_committed(self) -> bool:
         """See `Target`."""
-        return LocalDirectory(self.path).has(manifest.NAME)
+        try:
+            is_new = self.path.stat().st_ino != self.replaced
+        except FileNotFoundError:
+            return False
+        return is_new and LocalDirectory(self.path).has(manifest.NAME)
 
     def discard(self) -> None:
         """See `Target`."""
