@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: setup train test gpu lint clean
+.PHONY: setup train test test-integrations gpu lint clean
 
 setup: $(STAMP)
 
@@ -22,7 +22,15 @@ train: setup
 
 # Two files of tests at a time, each with ranks of its own. Plain pytest runs one.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/integrations
+
+# Beside the libraries that people bring, which it installs.
+test-integrations: $(VENV)/.integrations-done
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
+
+$(VENV)/.integrations-done: $(STAMP)
+	$(PIP) -e '.[dev-integrations]'
+	@touch $@
 
 # What one accelerator can tell, in nine minutes at most: with $(PYTHON) if its torch sees one, or has torch where there is
 # no virtual environment, else with that, made first if need be. `make gpu ARGS='--only parity'`

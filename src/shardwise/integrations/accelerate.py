@@ -1,0 +1,270 @@
+"""Accelerate: an `Accelerator` whose `prepare` shards models, where the stock one wraps them in DDP or FSDP.
+
+    accelerator = Accelerator(shardwise_plugin=ShardwisePlugin(strategy="full_shard"))
+    model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)
+
+`distributed_type` stays what it is for the processes themselves (MULTI_GPU, MULTI_CPU, NO): the branches that
+Accelerate and transformers have for FSDP expect FSDP's modules, and those for DDP are what this class replaces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+try:
+    import accelerate
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+except ImportError as error:
+    raise ImportError("shardwise.integrations.accelerate needs Accelerate: pip install accelerate") from error
+
+from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.saving import save
+from shardwise.engine.lookup import engine_of
+from shardwise.engine.shard import shard
+from shardwise.errors import UsageError
+from shardwise.integrations import fsdp_settings
+from shardwise.model_tools.activation_checkpointing import checkpoint_units
+from shardwise.model_tools.unsharded import full_state_dict, no_sync
+from shardwise.modules.wrapping import Units
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.scaler import GradScaler
+from shardwise.policy.precision import Precision
+from shardwise.policy.strategy import Strategy
+
+__all__ = ["Accelerator", "ShardwisePlugin"]
+
+_FSDP_ASKED = "ACCELERATE_USE_FSDP"
+_SERVED = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_NPU,
+    DistributedType.MULTI_MLU,
+}
+_DIRECTORY = "shardwise"
+
+
+@dataclass
+class ShardwisePlugin:
+    """How an `Accelerator` shards. The fields are `sw.shard`'s arguments."""
+
+    strategy: Strategy | str = Strategy.FULL_SHARD
+    mesh: DeviceMesh | None = None
+    units: Units = None
+    precision: Precision | None = None
+    """None: what the Accelerator's `mixed_precision` says. With "bf16" or "fp16" weights are gathered in that dtype,
+    gradients are summed in fp32, masters are fp32, and Accelerate's autocast stays on inside."""
+    reshard_after_forward: bool | int | None = None
+    slots: int = 3
+    ignored_modules: Iterable[nn.Module] | str | None = None
+    """Modules whose parameters are left alone, or a regular expression for their whole names."""
+    activation_checkpointing: str = field(default="none")
+    """As `train.activation_checkpointing` of a configuration: "none", "full", "selective-ops", "every-2"."""
+
+    @classmethod
+    def from_fsdp(cls, plugin: FullyShardedDataParallelPlugin) -> ShardwisePlugin:
+        """What an FSDP plugin asks for. Raises UsageError for what cannot be had.
+
+        Prefetching, `limit_all_gathers`, `use_orig_params`, `sync_module_states` and `state_dict_type` have no effect:
+        the engine does the first two by itself, needs neither of the next, and has one format of checkpoints.
+        """
+        fsdp_settings.check_honoured(plugin)
+        return cls(
+            strategy=fsdp_settings.strategy_of(plugin),
+            units=fsdp_settings.units_of(plugin),
+            precision=fsdp_settings.precision_of(plugin),
+            ignored_modules=plugin.ignored_modules,
+            activation_checkpointing="full" if plugin.activation_checkpointing else "none",
+        )
+
+    def shard(self, model: nn.Module, mixed_precision: str) -> None:
+        """Shard a model in place. Every rank must call this.
+
+        Args:
+            mixed_precision: the Accelerator's, where the plugin says nothing itself.
+        """
+        precision = self.precision
+        if precision is None and mixed_precision in {"bf16", "fp16"}:
+            precision = Precision(param=mixed_precision, reduce="fp32", master="fp32")
+        shard(
+            model,
+            self.strategy,
+            mesh=self.mesh,
+            units=self.units,
+            precision=precision,
+            reshard_after_forward=self.reshard_after_forward,
+            slots=self.slots,
+            ignored=fsdp_settings.ignored_in(model, self.ignored_modules),
+        )
+        checkpoint_units(model, self.activation_checkpointing)
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` that shards every model it prepares, in place, also those for evaluation.
+
+    Leave models that single ranks call out of `prepare`. Accelerate's other engines are refused. An FSDP plugin, or the
+    FSDP section of `accelerate launch`'s configuration, is read as a ShardwisePlugin.
+    """
+
+    scaler: torch.amp.GradScaler | None
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    """AcceleratedOptimizers."""
+
+    def __init__(self, *args: Any, shardwise_plugin: ShardwisePlugin | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            args, kwargs: `accelerate.Accelerator`'s.
+            shardwise_plugin: how to shard; default: as the FSDP plugin or configuration says, else `sw.shard`'s.
+        """
+        foreign = kwargs.pop("fsdp_plugin", None)
+        if foreign is None and os.environ.get(_FSDP_ASKED, "").lower() == "true":
+            foreign = FullyShardedDataParallelPlugin()  # reads what `accelerate launch` left in the environment
+        if shardwise_plugin is None:
+            shardwise_plugin = ShardwisePlugin() if foreign is None else ShardwisePlugin.from_fsdp(foreign)
+        self.shardwise_plugin = shardwise_plugin
+        self._is_saving = False
+        self._all_optimizers: list[Any] = []
+        with _fsdp_not_asked():
+            super().__init__(*args, **kwargs)
+        if self.distributed_type not in _SERVED:
+            raise UsageError(
+                f"Accelerate is set up for {self.distributed_type.value}; shardwise's Accelerator works on plain "
+                "processes: choose multi-GPU, multi-CPU or FSDP in `accelerate config`, or start it with torchrun"
+            )
+        if self.scaler is not None:
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.scaler = GradScaler(device=self.device.type, **options)
+        self.register_save_state_pre_hook(self._save_sharded)
+        self.register_load_state_pre_hook(self._load_sharded)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model in place, then apply autocast and compilation as Accelerate does. Every rank must call this.
+
+        `device_placement` has no effect: shards go to the rank's device. `evaluation_mode` makes no difference.
+        """
+        if engine_of(model) is None:
+            self.shardwise_plugin.shard(model, self.mixed_precision)
+        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared  # not wrapped, which evaluation_mode sees to
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """As Accelerate's. State is made where the shards are."""
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backwards inside accumulate locally; the first one outside reduces the sum. See `sw.no_sync`."""
+        if engine_of(model) is None:
+            yield
+        else:
+            with no_sync(model):
+                yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Nothing to do: it is where backward runs that decides, not where forward ran."""
+        yield
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
+        """Refused: every rank of a sharded model takes part in every step."""
+        raise UsageError("join_uneven_inputs: sharded ranks step together; keep even_batches=True: then all have data")
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip by the global norm, which is returned on every rank. Every rank must call this."""
+        self.unscale_gradients()
+        return clip_grad_norm_(list(parameters), max_norm, norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Full tensors on the CPU of rank 0, an empty dict elsewhere. Every rank must call this."""
+        if engine_of(model) is None:
+            plain: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
+            return plain
+        if self._is_saving:
+            return _Left()
+        return full_state_dict(self.unwrap_model(model, keep_torch_compile=False))
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's. Each sharded model and its optimizers become a shardwise checkpoint below `output_dir`,
+        which any number of ranks can load. Every rank must call this."""
+        self._is_saving = True
+        try:
+            with self._without_optimizers_of_shards():
+                return super().save_state(output_dir, *args, **kwargs)
+        finally:
+            self._is_saving = False
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As Accelerate's, of what `save_state` wrote. Every rank must call this."""
+        with self._without_optimizers_of_shards():
+            super().load_state(input_dir, *args, **kwargs)
+
+    def _sharded(self) -> list[nn.Module]:
+        return [model for model in self._models if engine_of(model) is not None]
+
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """The prepared optimizer that has one of the model's parameters, without Accelerate's wrapper."""
+        ours = {id(parameter) for parameter in model.parameters()}
+        found = [prepared.optimizer for prepared in self._all_optimizers if _has_any(prepared.optimizer, ours)]
+        if len(found) > 1:
+            raise UsageError("save_state and load_state take one optimizer for each sharded model; here are several")
+        return found[0] if found else None
+
+    @contextmanager
+    def _without_optimizers_of_shards(self) -> Iterator[None]:
+        """Inside, Accelerate itself sees those optimizers alone that have no sharded parameters."""
+        self._all_optimizers = self._optimizers
+        ours = {id(parameter) for model in self._sharded() for parameter in model.parameters()}
+        self._optimizers = [one for one in self._optimizers if not _has_any(one.optimizer, ours)]
+        try:
+            yield
+        finally:
+            self._optimizers = self._all_optimizers
+
+    def _save_sharded(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        weights[:] = [one for one in weights if not isinstance(one, _Left)]
+        for number, model in enumerate(self._sharded()):
+            bare = self.unwrap_model(model, keep_torch_compile=False)
+            save(_place(output_dir, number), bare, self._optimizer_of(model), overwrite=True)
+
+    def _load_sharded(self, models: list[nn.Module], input_dir: str) -> None:
+        models[:] = [model for model in models if engine_of(model) is None]
+        for number, model in enumerate(self._sharded()):
+            bare = self.unwrap_model(model, keep_torch_compile=False)
+            load(_place(input_dir, number), bare, self._optimizer_of(model))
+
+
+class _Left(dict[str, Any]):
+    """Stands for the state of a sharded model until `_save_sharded` sees it."""
+
+
+def _place(directory: str, number: int) -> Path:
+    return Path(directory) / (_DIRECTORY if not number else f"{_DIRECTORY}_{number}")
+
+
+def _has_any(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
+    return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
+
+
+@contextmanager
+def _fsdp_not_asked() -> Iterator[None]:
+    """Inside, the environment does not ask Accelerate for FSDP."""
+    asked = os.environ.pop(_FSDP_ASKED, None)
+    try:
+        yield
+    finally:
+        if asked is not None:
+            os.environ[_FSDP_ASKED] = asked
