@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -106,7 +107,54 @@ def test_generate_loops(first: str) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(2, timeout_s=120)
+def test_generate_where_ranks_differ(strategy: str) -> None:
+    """Prompts of other lengths, answers that end early, the KV cache: what the unsharded model says, and no hang."""
+    rank = dist.get_rank()
+    model: Any = sw.shard(seeded(llama), strategy).eval()
+    plain: Any = seeded(llama).eval()
+    for turn, (length, new) in enumerate([(3 + 4 * rank, 6), (5, 2 + 5 * rank), (4 + rank, 8)]):
+        ids = torch.randint(0, 31, (2, length), generator=torch.Generator().manual_seed(10 * turn + rank))
+        options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
+        answer = plain.generate(ids, **options)
+        if turn == 2 and rank:  # ends at the first new token of one of its rows, long before the other rank
+            options["eos_token_id"] = answer[:, length + 1].unique().tolist()
+            answer = plain.generate(ids, **options)
+        assert torch.equal(model.generate(ids, **options), answer)
+    ids = torch.randint(0, 31, (2, 5), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
 # torch.compile --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+@on_ranks(2, timeout_s=120)
+def test_compiled_transformers(how: str) -> None:
+    """With the marks by which transformers knows a sharded model, which torch.compile reads too."""
+    torch._dynamo.reset()
+    model: Any = sw.shard(seeded(llama))
+    plain: Any = seeded(llama)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    if how == "blocks":
+        for block in model.model.layers:
+            block.compile(backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager") if how == "whole" else model
+    ids = torch.randint(0, 31, (2, 5), generator=torch.Generator().manual_seed(1))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
+    graphs = []
+    for _ in range(4):
+        losses = [m(input_ids=ids, labels=ids).loss for m in (plain, compiled)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[1] == graphs[-1], "recompiled from step to step"
 
 
 @pytest.mark.parametrize("how", ["module.compile", "blocks in place", "blocks before shard", "whole"])

@@ -1,4 +1,5 @@
-"""Methods of a sharded module that torch's own would get wrong: `state_dict`, `load_state_dict`, conversions."""
+"""What callers of a sharded module have to know: torch's `state_dict`, `load_state_dict` and conversions, which would
+get it wrong, and transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 _WATCHED = "_shardwise_state_dicts"
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def watch_state_dicts(model: nn.Module) -> None:
@@ -28,6 +30,19 @@ def watch_state_dicts(model: nn.Module) -> None:
             module.__dict__[_WATCHED] = True
             module.register_state_dict_pre_hook(_before_saving)
             module.register_load_state_dict_pre_hook(_before_loading)
+
+
+def tell_transformers(model: nn.Module, engine: Engine) -> None:
+    """Mark the modules of a transformers model whose forwards gather, as FSDP marks its own.
+
+    transformers asks for the first mark where ranks might call their modules a different number of times: `generate`
+    then goes on until every rank has ended, and layers that LayerDrop skips are called all the same. torch.compile
+    reads both: it takes such modules' parameters as inputs of a graph instead of constants of it.
+    """
+    of_transformers = any(getattr(module, "_no_split_modules", None) is not None for module in model.modules())
+    if of_transformers and engine.mesh.shard.world_size > 1:
+        for module in model.modules():
+            module.__dict__.update(dict.fromkeys(_MARKS, True))
 
 
 def give_up_interrupted(engine: Engine) -> bool:

@@ -14,7 +14,7 @@ from shardwise.engine.copying import copy_deeply
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
 from shardwise.engine.mesh import Mesh, build_mesh
-from shardwise.engine.module_methods import refuse_conversions, watch_state_dicts
+from shardwise.engine.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
 from shardwise.engine.torch_patches import give_sharded_parameters, install
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
@@ -99,6 +99,7 @@ def _put_in_charge(model: nn.Module, engine: Engine) -> None:
     for unit in engine.units:
         refuse_conversions(unit.module)
     watch_state_dicts(model)
+    tell_transformers(model, engine)
     copy_deeply(model, engine, _put_in_charge)
 
 
