@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
 import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import Dataset
 
 VOCABULARY, LENGTH = 64, 16
@@ -37,3 +43,12 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    """Accelerate's singletons are as in a new process."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
+    with mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}):
+        yield

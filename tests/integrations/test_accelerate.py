@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +11,6 @@ import accelerate
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 
@@ -21,16 +18,7 @@ import shardwise as sw
 from shardwise.errors import UsageError
 from shardwise.integrations.accelerate import Accelerator, ShardwisePlugin
 from tests.engine.rig import on_ranks
-from tests.integrations.models import Tokens, llama
-
-
-@contextmanager
-def fresh() -> Iterator[None]:
-    """Accelerate's singletons are as in a new process."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
-    with mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}):
-        yield
+from tests.integrations.models import Tokens, fresh, llama
 
 
 class Script:

@@ -135,7 +135,7 @@ class Accelerator(accelerate.Accelerator):
         self.shardwise_plugin = shardwise_plugin
         self._is_saving = False
         self._all_optimizers: list[Any] = []
-        with _fsdp_not_asked():
+        with fsdp_not_asked():
             super().__init__(*args, **kwargs)
         if self.distributed_type not in _SERVED:
             raise UsageError(
@@ -260,7 +260,7 @@ def _has_any(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
 
 
 @contextmanager
-def _fsdp_not_asked() -> Iterator[None]:
+def fsdp_not_asked() -> Iterator[None]:
     """Inside, the environment does not ask Accelerate for FSDP."""
     asked = os.environ.pop(_FSDP_ASKED, None)
     try:
