@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -290,6 +291,33 @@ def test_optimizers_that_are_not_elementwise_raise(name: str) -> None:
 
     with pytest.raises(UsageError, match=r"sw.unsharded|full_tensor"):
         optimizer.step(closure) if name == "LBFGS" else (closure(), optimizer.step())
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@on_ranks(2)
+def test_a_step_whose_closure_reduces_what_waits(by_name: bool) -> None:
+    """As Lightning steps: the last backward of an accumulation runs inside optimizer.step()."""
+    plain, model = seeded(Net), sw.shard(seeded(Net))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+    squares(plain, batch(0, 0)).backward()
+    with sw.no_sync(model):
+        squares(model, batch(0, 0)).backward()
+
+    def closure_of(m: nn.Module, waits: bool = False) -> Callable[[], Any]:
+        def closure() -> Tensor:
+            with sw.no_sync(model) if waits else nullcontext():
+                loss = squares(m, batch(1, 0))
+                loss.backward()
+            return loss
+
+        return closure
+
+    for optimizer, m in zip(optimizers, (plain, model), strict=True):
+        optimizer.step(closure=closure_of(m)) if by_name else optimizer.step(closure_of(m))
+    for name, value in sw.full_state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    with pytest.raises(UsageError, match=r"from a backward inside sw.no_sync wait"):
+        optimizers[1].step(closure_of(model, waits=True))
 
 
 class CutOptimizer(torch.optim.Optimizer):

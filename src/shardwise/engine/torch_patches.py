@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -114,13 +114,29 @@ def _owners(optimizer: Optimizer) -> set[Owner]:
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Returns other arguments for the step if it is given a closure: what waits is reduced when that has run."""
     _check_sharded(optimizer)
     owners = _stepping[optimizer] = _owners(optimizer)
-    for unit in owners:
-        unit.about_to_step()
     if owners and "torch._dynamo" in sys.modules:
         _leave_dispatch_uncompiled()
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if owners and closure is not None:
+        checked = partial(_evaluate, closure, owners)
+        return (
+            (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
+        )
+    for unit in owners:
+        unit.about_to_step()
+    return None
+
+
+def _evaluate(closure: Callable[[], Any], owners: set[Owner]) -> Any:
+    """Run the closure of a step, which calls backward, and then look whether gradients still wait."""
+    result = closure()
+    for unit in owners:
+        unit.about_to_step()
+    return result
 
 
 @cache

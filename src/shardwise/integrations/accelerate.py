@@ -95,7 +95,7 @@ class ShardwisePlugin:
         """
         precision = self.precision
         if precision is None and mixed_precision in {"bf16", "fp16"}:
-            precision = Precision(param=mixed_precision, reduce="fp32", master="fp32")
+            precision = Precision(param=mixed_precision, reduce="fp32", master="fp32", cast_inputs=False)
         shard(
             model,
             self.strategy,

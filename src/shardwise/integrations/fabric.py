@@ -1,0 +1,129 @@
+"""Lightning Fabric: `Fabric(strategy="shardwise")` after an import of this module, or a `ShardwiseStrategy(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+try:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+except ImportError as error:
+    raise ImportError("shardwise.integrations.fabric needs Lightning: pip install lightning") from error
+
+from shardwise.engine.lookup import engine_of
+from shardwise.errors import UsageError
+from shardwise.integrations import lightning_common
+from shardwise.model_tools.unsharded import no_sync
+from shardwise.optim.scaler import GradScaler
+
+__all__ = ["ShardwiseStrategy"]
+
+
+class ShardwiseStrategy(DDPStrategy):
+    """One process a device, as DDP's, and sharded modules in them.
+
+    `fabric.save` of a state with one sharded module (and its optimizer) writes a shardwise checkpoint: a directory,
+    with the rest of the state in a file beside.
+    """
+
+    def __init__(
+        self, *, process_group_backend: str | None = None, start_method: Any = "popen", **options: Any
+    ) -> None:
+        """
+        Args:
+            process_group_backend: default: "nccl" for GPUs, "gloo" for CPUs.
+            start_method: of the processes that Fabric starts where torchrun or a cluster has not: "popen", "spawn".
+            options: `sw.shard`'s arguments; and Lightning's own (`accelerator`, `timeout`, ...).
+        """
+        theirs = {name: options.pop(name) for name in lightning_common.OPTIONS if name in options}
+        super().__init__(process_group_backend=process_group_backend, start_method=start_method, **theirs)
+        self._options = options
+        self._backward_sync_control = _NoSync()
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard it. Every rank must call this."""
+        lightning_common.shard_as(module, self._options, str(self.precision.precision))
+        module.to(self.root_device)  # sharded parameters are there
+        if getattr(self.precision, "scaler", None) is not None:
+            self.precision.scaler = GradScaler(device=self.root_device.type)
+        return module
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Sharding does, a shard at a time."""
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Models are built on the CPU, or on the meta device if `empty_init`: never whole on an accelerator."""
+        return torch.device("meta") if empty_init else nullcontext()
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,  # noqa: A002
+    ) -> None:
+        """Write a directory if there is a sharded module in the state. Every rank must call this."""
+        modules, optimizers = _parts(state)
+        if not modules:
+            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+            return
+        if storage_options is not None or filter is not None:
+            raise UsageError("fabric.save of a sharded module: storage_options and filter cannot be had")
+        if len(modules) > 1:
+            raise UsageError(f"fabric.save: the state has {len(modules)} sharded modules, and a checkpoint holds one")
+        ((module_name, module),) = modules.items()
+        rest = {key: value for key, value in state.items() if key != module_name and key not in optimizers}
+        rest = self._convert_stateful_objects_in_state(rest, filter={})
+        lightning_common.save_directory(Path(self.broadcast(path)), module, list(optimizers.values()), rest)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a directory of `save_checkpoint`'s into the state, or another strategy's file. Every rank must call."""
+        path = Path(self.broadcast(path))
+        if not lightning_common.is_directory_of_ours(path):
+            found: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+            return found
+        if isinstance(state, nn.Module):
+            state = {"model": state}
+        modules, optimizers = _parts(state or {})
+        if len(modules) != 1:
+            raise UsageError(f"fabric.load: {path} holds one sharded module; the state to load has {len(modules)}")
+        (module,) = modules.values()
+        rest = lightning_common.load_directory(path, module, list(optimizers.values()), strict, weights_only)
+        for name, value in state.items():
+            if name in modules or name in optimizers or name not in rest:
+                continue
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(rest.pop(name))
+            else:
+                state[name] = rest.pop(name)
+        return rest
+
+
+class _NoSync(_BackwardSyncControl):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        return no_sync(module) if enabled else nullcontext()
+
+
+def _parts(state: Mapping[str, Any]) -> tuple[dict[str, nn.Module], dict[str, Optimizer]]:
+    """The sharded modules of a state and their optimizers, by key."""
+    modules = {key: value for key, value in state.items() if isinstance(value, nn.Module) and engine_of(value)}
+    ours = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    optimizers = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Optimizer)
+        and any(id(parameter) in ours for group in value.param_groups for parameter in group["params"])
+    }
+    return modules, optimizers
+
+
+STRATEGY_REGISTRY.register("shardwise", ShardwiseStrategy, description="Fully sharded data parallelism by shardwise")

@@ -1,0 +1,184 @@
+"""lightning.pytorch: `Trainer(strategy="shardwise")` after an import of this module, or a `ShardwiseStrategy(...)`.
+
+What is sharded is the LightningModule's only child that has parameters (`self.model`), else the LightningModule itself,
+whose steps then run as its forward. A module that `configure_model` has sharded stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+try:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.strategies.strategy import _ForwardRedirection
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError("shardwise.integrations.lightning needs Lightning: pip install lightning") from error
+
+from shardwise.engine.lookup import engine_of
+from shardwise.errors import UsageError
+from shardwise.integrations import lightning_common
+from shardwise.model_tools.unsharded import no_sync
+from shardwise.optim.scaler import GradScaler
+from shardwise.sharded.parameter import ShardedParameter
+
+__all__ = ["ShardwiseStrategy"]
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class ShardwiseStrategy(DDPStrategy):
+    """One process a device, as DDP's, and a sharded model in them.
+
+    Checkpoints are shardwise checkpoints: directories, which any number of ranks under any strategy can load, with
+    Lightning's own state in a file beside. A checkpoint file of another strategy's loads as well.
+    """
+
+    def __init__(
+        self, *, process_group_backend: str | None = None, start_method: Any = "popen", **options: Any
+    ) -> None:
+        """
+        Args:
+            process_group_backend: default: "nccl" for GPUs, "gloo" for CPUs.
+            start_method: of the processes that Lightning starts where torchrun or a cluster has not: "popen", "spawn".
+            options: `sw.shard`'s arguments; and Lightning's own (`accelerator`, `timeout`, ...).
+        """
+        theirs = {name: options.pop(name) for name in lightning_common.OPTIONS if name in options}
+        super().__init__(process_group_backend=process_group_backend, start_method=start_method, **theirs)
+        self._options = options
+        self._redirection = _ForwardRedirection()
+
+    # Setting up -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Shard, then build the optimizers."""
+        self.accelerator.setup(trainer)
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        lightning_common.shard_as(_to_shard(module), self._options, str(self.precision_plugin.precision))
+        self.model = module
+        self.model.to(self.root_device)  # sharded parameters are there; Lightning remembers the device
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            self.precision_plugin.scaler = GradScaler(device=self.root_device.type)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Models are built on the CPU, or on the meta device if `empty_init`: never whole on an accelerator."""
+        return torch.device("meta") if empty_init else nullcontext()
+
+    def teardown(self) -> None:
+        """A sharded model stays where it is."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._step("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._step("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._step("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._step("predict_step", args, kwargs)
+
+    def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.lightning_module
+        if engine_of(module, below=False) is None:
+            return getattr(module, name)(*args, **kwargs)
+        if name == "training_step" and not module.automatic_optimization:
+            raise UsageError(
+                "manual optimization runs backward inside training_step: keep what has parameters in one submodule "
+                "(self.model), so that it is sharded instead of the LightningModule"
+            )
+        return self._redirection(module, module, name, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate; the first one outside reduces the sum."""
+        with no_sync(self.lightning_module):
+            yield
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Into shards."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """`load_checkpoint` has."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What is not sharded of it: metrics' buffers, for example. `save_checkpoint` writes the shards."""
+        state = self.lightning_module.state_dict()
+        return {name: value for name, value in state.items() if not isinstance(value, ShardedParameter)}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` writes it."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a directory. Every rank must call this."""
+        if storage_options is not None:
+            raise UsageError("storage_options: a sharded model's checkpoint does not go through CheckpointIO")
+        with_optimizer = "optimizer_states" in checkpoint
+        rest = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
+        lightning_common.save_directory(
+            Path(self.broadcast(filepath)), self._sharded(), self._bare_optimizers() if with_optimizer else [], rest
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a directory of `save_checkpoint`'s, or the file of another strategy. Every rank must call this."""
+        path = Path(self.broadcast(checkpoint_path))
+        strict = self.lightning_module.strict_loading
+        if lightning_common.is_directory_of_ours(path):
+            optimizers = self._bare_optimizers()
+            return lightning_common.load_directory(path, self._sharded(), optimizers, strict, weights_only)
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
+        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        for optimizer, state in zip(self._bare_optimizers(), checkpoint.get("optimizer_states", ()), strict=False):
+            optimizer.load_state_dict(state)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """`load_checkpoint` has read the shards; here comes the rest."""
+        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+
+    def _sharded(self) -> nn.Module:
+        module = lightning_common.sharded_in(self.lightning_module)
+        assert module is not None, "setup has sharded"
+        return module
+
+    def _bare_optimizers(self) -> list[Optimizer]:
+        return [one._optimizer if isinstance(one, LightningOptimizer) else one for one in self.optimizers]
+
+
+def _to_shard(module: nn.Module) -> nn.Module:
+    """The only child with parameters; the module itself if it has parameters of its own or several such children."""
+    with_parameters = [child for child in module.children() if next(child.parameters(), None) is not None]
+    own = any(parameter is not None for parameter in module._parameters.values())
+    return with_parameters[0] if len(with_parameters) == 1 and not own else module
+
+
+StrategyRegistry.register("shardwise", ShardwiseStrategy, description="Fully sharded data parallelism by shardwise")

@@ -1,0 +1,86 @@
+"""What the strategies of lightning.pytorch and of Fabric share: options, precision, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.format import manifest
+from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.saving import save
+from shardwise.engine.lookup import engine_of
+from shardwise.engine.shard import shard
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.policy.precision import Precision
+
+OPTIONS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "timeout")
+"""Of a strategy's keyword arguments, those that are Lightning's own."""
+_COMPUTE = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+_PLAIN = {"32-true", "64-true", "bf16-true", "16-true"}
+_REST = "lightning.pt"
+"""Beside the checkpoint's own files: what Lightning saves of loops, callbacks and the user's own."""
+
+
+def shard_as(module: nn.Module, options: Mapping[str, Any], precision: str) -> None:
+    """Shard a module, unless it is already. Every rank must call this.
+
+    Args:
+        options: `sw.shard`'s arguments.
+        precision: the name of Lightning's precision plugin. Under the mixed ones weights are gathered in 16 bits,
+            gradients are summed in fp32 and Lightning's autocast stays on inside.
+
+    Raises UsageError for a precision that cannot be had.
+    """
+    if precision not in _COMPUTE.keys() | _PLAIN:
+        raise UsageError(
+            f"precision={precision!r}: with shardwise choose {', '.join(sorted(_COMPUTE.keys() | _PLAIN))}"
+        )
+    if engine_of(module) is not None:
+        return
+    options = dict(options)
+    if options.get("precision") is None and precision in _COMPUTE:
+        options["precision"] = Precision(param=_COMPUTE[precision], reduce="fp32", master="fp32", cast_inputs=False)
+    shard(module, **options)
+
+
+def sharded_in(module: nn.Module) -> nn.Module | None:
+    """The one sharded model at or below a module; None if there is none. Raises UsageError if there are several."""
+    found = [below for below in module.modules() if engine_of(below, below=False) is not None]
+    if len(found) > 1:
+        raise UsageError(f"{type(module).__name__} has {len(found)} sharded models, and a checkpoint holds one")
+    return found[0] if found else None
+
+
+def save_directory(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], rest: Mapping[str, Any]) -> None:
+    """Write a shardwise checkpoint with the file of the rest in it. Every rank must call this."""
+    if len(optimizers) > 1:
+        raise UsageError(f"a checkpoint of a sharded model takes one optimizer; here are {len(optimizers)}")
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if is_first and path.is_file():
+        path.unlink()
+    save(path, module, optimizers[0] if optimizers else None, overwrite=True)
+    if is_first:
+        torch.save(dict(rest), path / _REST)
+
+
+def load_directory(
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Read what `save_directory` wrote; returns the rest. Every rank must call this."""
+    has_optimizer = any(path.glob("optimizer*.safetensors"))
+    load(path, module, optimizers[0] if optimizers and has_optimizer else None, strict=strict)
+    try:
+        rest: dict[str, Any] = torch.load(path / _REST, map_location="cpu", weights_only=bool(weights_only))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {_REST}: it is a checkpoint, but was not written by Lightning") from None
+    return rest
+
+
+def is_directory_of_ours(path: Path) -> bool:
+    """Whether it is a shardwise checkpoint."""
+    return (path / manifest.NAME).is_file()

@@ -1,0 +1,235 @@
+"""lightning.pytorch and Fabric, with their DDP strategies and with ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import lightning.pytorch
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import shardwise as sw
+from shardwise.errors import UsageError
+from shardwise.integrations import fabric as our_fabric
+from shardwise.integrations import lightning as our_lightning
+from tests.engine.rig import on_ranks
+from tests.integrations.models import Tokens, llama
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Module(lightning.pytorch.LightningModule):
+    """The usual kind: everything is in `self.model`."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.model = llama(seed)
+        self.register_buffer("steps", torch.zeros(()))
+        self.losses: list[float] = []
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch).loss  # type: ignore[no-any-return]
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss = self(batch)
+        self.steps += 1
+        self.losses.append(loss.item())
+        self.log("train", loss, sync_dist=True)
+        return loss  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+        self.log("loss", self(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)]
+
+
+class Pieces(Module):
+    """Parameters in several places: the LightningModule itself is sharded, and its steps are its forwards."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.shift = nn.Linear(1, 1)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch).loss * self.scale + self.shift(self.scale.view(1, 1)).sum()  # type: ignore[no-any-return]
+
+
+class Built(Module):
+    """Built on the meta device, when Lightning asks."""
+
+    def __init__(self) -> None:
+        lightning.pytorch.LightningModule.__init__(self)
+        self.losses = []
+        self.register_buffer("steps", torch.zeros(()))
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            self.model = llama()
+
+
+class ByHand(Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self(batch)
+        self.losses.append(loss.item())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class BothByHand(ByHand, Pieces):
+    pass
+
+
+def trainer_of(strategy: Any, directory: Path, **options: Any) -> Any:
+    usual: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_steps": 6,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": directory,
+    }
+    return lightning.pytorch.Trainer(strategy=strategy, **{**usual, **options})
+
+
+def batches(size: int = 64) -> DataLoader[Any]:
+    return DataLoader(Tokens(size), batch_size=2)
+
+
+def losses(module: Any, strategy: Any, directory: Path, **options: Any) -> list[float]:
+    trainer_of(strategy, directory, **options).fit(module, batches(), batches(8))
+    found: list[float] = module.losses
+    return found
+
+
+@pytest.mark.parametrize("kind", [Module, Pieces])
+@on_ranks(2, timeout_s=120)
+def test_losses_are_those_of_ddp(kind: Any, tmp_path: Path) -> None:
+    stock = losses(kind(), "ddp", tmp_path)
+    module = kind()
+    assert losses(module, "shardwise", tmp_path) == pytest.approx(stock, rel=1e-5)
+    assert len(stock) == 12
+    assert isinstance(next(module.parameters()), sw.ShardedParameter)
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_model_built_on_meta_and_strategies_options(tmp_path: Path) -> None:
+    stock = losses(Module(), "ddp", tmp_path)
+    strategy = our_lightning.ShardwiseStrategy(strategy="shard_grad_op")
+    assert losses(Built(), strategy, tmp_path) == pytest.approx(stock, rel=1e-5)
+
+
+@on_ranks(2, timeout_s=120)
+def test_bf16(tmp_path: Path) -> None:
+    stock = losses(Module(), "ddp", tmp_path, precision="bf16-mixed")
+    module = Module()
+    assert losses(module, "shardwise", tmp_path, precision="bf16-mixed") == pytest.approx(stock, rel=2e-2)
+    assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
+
+
+@on_ranks(2, timeout_s=120)
+def test_manual_optimization(tmp_path: Path) -> None:
+    plain = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    stock = losses(ByHand(), "ddp", tmp_path, **plain)
+    assert losses(ByHand(), "shardwise", tmp_path, **plain) == pytest.approx(stock, rel=1e-5)
+    with pytest.raises(UsageError, match="manual optimization runs backward inside training_step"):
+        losses(BothByHand(), "shardwise", tmp_path, **plain)
+
+
+def save_and_resume(strategy: Any, resumed_by: Any, directory: Path) -> tuple[Any, Any]:
+    """A trainer that saved at every third step, and the module that went on from the third."""
+    callback = ModelCheckpoint(dirpath=directory, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    saving = trainer_of(strategy, directory, enable_checkpointing=True, callbacks=[callback])
+    saving.fit(Module(), batches())
+    again = Module(seed=5)
+    trainer_of(resumed_by, directory).fit(again, batches(), ckpt_path=directory / "step=3.ckpt")
+    return saving, again
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    _, stock = save_and_resume("ddp", "ddp", tmp_path / "ddp")
+    assert len(stock.losses) == 6
+    saving, again = save_and_resume("shardwise", our_lightning.ShardwiseStrategy(strategy="no_shard"), tmp_path / "own")
+    assert again.losses == pytest.approx(stock.losses, rel=1e-5)
+    assert again.steps == stock.steps == 12
+    path = tmp_path / "own" / "step=3.ckpt"
+    sw.checkpoint.verify(path)
+    evaluating = trainer_of("shardwise", tmp_path)
+    evaluated = evaluating.validate(Module(seed=5), batches(8), ckpt_path=tmp_path / "own" / "step=6.ckpt")
+    assert evaluated == saving.validate(saving.lightning_module, batches(8))
+    saving.strategy.remove_checkpoint(path)
+    dist.barrier()
+    assert not path.exists()
+    module = Module(seed=5)  # from the file that DDP wrote
+    trainer_of("shardwise", tmp_path).fit(module, batches(), ckpt_path=tmp_path / "ddp" / "step=3.ckpt")
+    assert module.losses == pytest.approx(stock.losses, rel=1e-5)
+
+
+@on_ranks(2)
+def test_a_precision_that_cannot_be_had_is_told(tmp_path: Path) -> None:
+    plugin = lightning.pytorch.plugins.Precision()
+    plugin.precision = "transformer-engine"  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="precision='transformer-engine': with shardwise choose 16-mixed"):
+        trainer_of("shardwise", tmp_path, plugins=[plugin]).fit(Module(), batches())
+
+
+# Fabric ---------------------------------------------------------------------------------------------------------------
+
+
+def script(strategy: Any, path: Path, load: bool = False) -> list[float]:
+    """A user's loop: three steps, a checkpoint, three steps; or the last three from the checkpoint."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = llama(5 if load else 0)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = fabric.setup(model, optimizer)
+    rows = list(fabric.setup_dataloaders(batches()))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if load:
+        assert fabric.load(path, state) == {}
+        assert state["step"] == 3
+    found = []
+    for step in range(int(state["step"]), 6):
+        for index in (2 * step, 2 * step + 1):
+            with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+                loss = model(**rows[index]).loss / 2
+                fabric.backward(loss)
+                found.append(loss.item())
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2 and not load:
+            state["step"] = 3
+            fabric.save(path, state)
+    return found
+
+
+@on_ranks(2, timeout_s=120)
+def test_fabric(tmp_path: Path) -> None:
+    stock = script("ddp", tmp_path / "ddp.ckpt")
+    found = script("shardwise", tmp_path / "c")
+    assert found == pytest.approx(stock, rel=1e-5)
+    sw.checkpoint.verify(tmp_path / "c")
+    other = our_fabric.ShardwiseStrategy(strategy="no_shard")
+    assert script(other, tmp_path / "c", load=True) == found[6:]
+    assert script("shardwise", tmp_path / "ddp.ckpt", load=True) == pytest.approx(stock[6:], rel=1e-5)
