@@ -4,7 +4,7 @@
     python benchmarks/integrations.py --only hf fabric --rounds 1
     python benchmarks/integrations.py --out integrations     # and write results/DATE-integrations.{json,md}
 
-Two ranks, 20 steps of a Llama of 13 M parameters in fp32 with AdamW and clipping. Losses of the two are compared; they
+Two ranks, 20 steps of a Llama of 12 M parameters in fp32 with AdamW and clipping. Losses of the two are compared; they
 are to be equal to 1e-5, relative (MISSED is printed where they are not). Step times are medians, memory is the sum of
 all processes' largest resident sets, seen from outside.
 """
