@@ -67,3 +67,14 @@ def test_a_dtype_that_is_left_open_is_said(tmp_path: Path, capsys: pytest.Captur
         assert capsys.readouterr().out.splitlines() == rows
     assert run(command) == 0
     assert capsys.readouterr().out.splitlines() != [said, *rows]
+
+
+def test_a_finished_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    for name in ("config.toml", "metrics.jsonl"):
+        (tmp_path / "run" / name).touch()
+    assert run(["inspect", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}/run: a run with 0 checkpoints",
+        f"finished: `shardwise inspect {tmp_path}/run/final` shows the model",
+    ]

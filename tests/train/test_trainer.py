@@ -136,8 +136,25 @@ def test_a_finished_run_says_so_and_is_left_alone(capsys: pytest.CaptureFixture[
     before = Path("runs/tiny/metrics.jsonl").read_text()
     capsys.readouterr()
     run_alone("train.steps=2", "train.eval_every=0")
-    assert "runs/tiny is finished" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "runs/tiny is finished" in printed
+    assert "there is no checkpoint from which to go on to train.steps=2" in printed
     assert Path("runs/tiny/metrics.jsonl").read_text() == before
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    same = ("train.schedule=constant", "checkpoint.every=2")
+    run_alone("train.steps=3", *same)
+    run_alone("train.steps=3", *same)
+    assert "is finished: the model is in runs/tiny/final; set log.name to train anew, or train.steps above 3" in (
+        capsys.readouterr().out
+    )
+    run_alone("train.steps=6", *same)
+    assert "going on from runs/tiny/checkpoints/step-000002: step 3 is next" in capsys.readouterr().out
+    run_alone("train.steps=6", "log.name=straight", *same)
+    assert losses("tiny") == losses("straight")
+    first, second = (Path(f"runs/{name}/final/model.safetensors").read_bytes() for name in ("tiny", "straight"))
+    assert first == second
 
 
 def test_a_run_says_when_most_of_its_tokens_are_padding(capsys: pytest.CaptureFixture[str]) -> None:

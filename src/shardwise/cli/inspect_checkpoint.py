@@ -159,10 +159,12 @@ def _run(found: RunDirectory) -> list[str]:
         step = "" if one.step is None else f"{one.step:,}"
         rows.append((f"  {one.name}", step, str(one.saved_by or ""), format_bytes(one.nbytes), note))
     lines = [f"{found.location}: a run with {counted(len(good), 'checkpoint')}"]
-    lines += _columns(rows, right=(1, 2, 3))
+    lines += _columns(rows, right=(1, 2, 3)) if found.checkpoints else []
     lines += [line for one in found.checkpoints for text in one.damage for line in _wrapped(f"  {text}", 4)]
-    lines.append("finished: final/ is there" if found.has_final else "not finished: no final/")
-    lines.append("(sizes checked; inspect one of them to check every byte)")
+    final = f"finished: `shardwise inspect {found.location}/final` shows the model"
+    lines.append(final if found.has_final else "not finished: no final/")
+    if found.checkpoints:
+        lines.append("(sizes checked; inspect one of them to check every byte)")
     return lines
 
 

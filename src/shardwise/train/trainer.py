@@ -48,7 +48,8 @@ _FEW_TARGETS = 0.5
 def run(config: Config) -> None:
     """Train as a configuration says and write `runs/<name>/`. Every rank calls this, under torchrun or alone.
 
-    A run that is finished says so and nothing else happens. One that another launch is writing is refused.
+    A run that is finished says so and nothing else happens, unless `train.steps` has grown: then it goes on from its
+    newest checkpoint. One that another launch is writing is refused.
 
     Raises:
         UserError: something in the configuration cannot be done, or the loss stopped being finite. The same on every
@@ -59,16 +60,28 @@ def run(config: Config) -> None:
         config = config.for_ranks(ranks.world_size)
         directory = RunDirectory(config.run_directory)
         with RunConsole(config.train.steps, config.log.every, quiet=not ranks.is_first) as console:
-            if ranks.on_first(lambda: directory.is_finished):
-                console.say(
-                    f"{directory.path} is finished: the model is in {directory.final}; set log.name to train anew"
-                )
+            finished = ranks.on_first(lambda: _finished(directory, config))
+            if finished:
+                console.say(finished)
                 return
             with ExitStack() as claim:
                 with ranks.together():
                     if ranks.is_first:
                         claim.enter_context(claimed(directory.path, console.say))
                 Trainer(config, ranks, console).run(directory)
+
+
+def _finished(directory: RunDirectory, config: Config) -> str:
+    """Why there is nothing to do, in words; empty where there is. Not collective."""
+    if not directory.is_finished:
+        return ""
+    done = f"{directory.path} is finished: the model is in {directory.final}"
+    if config.train.steps <= (taken := directory.steps_taken):
+        return f"{done}; set log.name to train anew, or train.steps above {taken} to go on"
+    if config.checkpoint.resume == "auto" and sw.checkpoint.latest(directory.path) is None:
+        asked = f"train.steps={config.train.steps}"
+        return f"{done}, and there is no checkpoint from which to go on to {asked}; set log.name to train anew"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

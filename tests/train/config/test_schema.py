@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, MeshError
 from shardwise.policy.strategy import Strategy
+from shardwise.train.config import files
 from shardwise.train.config.files import dump_toml, load
 from shardwise.train.config.schema import Config, StrategyName
 
@@ -88,6 +89,9 @@ def test_the_last_override_wins(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("train.learning_rate=1", "unknown key train.learning_rate; did you mean train.lr?"),
+        ("learning_rate=1", "override 'learning_rate=1': unknown section [learning_rate]; did you mean train.lr?"),
+        ("train.max_seq_length=1", "unknown key train.max_seq_length; did you mean data.seq_len?"),
         ("train.lrr=1", "unknown key train.lrr; did you mean train.lr?"),
         ("parallel.stratgy=no_shard", "unknown key parallel.stratgy; did you mean parallel.strategy?"),
         ("train.strategy=no_shard", "unknown key train.strategy; did you mean parallel.strategy?"),
@@ -210,3 +214,8 @@ def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFacto
     path.write_bytes(dump_toml(config).encode("utf-8"))
     assert load(path) == config
     assert tomllib.loads(path.read_text())["parallel"]["units"] == ["A", "B"]
+
+
+def test_other_trainers_names_lead_to_keys_that_exist() -> None:
+    assert set(files._OTHERS_NAMES.values()) <= set(files._known_names())
+    assert not {dotted.partition(".")[2] for dotted in files._known_names()} & set(files._OTHERS_NAMES)

@@ -60,6 +60,14 @@ def test_an_empty_table_has_no_rows(tmp_path: Path) -> None:
         list(read_documents(str(tmp_path / "b.jsonl")))
 
 
+@pytest.mark.parametrize(("suffix", "between"), [("csv", ","), ("tsv", "\t")])
+def test_rows_of_tables_as_text(tmp_path: Path, suffix: str, between: str) -> None:
+    lines = [["id", "text"], ["1", '"one, or\n""two"""'], ["2", "three"]]
+    (tmp_path / f"a.{suffix}").write_text("\n".join(between.join(line) for line in lines))
+    documents = read_documents(str(tmp_path / f"a.{suffix}"))
+    assert [document.segments[0].text for document in documents] == ['one, or\n"two"', "three"]
+
+
 def test_rows_of_parquet(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -195,14 +195,16 @@ def _sizes(location: Location) -> dict[str, int]:
 
 
 def _run(path: Path) -> RunDirectory | None:
-    """The checkpoints of a run's directory or of its `checkpoints`; None if there are none."""
+    """The checkpoints of a run's directory or of its `checkpoints`; None if it is neither."""
     if directory_of(path).has(manifest.NAME):
         return None
     inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     names = [entry for entry in sorted(inner.iterdir()) if entry.is_dir() and entry.name.startswith("step-")]
-    if not names:
+    has_final = (path / commit.FINAL).is_dir()
+    has_begun = has_final or (path / "metrics.jsonl").is_file()
+    if not (names or (has_begun and (path / "config.toml").is_file())):
         return None
-    return RunDirectory(str(path), tuple(_run_checkpoint(entry) for entry in names), (path / commit.FINAL).is_dir())
+    return RunDirectory(str(path), tuple(_run_checkpoint(entry) for entry in names), has_final)
 
 
 def _run_checkpoint(path: Path) -> RunCheckpoint:

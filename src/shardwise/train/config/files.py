@@ -138,6 +138,52 @@ def _field_path(location: Sequence[str | int]) -> list[str]:
     return keys[:2]
 
 
+_OTHERS_NAMES = {
+    "learning_rate": "train.lr",
+    "max_steps": "train.steps",
+    "num_train_steps": "train.steps",
+    "max_iters": "train.steps",
+    "batch_size": "train.micro_batch",
+    "micro_batch_size": "train.micro_batch",
+    "per_device_train_batch_size": "train.micro_batch",
+    "global_batch_size": "train.global_batch",
+    "train_batch_size": "train.global_batch",
+    "gradient_accumulation_steps": "train.global_batch",
+    "max_grad_norm": "train.clip",
+    "grad_clip": "train.clip",
+    "gradient_clipping": "train.clip",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "lr_scheduler": "train.schedule",
+    "lr_scheduler_type": "train.schedule",
+    "warmup": "train.warmup_steps",
+    "optim": "train.optimizer",
+    "torch_compile": "train.compile",
+    "eval_steps": "train.eval_every",
+    "save_steps": "checkpoint.every",
+    "save_every": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "logging_steps": "log.every",
+    "output_dir": "log.directory",
+    "run_name": "log.name",
+    "max_length": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "sequence_length": "data.seq_len",
+    "block_size": "data.seq_len",
+    "context_length": "data.seq_len",
+    "dataset": "data.source",
+    "model_name_or_path": "model.path",
+    "mixed_precision": "parallel.param_dtype",
+    "bf16": "parallel.param_dtype",
+    "fp16": "parallel.param_dtype",
+    "precision": "parallel.param_dtype",
+    "sharding_strategy": "parallel.strategy",
+    "nproc_per_node": "parallel.ranks",
+    "num_processes": "parallel.ranks",
+    "world_size": "parallel.ranks",
+}
+"""What other trainers call our keys."""
+
+
 def _unknown(keys: Sequence[str]) -> str:
     """The message for a key that does not exist, with the nearest one that does."""
     known = list(_known_names())
@@ -145,13 +191,15 @@ def _unknown(keys: Sequence[str]) -> str:
     if len(keys) == 1:
         sections = list(Config.model_fields)
         near = difflib.get_close_matches(name, sections, n=1)
-        suggestions = [f"[{near[0]}]"] if near else [dotted for dotted in known if dotted.endswith(f".{name}")]
+        theirs = [_OTHERS_NAMES[name]] if name in _OTHERS_NAMES else []
+        suggestions = theirs or ([f"[{near[0]}]"] if near else [one for one in known if one.endswith(f".{name}")])
         message = f"unknown section [{name}]"
         fallback = f"the sections are {', '.join(sections)}"
     else:
         within = [dotted for dotted in known if dotted.startswith(f"{keys[0]}.")]
         elsewhere = [dotted for dotted in known if dotted.endswith(f".{keys[-1]}")]
-        suggestions = elsewhere or _nearest(name, within) or _nearest(name, known)
+        theirs = [_OTHERS_NAMES[keys[-1]]] if keys[-1] in _OTHERS_NAMES else []
+        suggestions = elsewhere or theirs or _nearest(name, within) or _nearest(name, known)
         message = f"unknown key {name}"
         fallback = f"[{keys[0]}] has {', '.join(dotted.partition('.')[2] for dotted in within)}"
     return f"{message}; did you mean {suggestions[0]}?" if suggestions else f"{message}; {fallback}"

@@ -79,8 +79,8 @@ class DataConfig(Section):
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-stdlib"
     """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory or a glob."""
-    format: Annotated[Literal["text", "jsonl", "parquet"] | None, NoneWord] = None
-    """How the files are read; none = by suffix. Rows of jsonl and parquet files give their `text` field."""
+    format: Annotated[Literal["text", "jsonl", "parquet", "csv", "tsv"] | None, NoneWord] = None
+    """How the files are read; none = by suffix. Rows of tables (jsonl, parquet, csv, tsv) give their `text` field."""
     tokenizer: str = "bytes"
     """"bytes" (256 byte values and one end-of-text token, in a vocabulary of 320) or a directory with a tokenizer."""
     seq_len: PositiveInt = 512

@@ -15,6 +15,14 @@ from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_documents
 from shardwise.train.data.documents import TEXT_ERRORS, Document, document_of_row
 
 _SUFFIX_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+_SUFFIX_FORMATS |= {".csv": "csv", ".tsv": "tsv"}
+_BUILDERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "jsonl": ("json", {}),
+    "parquet": ("parquet", {}),
+    "csv": ("csv", {}),
+    "tsv": ("csv", {"delimiter": "\t"}),
+}
+"""Of `datasets`, with its options, by format."""
 
 
 def read_documents(source: str, file_format: str | None = None) -> list[Document]:
@@ -22,7 +30,7 @@ def read_documents(source: str, file_format: str | None = None) -> list[Document
 
     Args:
         source: `builtin:NAME`, a file, a folder (every file below it) or a glob (`**` descends).
-        file_format: "text", "jsonl" or "parquet"; None goes by suffix, where any other suffix is text.
+        file_format: "text", "jsonl", "parquet", "csv" or "tsv"; None goes by suffix, where any other suffix is text.
 
     Raises:
         ConfigError: nothing is there, or a file cannot be read or does not hold what its format says.
@@ -89,9 +97,9 @@ def _read_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
-    builder = "json" if file_format == "jsonl" else "parquet"
+    builder, options = _BUILDERS[file_format]
     try:
-        table = datasets.load_dataset(builder, data_files=str(file), split="train")
+        table = datasets.load_dataset(builder, data_files=str(file), split="train", **options)
     except (DatasetGenerationError, ValueError, OSError) as error:
         cause = " ".join(str(error.__cause__ or error).split())
         raise ConfigError(f"data.source: {file} cannot be read as {file_format}: {cause[:200]}") from None

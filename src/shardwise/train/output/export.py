@@ -37,7 +37,7 @@ def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, rank
     with ranks.together():
         if ranks.is_first:
             files = files_of(tokenizer)
-    sw.checkpoint.save(directory.final, model, step=step, files=files)
+    sw.checkpoint.save(directory.final, model, step=step, files=files, overwrite=True)
 
 
 def _is_shared(run: Path, ranks: Ranks) -> bool:

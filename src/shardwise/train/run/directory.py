@@ -59,6 +59,17 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(f"cannot read the run directory {self.path}: {error.strerror}") from None
 
+    @property
+    def steps_taken(self) -> int:
+        """By the last whole line of its metrics; 0 where there is none."""
+        try:
+            lines = self.metrics.read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.metrics}: {error.strerror}") from None
+        return _step(lines[-1], f"{self.metrics}, line {len(lines)}") if lines else 0
+
     def begin(self, config: Config, steps: int = 0) -> bool:
         """Create the directory and write the configuration.
 
@@ -90,6 +101,7 @@ class RunDirectory:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
+        shutil.rmtree(self.final, ignore_errors=True)  # of a run that went on
         partial.rename(self.final)
 
 
