@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: setup train test test-integrations gpu lint clean
+.PHONY: setup setup-integrations train test test-integrations gpu lint clean
 
 setup: $(STAMP)
 
@@ -22,11 +22,13 @@ train: setup
 
 # Two files of tests at a time, each with ranks of its own. Plain pytest runs one.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/integrations
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 25 --ignore tests/integrations
 
 # Beside the libraries that people bring, which it installs.
-test-integrations: $(VENV)/.integrations-done
+test-integrations: setup-integrations
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
+
+setup-integrations: $(VENV)/.integrations-done
 
 $(VENV)/.integrations-done: $(STAMP)
 	$(PIP) -e '.[dev-integrations]'
