@@ -18,7 +18,7 @@ LAYERS = [
     {"engine"},
     {"model_tools"},
     {"plan", "checkpoint", "offload", "optim"},
-    {"train", "integrations"},
+    {"train", "integrations", "compat"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,1 @@
+"""PyTorch's own signatures, over sharded models: a script changes its imports."""

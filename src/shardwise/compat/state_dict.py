@@ -1,0 +1,387 @@
+"""`torch.distributed.checkpoint.state_dict` for models that `sw.shard` has sharded: same names, signatures and results.
+
+The handles that come without `full_state_dict` are `ShardedParameter`s, which `torch.distributed.checkpoint` saves and
+loads in place. Models and optimizers without anything sharded are handed to torch's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
+
+from shardwise.engine.lookup import engine_of
+from shardwise.errors import UsageError
+from shardwise.sharded.optimizer_state import cut_state
+from shardwise.sharded.parameter import ShardedParameter
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+# Getting --------------------------------------------------------------------------------------------------------------
+
+
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """The model's state_dict. Every rank must call this where `full_state_dict` is set; no communication elsewhere.
+
+    With `full_state_dict` tensors are full, on the CPU of rank 0 alone (empty elsewhere) if `cpu_offload` is set too.
+    """
+    options = options or StateDictOptions()
+    if engine_of(model) is None:
+        return torchs.get_model_state_dict(model, submodules=submodules, options=options)
+    model = _bare(model)
+    state = model.state_dict()
+    wanted = _names_below(model, submodules)
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    names = [name for name in state if wanted(name) and not (options.ignore_frozen_params and name in frozen)]
+    found = {name: _handed_out(state[name], options) for name in names}
+    found = found if _gets_values(options) else {}
+    if submodules and not options.keep_submodule_prefixes:
+        (prefix,) = _prefixes(model, submodules)
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
+    return found
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """State and groups of optimizers by fully qualified names. Every rank must call this if `full_state_dict` is set.
+
+    An optimizer that has not stepped gives the state that it would begin with, to load into, and keeps none.
+    """
+    options = options or StateDictOptions()
+    if engine_of(model) is None:
+        return torchs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    model = _bare(model)
+    wanted = _names_below(model, submodules)
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in _each(optimizers):
+        names = _names(model, optimizer)
+        with _with_state(optimizer):
+            for group in optimizer.param_groups:
+                members = [(names[id(p)], p) for p in group["params"]]
+                kept = [name for name, p in members if wanted(name) and _is_kept(p, options)]
+                groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": kept})
+                for name, parameter in members:
+                    if name in kept and optimizer.state.get(parameter):
+                        values = optimizer.state[parameter]
+                        state[name] = {key: _handed_out(value, options) for key, value in values.items()}
+    if not _gets_values(options):
+        return {}
+    return (
+        _flattened(state, groups) if options.flatten_optimizer_state_dict else {"state": state, "param_groups": groups}
+    )
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both. Every rank must call this where `full_state_dict` is set."""
+    return (
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
+    )
+
+
+def _handed_out(value: Any, options: StateDictOptions) -> Any:
+    """A value of a state as the options want it. Collective for a sharded one with `full_state_dict`."""
+    if isinstance(value, ShardedParameter):
+        if not options.full_state_dict:
+            return value
+        full = value.full_tensor()
+        if not _gets_values(options):
+            return None
+        return full.cpu() if options.cpu_offload else full
+    if isinstance(value, Tensor) and options.cpu_offload:
+        return value.detach().cpu()
+    return value
+
+
+def _gets_values(options: StateDictOptions) -> bool:
+    """Full state on the CPU is rank 0's alone, as torch has it."""
+    alone = options.full_state_dict and options.cpu_offload and dist.is_initialized()
+    return not alone or dist.get_rank() == 0
+
+
+def _is_kept(parameter: Tensor, options: StateDictOptions) -> bool:
+    return parameter.requires_grad or not options.ignore_frozen_params
+
+
+# Setting --------------------------------------------------------------------------------------------------------------
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> _IncompatibleKeys:
+    """Write a state_dict into the model: of full tensors, equal on every rank, or of handles. Every rank must call it.
+
+    With `broadcast_from_rank0` only rank 0's is read, and one tensor at a time travels.
+    """
+    options = options or StateDictOptions()
+    if engine_of(model) is None:
+        return torchs.set_model_state_dict(model, dict(model_state_dict), options=options)
+    model = _bare(model)
+    if not options.broadcast_from_rank0:
+        report: _IncompatibleKeys = model.load_state_dict(model_state_dict, strict=options.strict)
+        return report
+    targets = model.state_dict()
+    names: list[str] = _from_rank0(list(model_state_dict))
+    missing, unexpected = ([n for n in a if n not in b] for a, b in ((targets, set(names)), (names, targets)))
+    if options.strict and (missing or unexpected):
+        raise RuntimeError(
+            f"set_model_state_dict of {type(model).__name__}: missing {missing}, unexpected {unexpected}; "
+            "StateDictOptions(strict=False) loads what fits"
+        )
+    for name in names:
+        if name in targets:
+            target = targets[name]
+            full = _received(model_state_dict.get(name), target.device)
+            _check_shape(name, full, target)
+            _write(full, target)
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Write state and options by fully qualified names into optimizers. Every rank must call this.
+
+    With `broadcast_from_rank0` only rank 0's is read, and one tensor at a time travels.
+    """
+    options = options or StateDictOptions()
+    if engine_of(model) is None:
+        torchs.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=options)
+        return
+    model = _bare(model)
+    for optimizer in _each(optimizers):
+        names = _names(model, optimizer)
+        is_flat = bool(optim_state_dict) and "param_groups" not in optim_state_dict
+        state, groups = _unflattened(optim_state_dict, names, optimizer) if is_flat else _parts(optim_state_dict)
+        if options.broadcast_from_rank0:
+            parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+            state, groups = _cut_from_rank0(state, parameters), _from_rank0(groups)
+        optimizer.load_state_dict(_by_position(optimizer, names, state, groups, options.strict))
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> _IncompatibleKeys:
+    """Both. Every rank must call this."""
+    incompatible = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return incompatible
+
+
+def _by_position(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    state: Mapping[str, Any],
+    groups: Mapping[str, Mapping[str, Any]],
+    strict: bool,
+) -> dict[str, Any]:
+    """For `Optimizer.load_state_dict`: parameters by their number among those of this optimizer."""
+    position = 0
+    by_position: dict[str, Any] = {"state": {}, "param_groups": []}
+    for group in optimizer.param_groups:
+        members = [names[id(parameter)] for parameter in group["params"]]
+        missing = [name for name in members if name not in groups]
+        if missing and strict:
+            raise UsageError(
+                f"set_optimizer_state_dict: nothing is given for {missing[0]!r} (and {len(missing) - 1} more)"
+            )
+        known = next((groups[name] for name in members if name in groups), group)
+        saved = {key: value for key, value in known.items() if key != "params"}
+        by_position["param_groups"].append({**saved, "params": list(range(position, position + len(members)))})
+        for name in members:
+            if name in state:
+                by_position["state"][position] = {key: _own(value) for key, value in state[name].items()}
+            position += 1
+    return by_position
+
+
+def _own(value: Any) -> Any:
+    """Numbers are copied: torch's optimizers would count their steps in the caller's."""
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, ShardedParameter) else value
+
+
+def _parts(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
+    """State by name, and the group of each name."""
+    groups = {name: group for group in given.get("param_groups", ()) for name in group["params"]}
+    return given.get("state", {}), groups
+
+
+def _flattened(state: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    flat = {f"state.{name}.{key}": value for name, values in state.items() for key, value in values.items()}
+    for group in groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()}
+    return flat
+
+
+def _unflattened(
+    given: Mapping[str, Any], names: Mapping[int, str], optimizer: Optimizer
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What `_flattened` has put into one level."""
+    state: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for name in (names[id(parameter)] for parameter in group["params"]):
+            options = {key: given[full] for key in group if (full := f"param_groups.{name}.{key}") in given}
+            if options:
+                groups[name] = options
+            prefix = f"state.{name}."
+            values = {key.removeprefix(prefix): value for key, value in given.items() if key.startswith(prefix)}
+            values = {key: value for key, value in values.items() if "." not in key}
+            if values:
+                state[name] = values
+    return state, groups
+
+
+# From rank 0 ----------------------------------------------------------------------------------------------------------
+
+
+def _from_rank0(value: Any) -> Any:
+    """Rank 0's, which must be picklable. Every rank must call this."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _received(value: Any, device: torch.device) -> Any:
+    """A value of rank 0's; a tensor arrives full, on `device`. Every rank must call this."""
+    is_first = dist.get_rank() == 0
+    what = _from_rank0((value.shape, value.dtype) if is_first and isinstance(value, Tensor) else None)
+    if what is None:
+        return _from_rank0(value)
+    shape, dtype = what
+    full = value.detach().to(device).contiguous() if is_first else torch.empty(shape, dtype=dtype, device=device)
+    dist.broadcast(full, src=0)
+    return full
+
+
+def _cut_from_rank0(given: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """This rank's pieces of the state, by name, that rank 0 is given. Every rank must call this."""
+    is_first = dist.get_rank() == 0
+    state: dict[str, Any] = {}
+    for name, key in _from_rank0([(name, key) for name, values in given.items() for key in values]):
+        if name in parameters:
+            value = _received(given[name][key] if is_first else None, parameters[name].device)
+            state.setdefault(name, {})[key] = value.cpu() if isinstance(value, Tensor) and value.ndim == 0 else value
+            if isinstance(parameter := parameters[name], ShardedParameter):
+                state[name] |= cut_state(parameter, {key: state[name][key]})
+    return state
+
+
+def _check_shape(name: str, full: Any, target: Tensor) -> None:
+    if not isinstance(full, Tensor) or full.shape != target.shape:
+        what = tuple(full.shape) if isinstance(full, Tensor) else type(full).__name__
+        raise UsageError(f"set_model_state_dict: {name!r} is given as {what}, and the model has {tuple(target.shape)}")
+
+
+@torch.no_grad()
+def _write(full: Tensor, target: Tensor) -> None:
+    if isinstance(target, ShardedParameter):
+        target.local.copy_(full.reshape(-1)[target.fragment.start : target.fragment.stop])
+    else:
+        target.copy_(full)
+
+
+# Names and state ------------------------------------------------------------------------------------------------------
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Without torch.compile's wrapper."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def _each(optimizers: Optimizers) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """Names of an optimizer's parameters by id. Raises UsageError for one that is not the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise UsageError(
+                    f"group {number} of this {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that the model does not have: build it from model.parameters()"
+                )
+    return names
+
+
+def _prefixes(model: nn.Module, submodules: set[nn.Module]) -> list[str]:
+    return [f"{name}." if name else "" for name, module in model.named_modules() if module in submodules]
+
+
+def _names_below(model: nn.Module, submodules: set[nn.Module] | None) -> Any:
+    """Whether a name lies in one of the submodules; every name does where none are given."""
+    prefixes = tuple(_prefixes(model, submodules)) if submodules else ("",)
+    return lambda name: name.startswith(prefixes)
+
+
+@contextmanager
+def _with_state(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, an optimizer that has not stepped has the state that its first step would begin with."""
+    if any(optimizer.state.values()):
+        yield
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    gradients = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:  # so that nothing moves
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    try:
+        optimizer.step()
+        for values in optimizer.state.values():
+            if isinstance(values.get("step"), Tensor):
+                values["step"].zero_()
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.state.clear()
