@@ -424,6 +424,10 @@ def test_every_operation_runs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     device = torch.device("cuda", 0)
     seeds: list[tuple[torch.device, int]] = []
 
+    def copied(self: Tensor, source: Tensor) -> Tensor:
+        copy: Tensor = torch.ops.aten.copy_.default(self, source)
+        return copy
+
     @contextmanager
     def seeded(device: torch.device, seed: int) -> Iterator[None]:
         seeds.append((device, seed))
@@ -431,7 +435,7 @@ def test_every_operation_runs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(accelerators, "seeded", seeded)
     # The method asks for the driver before it comes to fake tensors; the operation does not.
-    monkeypatch.setattr(Tensor, "copy_", lambda self, source: torch.ops.aten.copy_.default(self, source))
+    monkeypatch.setattr(Tensor, "copy_", copied)
     model = on_meta(Accelerated)
     tape = Tape(Seeds(device))
     recorded = record(model, tape)
