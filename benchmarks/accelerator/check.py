@@ -70,6 +70,12 @@ CHECKS = (
         _SAME_BITS,
     ),
     Check(
+        "init",
+        "initial numbers of 3.2 G parameters: drawn on the device and on the CPU",
+        40,
+        "benchmarks.accelerator.initialisation",
+    ),
+    Check(
         "priority",
         "a small kernel beside products of matrices, by its stream's priority",
         25,

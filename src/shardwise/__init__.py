@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.model_tools.describe import describe
     from shardwise.model_tools.memory import memory
     from shardwise.model_tools.unsharded import full_state_dict, no_sync, unsharded
+    from shardwise.modules.deferred_init.materialize import init_on_device
     from shardwise.optim.clip import clip_grad_norm_
     from shardwise.optim.scaler import GradScaler
     from shardwise.policy.precision import Precision
@@ -30,6 +31,7 @@ _HOMES = {
     "clip_grad_norm_": "optim.clip",
     "describe": "model_tools.describe",
     "full_state_dict": "model_tools.unsharded",
+    "init_on_device": "modules.deferred_init.materialize",
     "memory": "model_tools.memory",
     "no_sync": "model_tools.unsharded",
     "shard": "engine.shard",
@@ -48,6 +50,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "full_state_dict",
+    "init_on_device",
     "memory",
     "no_sync",
     "plan",

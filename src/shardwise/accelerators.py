@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -224,14 +224,28 @@ def computes_in_bf16(device: torch.device) -> bool:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The accelerator's random state: bytes, on the CPU."""
-    state: Tensor = _module(device).get_rng_state(device)
+    """The state of the generator that operations on the device take numbers from: bytes, on the CPU."""
+    state: Tensor = torch.get_rng_state() if device.type == "cpu" else _module(device).get_rng_state(device)
     return state
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
     """Set what `random_state` gave."""
-    _module(device).set_rng_state(state, device)
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        _module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, the device's random numbers begin at a seed (below 2**63); its generator is left as it was."""
+    before = random_state(device)
+    try:
+        set_random_state(device, torch.Generator(device).manual_seed(seed).get_state())
+        yield
+    finally:
+        set_random_state(device, before)
 
 
 def has_fused_adamw(device: torch.device) -> bool:

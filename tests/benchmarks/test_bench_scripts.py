@@ -72,6 +72,27 @@ def test_checkpoints_are_timed_beside_dcp(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.slow
+def test_initial_numbers_are_timed(tmp_path: Path) -> None:
+    out = str(tmp_path / "initialisation.json")
+    done = _run(
+        "initialisation.py",
+        "--ranks=1",
+        "--rounds=1",
+        "--blocks=1",
+        "--width=64",
+        "--ways",
+        "plain",
+        "device",
+        "--out",
+        out,
+    )
+    assert done.returncode == 0, done.stderr
+    runs: Any = _result(tmp_path)["runs"]
+    assert list(runs) == ["plain", "device"]
+    assert all(run[0][0]["wall_s"] > 0 for run in runs.values())
+
+
 def test_unknown_engine_is_one_line() -> None:
     done = _run("peers.py", "--engines", "fsdp3")
     assert done.returncode == 1

@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,12 @@ import torch
 
 from shardwise import accelerators
 from shardwise.errors import CheckpointError, ConfigError, UserError
+from shardwise.modules.deferred_init import materialize
+from shardwise.modules.deferred_init.memory import Memory
+from shardwise.modules.deferred_init.progress import Progress
 from shardwise.train import trainer
 from shardwise.train.config.files import load
+from shardwise.train.output.checkpoints import Checkpoints
 from tests.ranks import RankPools
 
 TINY = """
@@ -186,6 +192,16 @@ def test_the_number_of_ranks_and_micro_batches_does_not_change_the_losses(ranks:
     assert {row["world_size"] for row in read("runs/two/metrics.jsonl")} == {2}
 
 
+def test_numbers_drawn_on_the_device_do_not_depend_on_the_ranks(ranks: RankPools) -> None:
+    on_device = ("model.init=device", "train.micro_batch=8")
+    run_alone("log.name=meta", "train.micro_batch=8")
+    run_alone("log.name=alone", *on_device)
+    ranks(2).run(run_here, str(Path.cwd()), ("log.name=two", "model.init=device"), timeout_s=120)
+    assert losses("two") == pytest.approx(losses("alone"), rel=2e-4)
+    assert losses("alone")[0] != losses("meta")[0]
+    assert losses("alone")[-1] < losses("alone")[0] - 0.5
+
+
 @pytest.mark.parametrize("mode", ["full", "selective-ops", "every-2", "every-3"])
 def test_recomputation_does_not_change_the_losses(mode: str) -> None:
     run_alone("log.name=kept", "train.steps=3", "train.eval_every=0")
@@ -251,6 +267,48 @@ def test_training_starts_from_the_weights_of_a_directory(ranks: RankPools) -> No
     tuned = read("runs/tuned/evaluations.jsonl")
     assert tuned[0]["loss"] == pytest.approx(learned[-1]["loss"], rel=1e-6)
     assert tuned[-1]["loss"] < tuned[0]["loss"] < learned[0]["loss"]
+
+
+@pytest.mark.parametrize("init", ["meta", "device"])
+def test_nothing_is_drawn_that_weights_or_a_checkpoint_overwrite(init: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_alone("checkpoint.every=3", f"model.init={init}")
+    Path("runs/tiny/checkpoints/step-000006").rename("later")
+    shutil.rmtree("runs/tiny/final")
+    before, draws = losses("tiny"), []
+    run = Memory._run
+    monkeypatch.setattr(Memory, "_run", lambda self, op, seed: (op.draw and draws.append(op), run(self, op, seed)))
+    run_alone("checkpoint.every=3", f"model.init={init}")
+    assert losses("tiny") == before
+    run_alone(*FROM_FINAL, f"model.init={init}")
+    assert draws == []
+    run_alone("log.name=new", f"model.init={init}")
+    assert draws != []
+
+
+def test_a_run_whose_checkpoints_go_while_it_starts_is_no_run_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_alone("checkpoint.every=3")
+    shutil.rmtree("runs/tiny/final")
+    monkeypatch.setattr(Checkpoints, "resume", lambda *_: None)
+    with pytest.raises(ConfigError, match="were removed while the run started"):
+        run_alone("checkpoint.every=3")
+
+
+def test_the_console_tells_of_long_drawing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(total_bytes: int) -> Progress:
+        return Progress(total_bytes, itertools.count(0.0, 10.0).__next__)  # ten seconds a draw
+
+    monkeypatch.setattr(materialize, "Progress", slow)
+    run_alone("train.steps=1", "train.eval_every=0")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("initial numbers:")]
+    assert "0.0 of 0.0 GB drawn on the CPU, about " in said[0]
+    assert 'model.init = "device"' in said[0]
+    assert "model.init" not in "".join(said[1:]), "once is enough"
+
+
+def test_a_factory_that_draws_cannot_draw_on_the_device(tmp_path: Path) -> None:
+    (tmp_path / "drawn_model.py").write_text("import torch\ndef build(): return torch.nn.Linear(3, 3)\n")
+    with pytest.raises(ConfigError, match=r"drawn_model:build.*gives its model numbers itself"):
+        run_alone("model.config=none", "model.factory=drawn_model:build", "model.init=device")
 
 
 def test_weights_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:

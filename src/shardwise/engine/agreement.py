@@ -9,6 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shardwise import accelerators
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import DifferentModelsError
@@ -33,7 +34,7 @@ def agree_on_layout(
         for unit in units
         for group in unit.groups
     )
-    digest = xxhash.xxh3_64_intdigest(text.encode()) >> (64 - _HASH_BITS)
+    digest = _digest(text)
     parameters = sum(len(group.fqns) for unit in units for group in unit.groups)
     numel = sum(group.layout.used_numel for unit in units for group in unit.groups)
     mine = torch.tensor([digest, parameters, numel], dtype=torch.int64, device=mesh.device)
@@ -45,6 +46,25 @@ def agree_on_layout(
             f"there are {int(lowest[1])} to {int(highest[1])} parameters ({int(lowest[2])} to {int(highest[2])} "
             "elements). Build the same model, with the same dtypes, requires_grad and buffers, and call sw.shard with "
             "the same arguments on every rank"
+        )
+
+
+def agree_on_init(on_device: bool, mesh: Mesh) -> None:
+    """Raise DifferentModelsError on every rank if ranks would draw initial numbers in different ways, or on devices
+    that draw different ones from one seed. Every rank must call this.
+
+    `on_device`: this rank is inside `init_on_device`.
+    """
+    if mesh.is_dry:
+        return
+    name = "CPU" if mesh.device.type == "cpu" else accelerators.name(mesh.device)
+    drawn = f"on its device ({name})" if on_device else "as the unsharded build does"
+    lowest, highest = _extremes(torch.tensor([_digest(drawn)], dtype=torch.int64, device=mesh.device), mesh)
+    if not torch.equal(lowest, highest):
+        raise DifferentModelsError(
+            f"this rank would draw initial numbers {drawn} and others otherwise, so they would not be of one model: "
+            "call sw.shard inside sw.init_on_device() on every rank or on none; on none where ranks have different "
+            "kinds of devices"
         )
 
 
@@ -77,6 +97,10 @@ def _extremes(mine: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
     mesh.replicate.all_reduce(both, "max").wait()
     highest, lowest = both.chunk(2)
     return -lowest, highest
+
+
+def _digest(text: str) -> int:
+    return int(xxhash.xxh3_64_intdigest(text.encode())) >> (64 - _HASH_BITS)
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.engine.agreement import agree_on_layout, agree_on_values
+from shardwise.engine.agreement import agree_on_init, agree_on_layout, agree_on_values
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.group import Dtypes, Group
 from shardwise.engine.units.unit import Unit
-from shardwise.modules.deferred_init.materialize import materialize, on_meta
-from shardwise.modules.site import Site
+from shardwise.modules.deferred_init.materialize import draws_on_device, materialize, on_meta
+from shardwise.modules.site import Site, Values
 from shardwise.modules.wrapping import UnitPlan
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import SHARDED_FACE
@@ -49,17 +49,15 @@ def _materialize(
 ) -> None:
     by_plan = {id(plan): unit for unit, plan in units}
 
-    def finish(plan: UnitPlan) -> None:
-        unit = by_plan[id(plan)]
-        replaced = {fqn: parameter for fqn, parameter, _ in plan.parameters}
-        for group in unit.groups:
-            group.replace_originals(replaced)
-        unit.shard_parameters(mesh.device)
+    def shard(plan: UnitPlan, values: Values) -> None:
+        by_plan[id(plan)].shard_parameters(mesh.device, values)
 
+    agree_on_init(draws_on_device(), mesh)
     real = [(fqn, parameter) for plan in plans for fqn, parameter, _ in plan.parameters if not parameter.is_meta]
     agree_on_values(real, mesh)
     with _SameRandomState(mesh):
-        materialize(model, plans, mesh.device, finish)
+        is_first = mesh.replicate.rank == mesh.shard.rank == 0
+        materialize(model, plans, mesh.device, shard, tells=is_first)
     for unit, plan in units:
         if not plan.parameters:
             unit.shard_parameters(mesh.device)

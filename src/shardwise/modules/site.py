@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
+
+Values = Callable[[str], Tensor | None]
+"""The full tensor of a parameter, by fqn, on any real device; None for one that nobody gave numbers yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,6 +20,8 @@ from shardwise.checkpoint.pretrained import blank_for
 from shardwise.errors import ConfigError, UserError
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.model_tools.memory import replicated
+from shardwise.modules.deferred_init.materialize import init_on_device, left_blank
+from shardwise.modules.deferred_init.progress import told_to
 from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
 from shardwise.train.build import auto, compute_dtype, rank_consistency
@@ -138,6 +140,8 @@ class Trainer:
         if self.outlook is not None:
             console.say(self.outlook.words)
 
+        self.resumes = ranks.on_first(lambda: saved.has_any)
+        """Whether the numbers are a checkpoint's."""
         torch.manual_seed(train.seed)  # the same on every rank: all build the same weights
         model = build_model(config.model, self.text)
         self.loss_function = LossFunction(model)
@@ -157,14 +161,21 @@ class Trainer:
         self.interruption = Interruption()
 
     def _shard(self, model: nn.Module) -> nn.Module:
-        """Also read `model.weights`, each rank its own bytes. Every rank must call this."""
-        weights, parallel = self.config.model.weights, self.config.parallel
-        if weights is None:
-            return shard_model(model, parallel, self.ranks)
+        """Also read `model.weights`, each rank its own bytes. Nothing is drawn that these, or a checkpoint, overwrite.
+        Every rank must call this."""
+        weights = self.config.model.weights
         with ExitStack() as stack:
-            with self.ranks.together():  # sharding is collective: a rank without the directory must stop all
-                stack.enter_context(blank_for(weights, model))
-            sharded = shard_model(model, parallel, self.ranks)
+            stack.enter_context(told_to(self.console.say))
+            if self.config.model.init == "device":
+                stack.enter_context(init_on_device())
+            if self.resumes:
+                stack.enter_context(left_blank([fqn for fqn, _ in model.named_parameters()]))
+            elif weights is not None:
+                with self.ranks.together():  # sharding is collective: a rank without the directory must stop all
+                    stack.enter_context(blank_for(weights, model))
+            sharded = shard_model(model, self.config.parallel, self.ranks)
+        if self.resumes or weights is None:
+            return sharded
         report = sw.checkpoint.load_pretrained(weights, sharded)
         self.console.say(
             f"{weights}: each rank read its own {report.read_bytes / 2**20:,.1f} MiB of weights, holding "
@@ -183,7 +194,12 @@ class Trainer:
         """
         train = self.config.train
         checkpoints = self._checkpoints(directory)
-        self._go_on(checkpoints.resume(self.model, self.optimizer))
+        resumed = checkpoints.resume(self.model, self.optimizer)
+        if self.resumes and resumed is None:
+            raise ConfigError(
+                f"the checkpoints in {directory.checkpoints} were removed while the run started: start it again"
+            )
+        self._go_on(resumed)
         accelerators.reset_peak(self.ranks.device)  # what it took to build the model is no peak of training
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             with self.ranks.together():

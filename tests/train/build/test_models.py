@@ -53,7 +53,7 @@ def test_positions_grow_with_the_sequences() -> None:
     assert more.n_positions == 8192, "what is said is kept, under whatever name"
 
 
-@pytest.mark.parametrize(("init", "device"), [("meta", "meta"), ("cpu", "cpu")])
+@pytest.mark.parametrize(("init", "device"), [("meta", "meta"), ("device", "meta"), ("cpu", "cpu")])
 def test_where_it_is_built(init: Any, device: str) -> None:
     model = build_model(ModelConfig(config=TINY, init=init, dtype="bf16"), TEXT)
     assert {parameter.device.type for parameter in model.parameters()} == {device}

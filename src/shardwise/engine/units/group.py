@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from shardwise.comm.protocol import Collectives
 from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
-from shardwise.modules.site import Site, foreign_parameter, inherit
+from shardwise.layout.fragment import Fragment
+from shardwise.modules.site import Site, Values, foreign_parameter, inherit
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 from shardwise.sharded.placement import Placement
 
@@ -104,10 +105,15 @@ class Group:
 
     # Building ---------------------------------------------------------------------------------------------------
 
-    def shard_parameters(self, device: torch.device, storage: Tensor | None = None) -> None:
+    def shard_parameters(
+        self, device: torch.device, storage: Tensor | None = None, values: Values | None = None
+    ) -> None:
         """Cut the originals (full, on any real device) into this rank's shard and free them. No communication.
 
-        `storage`: where the shard is to lie (shard_numel elements of the master dtype); new memory by default.
+        Args:
+            storage: where the shard is to lie (shard_numel elements of the master dtype); new memory by default.
+            values: where originals may lack memory: their full tensors, asked for one at a time, and only those that
+                this rank holds a part of.
         """
         rank = self.collectives.rank
         if storage is None:
@@ -117,7 +123,7 @@ class Group:
             fragment = self.layout.fragment(index, rank)
             piece = self.shard[fragment.offset : fragment.offset + fragment.numel]
             if fragment.numel:
-                piece.copy_(original.detach().reshape(-1)[fragment.start : fragment.stop])
+                _copy_fragment(piece, fragment, original if values is None else values(self.fqns[index]))
             placement = Placement(self.layout, index, self.collectives)
             sharded = ShardedParameter(piece, placement, requires_grad=original.requires_grad)
             sharded._is_param = True
@@ -132,10 +138,6 @@ class Group:
         self.originals = []
         for index in range(len(self.sharded)):
             self._put(index, self.sharded[index])
-
-    def replace_originals(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """The parameters to be cut are these, by fqn, in place of those on the meta device."""
-        self.originals = [parameters[fqn] for fqn in self.fqns]
 
     def rebase(self, prefix: str, collectives: Collectives) -> None:
         """The group now belongs to a model where its names start with `prefix`, sharded over `collectives`. No
@@ -259,6 +261,11 @@ class Group:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[entry.start : entry.stop].view(entry.shape) for entry in self.layout.entries]
+
+
+def _copy_fragment(piece: Tensor, fragment: Fragment, full: Tensor | None) -> None:
+    if full is not None:
+        piece.copy_(full.detach().reshape(-1)[fragment.start : fragment.stop])
 
 
 def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

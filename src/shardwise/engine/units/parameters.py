@@ -32,6 +32,7 @@ from shardwise.engine.units.arena import Slot
 
 if TYPE_CHECKING:
     from shardwise.engine.units.group import Group
+    from shardwise.modules.site import Values
 
 
 class ParameterState(enum.Enum):
@@ -179,8 +180,8 @@ class UnitParameters:
         """By group: this rank's slice over the smaller group that backward gathers from, compute dtype; or nothing."""
         return () if self._secondary is None else self._secondary.pieces
 
-    def shard(self, device: torch.device) -> None:
-        """Cut the original parameters into this rank's shards and free them. No communication."""
+    def shard(self, device: torch.device, values: Values | None = None) -> None:
+        """Cut the original parameters, or their `values`, into this rank's shards and free them. No communication."""
         if self.is_pinned:
             self._pinned_bytes = torch.zeros(self.unsharded_bytes, dtype=torch.uint8, device=device)
         for group in self.groups:
@@ -188,7 +189,7 @@ class UnitParameters:
             if self._pinned_bytes is not None:
                 start, nbytes = group.unsharded_start, group.layout.numel * group.dtypes.master.itemsize
                 storage = self._pinned_bytes[start : start + nbytes].view(group.dtypes.master)
-            group.shard_parameters(device, storage)
+            group.shard_parameters(device, storage, values)
         self.leaf_ids = frozenset(id(leaf) for group in self.groups for leaf in group.leaves)
         self.move_to(self.groups[0].collectives if self.groups else None)
 

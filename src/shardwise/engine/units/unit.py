@@ -22,6 +22,7 @@ from shardwise.engine.units.group import Group
 from shardwise.engine.units.parameters import UnitParameters
 from shardwise.errors import UsageError
 from shardwise.modules.dtypes import explain
+from shardwise.modules.site import Values
 from shardwise.sharded.parameter import ShardedParameter
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -81,9 +82,9 @@ class Unit:
 
     # Building -------------------------------------------------------------------------------------------------------
 
-    def shard_parameters(self, device: torch.device) -> None:
-        """Cut the original parameters into this rank's shards and free them. No communication."""
-        self.parameters.shard(device)
+    def shard_parameters(self, device: torch.device, values: Values | None = None) -> None:
+        """Cut the original parameters, or their `values`, into this rank's shards and free them. No communication."""
+        self.parameters.shard(device, values)
         for group in self.groups:
             for sharded in group.sharded:
                 sharded.unit = self

@@ -1,45 +1,43 @@
-"""Giving a model built on the meta device its numbers, one unit's full weights at a time.
+"""Giving a model built on the meta device its numbers, with little more than one unit's full weights at a time.
 
 How the model would have been built for real is recorded on a tape, without memory: by calling constructors again where
-their arguments are known, any other module by `reset_parameters`, children first, as constructors do. Each unit's part
-of the tape is then replayed on real tensors. The numbers are those of the seeded unsharded build, whatever the world
-size, or a warning says that they are not; see docs/design/materialize.md.
+their arguments are known, any other module by `reset_parameters`, children first, as constructors do. Parts of the tape
+are then replayed on real tensors: a unit's on the CPU, in the order of draws, which gives the numbers of the seeded
+unsharded build, whatever the world size, or a warning that says that they are not; inside `init_on_device` a tensor's
+on the device, in any order, which gives others from the same distributions. See docs/design/materialize.md.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from shardwise.errors import LayoutError, one_line
-from shardwise.modules.deferred_init.constructors import (
-    is_torchs,
-    is_transformer,
-    plain_constructor,
-    transformer_again,
-)
-from shardwise.modules.deferred_init.tape import Tape
-from shardwise.modules.site import inherit
+from shardwise.errors import LayoutError
+from shardwise.modules.deferred_init.builder import places_of, record, slots_of
+from shardwise.modules.deferred_init.constructors import is_torchs
+from shardwise.modules.deferred_init.progress import Progress
+from shardwise.modules.deferred_init.seeds import Seeds
+from shardwise.modules.deferred_init.tape import Part, Tape
+from shardwise.modules.site import Values, inherit
 from shardwise.modules.wrapping import UnitPlan
-from shardwise.sharded.parameter import ShardedParameter
 
-Initialise = Callable[[nn.Module], object]
+Shard = Callable[[UnitPlan, Values], None]
 
 
 _blank: ContextVar[frozenset[str]] = ContextVar("blank", default=frozenset())
+_on_device: ContextVar[bool] = ContextVar("on_device", default=False)
 
 
 @contextmanager
 def left_blank(fqns: Iterable[str]) -> Iterator[None]:
-    """Inside, `materialize` gives these parameters memory and no numbers: somebody is going to write them.
+    """Inside, `materialize` gives these parameters no numbers: somebody is going to write them.
 
     If no other number has to be drawn, none is, and the random state stays as it was.
     """
@@ -50,27 +48,60 @@ def left_blank(fqns: Iterable[str]) -> Iterator[None]:
         _blank.reset(token)
 
 
+@contextmanager
+def init_on_device() -> Iterator[None]:
+    """Inside, `sw.shard` draws the initial numbers of models on the meta device where each rank computes. No
+    communication; every rank must shard inside it, or none.
+
+        with torch.device("meta"):
+            model = build()
+        with sw.init_on_device():
+            sw.shard(model)
+
+    Each rank draws the tensors that it keeps a part of, whole and one at a time. The operations are the build's own, so
+    the distributions are; the numbers depend on `torch.manual_seed`, on the model and on the kind of device, and on
+    nothing else: not on ranks, strategy or units. They are not those of an unsharded build, except what is not random,
+    which equals it, and what the build draws from a seed or a generator of its own.
+
+    The key of all numbers is one number from the CPU's generator, rank 0's, which moves on by that number where
+    anything was drawn; so the next model is another one. The device's generator stays as it was.
+    """
+    token = _on_device.set(True)
+    try:
+        yield
+    finally:
+        _on_device.reset(token)
+
+
+def draws_on_device() -> bool:
+    """Whether it is inside `init_on_device`."""
+    return _on_device.get()
+
+
 def on_meta(model: nn.Module) -> bool:
     """Whether any parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def materialize(
-    model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Callable[[UnitPlan], None]
+    model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Shard, tells: bool = False
 ) -> None:
-    """Give every unit its numbers, on the CPU, and hand it to `shard` before the next one gets its. Parameters that
-    belong to no unit get theirs on `device`.
+    """Give every unit to `shard`, with what gives its parameters' full tensors: on the CPU, or on `device` inside
+    `init_on_device`. Parameters that belong to no unit get theirs on `device`.
 
-    Full weights of one unit exist at a time, and one tensor more where numbers are drawn that nobody keeps. Local;
-    ranks must start from the same random state, and have the same one afterwards: that of the unsharded build. Under a
-    FakeTensorMode tensors are allocated on `device` and nothing is computed.
+    On the CPU full weights of one unit exist at a time, and one tensor more where numbers are drawn that nobody keeps;
+    on the device, of one tensor. Local; ranks must start from the same random state, and have the same one afterwards:
+    that of the unsharded build. Under a FakeTensorMode nothing is computed.
+
+    Args:
+        tells: this rank says how long drawing on the CPU takes.
 
     Raises LayoutError for a tensor that nothing initialises. Warns where numbers are not those of an unsharded build.
     """
     if detect_fake_mode() is not None:
         _allocate(model, plans, device, shard)
         return
-    tape = Tape()
+    tape = Tape(Seeds(device) if draws_on_device() else None)
     recorded = record(model, tape)
     blank = _blank.get()
     ours = {id(parameter) for plan in plans for _, parameter, _ in plan.parameters}
@@ -79,247 +110,106 @@ def materialize(
     _warn_of_lost(model, blanks, recorded)
     slots = [
         slot
-        for slot in _slots(model)
+        for slot in slots_of(model)
         if slot.tensor.is_meta and id(slot.tensor) not in ours and id(slot.tensor) in recorded
     ]
-    wanted: list[list[Tensor]] = [
-        [p for _, p, _ in plan.parameters if p.is_meta and id(p) not in blanks] for plan in plans
+    wanted = [
+        {fqn: _Wanted(recorded[id(p)], p.dtype) for fqn, p, _ in plan.parameters if p.is_meta and id(p) not in blanks}
+        for plan in plans
     ]
-    wanted.append([slot.tensor for slot in slots])
-    *parts, others = tape.cut([[recorded[id(tensor)] for tensor in tensors] for tensors in wanted])
-    _warn_of_drawn(model, plans, tape, recorded)
-    for plan, part in sorted(zip(plans, parts, strict=True), key=lambda pair: pair[1].last_draw):
-        if plan.parameters:
-            _fill(plan, tape.play(part))
-            shard(plan)
-    made: dict[int, Tensor] = {}
-    for slot, tensor in zip(slots, tape.play(others), strict=True):
-        real = made.get(id(slot.tensor))
-        if real is None:
-            real = made[id(slot.tensor)] = _real(slot.tensor, tensor.to(slot.tensor.dtype), device)
+    others = {id(slot.tensor): _Wanted(recorded[id(slot.tensor)], slot.tensor.dtype) for slot in slots}
+    if draws_on_device():
+        made = _one_by_one(tape, plans, wanted, others, shard)
+    else:
+        _warn_of_drawn(model, plans, tape, recorded)
+        made = _in_order(tape, plans, wanted, others, shard, tells)
+    for slot in slots:
+        made[id(slot.tensor)] = real = _real(slot.tensor, made[id(slot.tensor)], device)
         slot.put(real)
-    if not blank or any(part.last_draw >= 0 for part in (*parts, others)):
+    everything = (*(entry for tensors in wanted for entry in tensors.values()), *others.values())
+    if not blank or any(tape.is_drawn(tensor) for tensor, _ in everything):
         tape.finish()
 
 
-def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
-    """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's."""
-    slots = list(_slots(model))
-    with tape.recording():
-        blanks: dict[int, Tensor] = {}
-        for slot in slots:
-            slot.put(blanks.setdefault(id(slot.tensor), _stand_in(slot.tensor)))
-        try:
-            builder = _Builder(tape, {id(slot.module) for slot in slots if slot.tensor.is_meta})
-            builder.build(model, _by_reset)
-            recorded: dict[int, Tensor] = {}
-            for slot in slots:
-                current = slot.current()
-                if current is not None:
-                    recorded.setdefault(id(slot.tensor), current)
-        finally:
-            for slot in slots:
-                slot.put(slot.tensor)
-    return recorded
+class _Wanted(NamedTuple):
+    """A recorded tensor, and the dtype that the model has it in: the model may have been cast after it was built."""
 
-
-class _Slot(NamedTuple):
-    """A place in a module that holds a tensor: a parameter, a buffer or, on the meta device, a plain attribute."""
-
-    module: nn.Module
-    kind: str
-    name: str
     tensor: Tensor
-
-    def _holder(self, module: nn.Module) -> dict[str, Any]:
-        return module.__dict__[self.kind] if self.kind else module.__dict__
-
-    def put(self, tensor: Tensor) -> None:
-        self._holder(self.module)[self.name] = tensor
-
-    def current(self) -> Tensor | None:
-        return self.of(self.module)
-
-    def of(self, module: nn.Module) -> Tensor | None:
-        """What another module of the same build holds there."""
-        found = self._holder(module).get(self.name)
-        return found if isinstance(found, Tensor) else None
+    dtype: torch.dtype
 
 
-def _slots(model: nn.Module) -> Iterator[_Slot]:
-    """Parameters and buffers, and plain attributes on the meta device."""
-    for module in model.modules():
-        yield from (slot for slot in _places(module) if slot.kind or slot.tensor.is_meta)
+def _in_order(
+    tape: Tape,
+    plans: Sequence[UnitPlan],
+    wanted: Sequence[Mapping[str, _Wanted]],
+    others: Mapping[int, _Wanted],
+    shard: Shard,
+    tells: bool,
+) -> dict[int, Tensor]:
+    """Shard the units in the order of their last draws, each replayed whole. Returns the other tensors."""
+    lists = [list(tensors.values()) for tensors in wanted]
+    *parts, last = tape.cut([[tensor for tensor, _ in entries] for entries in (*lists, others.values())])
+    if tells:
+        tape.watch_draws(lambda total_bytes: Progress(total_bytes).drew)
+
+    def played(part: Part, tensors: Mapping[Any, _Wanted]) -> dict[Any, Tensor]:
+        return {key: real.to(dtype) for (key, (_, dtype)), real in zip(tensors.items(), tape.play(part), strict=True)}
+
+    for plan, part, tensors in sorted(zip(plans, parts, wanted, strict=True), key=lambda entry: entry[1].last_draw):
+        if plan.parameters:
+            shard(plan, _values(plan, played(part, tensors).get))
+    return played(last, others)
 
 
-def _places(module: nn.Module) -> Iterator[_Slot]:
-    for kind in ("_parameters", "_buffers", ""):
-        for name, value in list((module.__dict__[kind] if kind else module.__dict__).items()):
-            if isinstance(value, Tensor):
-                yield _Slot(module, kind, name, value)
+def _one_by_one(
+    tape: Tape,
+    plans: Sequence[UnitPlan],
+    wanted: Sequence[Mapping[str, _Wanted]],
+    others: Mapping[int, _Wanted],
+    shard: Shard,
+) -> dict[int, Tensor]:
+    """Shard the units, each tensor replayed when it is asked for. Returns the other tensors, on the CPU."""
+
+    def played(entry: _Wanted) -> Tensor:
+        [part] = tape.cut([[entry.tensor]])
+        [real] = tape.play(part)
+        return real.to(entry.dtype)
+
+    def played_of(tensors: Mapping[str, _Wanted]) -> Values:
+        return lambda fqn: played(tensors[fqn]) if fqn in tensors else None
+
+    for plan, tensors in zip(plans, wanted, strict=True):
+        if plan.parameters:
+            shard(plan, _values(plan, played_of(tensors)))
+    return {key: played(other).cpu() for key, other in others.items()}
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
-    """A recorded tensor for one of the model's: blank for those without memory or with a piece of it."""
-    if tensor.is_meta or isinstance(tensor, ShardedParameter):
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    else:
-        fake = tensor.detach().clone()
-    if isinstance(tensor, nn.Parameter):
-        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    fake.__dict__.update({k: v for k, v in tensor.__dict__.items() if isinstance(v, bool)})
-    return fake
+def _values(plan: UnitPlan, drawn: Values) -> Values:
+    """Of all parameters of a unit: some may have numbers already."""
+    real = {fqn: parameter for fqn, parameter, _ in plan.parameters if not parameter.is_meta}
+    return lambda fqn: real[fqn] if fqn in real else drawn(fqn)
 
 
-# Recording a build ------------------------------------------------------------------------------------------------
+def _real(blank: Tensor, value: Tensor, device: torch.device) -> Any:
+    """What stands for a tensor without memory from now on. Parameters without a unit are moved to `device`; buffers are
+    moved later, with those that had memory. Itself, if it stands for one already, because it is tied."""
+    if not isinstance(blank, nn.Parameter) or isinstance(value, nn.Parameter):
+        return value
+    return inherit(nn.Parameter(value.to(device), requires_grad=blank.requires_grad), blank)
 
 
-class _Builder:
-    """Records modules' construction: by their constructor where that can be called again, else children first."""
-
-    def __init__(self, tape: Tape, blank: set[int]) -> None:
-        self._tape = tape
-        self._blank = blank
-        """Modules with meta tensors of their own; others that have tensors are left as they are."""
-        self._initialised: set[int] = set()
-        """Recorded parameters that a module has initialised."""
-        self._cloned: set[int] = set()
-        """Layers that have the numbers of the layer that they are copies of."""
-
-    def build(
-        self, module: nn.Module, initialise: Initialise, quiet: bool = False, before: Sequence[nn.Module] = ()
-    ) -> None:
-        """Record one module with all below it. `quiet`: a warning was given for a module around it. `before`: modules
-        that stand beside it, recorded already."""
-        if id(module) in self._cloned or not any(id(below) in self._blank for below in module.modules()):
-            return
-        if is_transformer(module):
-            error = self._construct(module, partial(transformer_again, module))
-            if error is None:
-                return
-            if not quiet:
-                _warn(module, error)
-            quiet = True
-            initialise = module._init_weights  # type: ignore[assignment]
-        elif initialise is _by_reset and self._construct_plain(module):
-            return
-        if isinstance(module, _CLONING):
-            self._clone(module, initialise, before)
-        children = list(module.children())
-        for position, child in enumerate(children):
-            self.build(child, initialise, quiet, children[:position])
-        if id(module) in self._blank or not (module._parameters or module._buffers):
-            self._initialise(module, initialise)
-
-    def _construct(self, module: nn.Module, constructor: Callable[[], nn.Module]) -> Exception | None:
-        """Record a call of the module's constructor. Returns what kept it from being that."""
-        try:
-            with self._tape.attempt(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the first call gave them
-                _adopt(module, constructor())
-        except Exception as error:  # whatever a constructor may raise
-            return error
-        return None
-
-    def _construct_plain(self, module: nn.Module) -> bool:
-        """Record a call of the constructor of a module that has no numbers yet, if its arguments are known."""
-        has_numbers = any(below._parameters and id(below) not in self._blank for below in module.modules())
-        constructor = None if has_numbers else plain_constructor(module)
-        return constructor is not None and self._construct(module, constructor) is None
-
-    def _clone(self, module: nn.Module, initialise: Initialise, before: Sequence[nn.Module]) -> None:
-        """Record the layers of a module that deep-copies the one it is given: that one draws, once."""
-        layers: list[nn.Module] = list(module.layers)  # type: ignore[arg-type]
-        if not any(id(below) in self._blank for layer in layers for below in layer.modules()):
-            return
-        given = [other for other in before if type(other) is type(layers[0]) and _shapes(other) == _shapes(layers[0])]
-        if given:
-            warnings.warn(
-                f"{type(module).__name__} was built on the meta device beside a {type(given[-1]).__name__} like its "
-                "layers: they are taken for copies of that one and get its numbers. If they are copies of another, "
-                "these are not the numbers of an unsharded build",
-                stacklevel=2,
-            )
-            original = given[-1]
-        else:
-            original = layers.pop(0)
-            self.build(original, initialise)
-        for layer in layers:
-            if _shapes(layer) != _shapes(original):
-                continue  # it was put in later
-            self._cloned.add(id(layer))
-            for ours, theirs in zip(layer.modules(), original.modules(), strict=True):
-                if id(ours) in self._blank:
-                    _copy_tensors(theirs, ours)
-                    self._initialised.update(map(id, ours._parameters.values()))
-        self._cloned.add(id(original))
-
-    def _initialise(self, module: nn.Module, initialise: Initialise) -> None:
-        own = [slot for slot in _places(module) if slot.kind == "_parameters"]
-        # A leaf was initialised when it was made, before anything could tie its parameters to another's.
-        tied = [] if module._modules else [slot for slot in own if id(slot.tensor) in self._initialised]
-        for slot in tied:
-            slot.put(nn.Parameter(torch.empty_like(slot.tensor), requires_grad=slot.tensor.requires_grad))
-        try:
-            with torch.no_grad():
-                initialise(module)
-        except Exception as error:
-            raise LayoutError(
-                f"{type(module).__name__} was built on the meta device and its initialisation cannot be recorded "
-                f"({one_line(error, with_type=True)}): build the model on a real device"
-            ) from error
-        for slot in tied:
-            slot.put(slot.tensor)
-        self._initialised.update(id(slot.tensor) for slot in own)
+def _allocate(model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Shard) -> None:
+    """Shards without numbers, and fake tensors in place of meta ones."""
+    for plan in plans:
+        if plan.parameters:
+            shard(plan, _values(plan, lambda fqn: None))
+    for slot in list(slots_of(model)):
+        if slot.tensor.is_meta:
+            empty = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=device)
+            slot.put(_real(slot.tensor, empty, device))
 
 
-_CLONING = (nn.TransformerEncoder, nn.TransformerDecoder)
-"""Their `layers` are deep copies of the layer that they are given."""
-
-
-@torch.no_grad()
-def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
-    for slot in list(_places(target)):
-        value = slot.of(source)
-        if slot.kind and value is not None:
-            slot.tensor.copy_(value)
-
-
-def _adopt(module: nn.Module, built: nn.Module) -> None:
-    """Put the tensors of a model that was built again in the places of the first one's."""
-    ours, theirs = _shapes(module), _shapes(built)
-    if ours != theirs:
-        different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-        raise ValueError(f"it has changed since it was built: {', '.join(different[:3])}")
-    again = dict(built.named_modules(remove_duplicate=False))
-    for prefix, below in module.named_modules(remove_duplicate=False):
-        for slot in list(_places(below)):
-            tensor = slot.of(again[prefix])
-            if tensor is not None:
-                slot.put(tensor)
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: tensor.shape for name, tensor in named}
-
-
-def _by_reset(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if callable(reset):
-        reset()
-
-
-def _warn(module: nn.Module, error: Exception) -> None:
-    warnings.warn(
-        f"{type(module).__name__} was built on the meta device and cannot be built again from its configuration "
-        f"({one_line(error, with_type=True)}). Its modules are initialised one by one: the numbers are seeded "
-        "and the same at any world size, but not those of an unsharded build",
-        stacklevel=2,
-    )
-
-
-# From the tape to the model ---------------------------------------------------------------------------------------
+# What is said of the numbers --------------------------------------------------------------------------------------
 
 
 _WAY_OUT = (
@@ -332,7 +222,7 @@ def _check_written(model: nn.Module, blanks: set[int], tape: Tape, recorded: dic
     places = [
         (f"{prefix}.{slot.name}".lstrip("."), module, slot.name, slot.tensor)
         for prefix, module in model.named_modules()
-        for slot in _places(module)
+        for slot in places_of(module)
         if slot.kind and id(slot.tensor) not in blanks
     ]
     for fqn, module, name, tensor in places:
@@ -381,43 +271,3 @@ def _warn_of_drawn(model: nn.Module, plans: list[UnitPlan], tape: Tape, recorded
                     stacklevel=2,
                 )
                 return
-
-
-def _fill(plan: UnitPlan, values: list[Tensor]) -> None:
-    """Full parameters in place of the meta ones."""
-    remaining, blank = iter(values), _blank.get()
-    for index, (fqn, parameter, _) in enumerate(plan.parameters):
-        if parameter.is_meta and fqn in blank:
-            _replace(plan, index, torch.empty(parameter.shape, dtype=parameter.dtype))
-        elif parameter.is_meta:
-            _replace(plan, index, next(remaining).to(parameter.dtype))
-
-
-def _real(blank: Tensor, value: Tensor, device: torch.device) -> Any:
-    """What stands for a tensor without memory from now on. Parameters without a unit are moved to `device`; buffers are
-    moved later, with those that had memory."""
-    if not isinstance(blank, nn.Parameter):
-        return value
-    return inherit(nn.Parameter(value.to(device), requires_grad=blank.requires_grad), blank)
-
-
-def _replace(plan: UnitPlan, index: int, value: Tensor) -> None:
-    fqn, parameter, sites = plan.parameters[index]
-    real = _real(parameter, value, value.device)
-    for site in sites:
-        site.module._parameters[site.name] = real
-    plan.parameters[index] = (fqn, real, sites)
-
-
-def _allocate(model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Callable[[UnitPlan], None]) -> None:
-    """Fake tensors instead of meta ones, a unit at a time."""
-    for plan in plans:
-        for index, (_, parameter, _) in enumerate(plan.parameters):
-            if parameter.is_meta:
-                _replace(plan, index, torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
-        if plan.parameters:
-            shard(plan)
-    for slot in list(_slots(model)):
-        if slot.tensor.is_meta:
-            empty = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=device)
-            slot.put(_real(slot.tensor, empty, device))

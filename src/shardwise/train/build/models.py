@@ -38,7 +38,7 @@ class TextShape:
 def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
     """The model that a configuration names, in training mode. Not collective.
 
-    With `init="meta"`, parameters are on the meta device and `sw.shard` gives them storage and initial values, so no
+    Unless `init="cpu"`, parameters are on the meta device and `sw.shard` gives them storage and initial values, so no
     rank ever holds the whole model; a factory's model is where the factory builds it. `weights` are not read here: they
     go straight into shards, with `sw.checkpoint.load_pretrained`.
 
@@ -49,13 +49,14 @@ def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
 
     Raises:
         ConfigError: a path, model type, key or factory that does not exist (with the nearest that does), a model too
-            small for the vocabulary or the sequences, or one that cannot be.
+            small for the vocabulary or the sequences, or one that cannot be; `init="device"` for a model that has its
+            numbers already.
     """
     if config.weights is not None:
         _check_directory("model.weights", config.weights)
     if config.factory is not None:
         build = load_factory(config.factory, f"model.factory={config.factory!r}", ConfigError)
-        return _stored_in(build(), DTYPES[config.dtype]).train()
+        return _stored_in(_without_numbers(build(), config), DTYPES[config.dtype]).train()
     hf_config = _read_config(config, text)
     _check_fits(hf_config, text)
     return _build_transformer(hf_config, config).train()
@@ -68,7 +69,7 @@ def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.M
     auto: Any = AutoModelForCausalLM  # untyped
     model: Any
     try:
-        with torch.device(config.init):
+        with torch.device("cpu" if config.init == "cpu" else "meta"):
             model = auto.from_config(hf_config, dtype=dtype)
         if config.weights is not None and (Path(config.weights) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(config.weights, local_files_only=True)
@@ -145,6 +146,16 @@ def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
         raise ConfigError(
             f"data.seq_len={text.seq_len} is more than the model's max_position_embeddings={positions}; lower seq_len"
         )
+
+
+def _without_numbers(model: nn.Module, config: ModelConfig) -> nn.Module:
+    """A factory's model. Raises ConfigError where it should be drawn on the device and has its numbers already."""
+    if config.init == "device" and not any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(
+            f'model.init="device" draws the numbers of models on the meta device, and model.factory={config.factory!r} '
+            'gives its model numbers itself: build it under torch.device("meta") there, or leave model.init out'
+        )
+    return model
 
 
 def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -58,8 +58,10 @@ class ModelConfig(Section):
     """A Hugging Face directory to start from; none = random initialisation."""
     dtype: DtypeName = "fp32"
     """The dtype in which the parameters are stored and updated (the master copy)."""
-    init: Literal["meta", "cpu"] = "meta"
-    """Where the model is built: "meta" never holds the whole model on a rank, "cpu" builds it whole on each."""
+    init: Literal["meta", "device", "cpu"] = "meta"
+    """How initial numbers come about. "meta": drawn on the CPU a unit at a time, those of an unsharded build; every
+    rank draws them all. "device": each rank draws what it keeps on its device, other numbers from the same
+    distributions, which takes seconds. "cpu": the model is built whole on each rank."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

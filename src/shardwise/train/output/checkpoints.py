@@ -152,6 +152,11 @@ class Checkpoints:
         self._refuse_newer_than(loaded.step)
         return Resumed(path, loaded.step, Position(**loaded["data"]), loaded, tuple(set_aside), tuple(changed))
 
+    @property
+    def has_any(self) -> bool:
+        """Whether `resume` will load a checkpoint, or raise. Not collective."""
+        return self.config.resume not in {"auto", "never"} or bool(self._committed())
+
     def peek(self) -> Mapping[str, Any] | None:
         """What `save` was given as `extra` for the checkpoint that `resume` will load, as far as that can be told
         before there is a model: the newest that can be read counts. None where there is none. Not collective."""

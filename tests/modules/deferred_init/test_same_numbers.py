@@ -451,9 +451,9 @@ def peak_bytes(name: str) -> tuple[int, int, int, int]:
     blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     live = LiveBytes()
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any, **options: Any) -> None:
         with live:
-            materialize(*arguments)
+            materialize(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("shardwise.engine.building"), "materialize", counted)

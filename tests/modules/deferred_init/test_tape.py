@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_in_turn_nothing_is_drawn_twice() -> None:
     with tape.recording():
         recorded = [torch.empty(5).normal_() for _ in range(20)]
         recorded = [tensor.normal_() for tensor in recorded]
-    tape._ops = [type(op)(normal, *(getattr(op, name) for name in op.__slots__[1:])) for op in tape._ops]
+    tape._ops = [replace(op, func=normal) for op in tape._ops]
     for part in tape.cut([[tensor] for tensor in recorded]):
         tape.play(part)
     tape.finish()

@@ -1,0 +1,236 @@
+"""Recording how a model on the meta device would have been built for real."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import LayoutError, one_line
+from shardwise.modules.deferred_init.constructors import is_transformer, plain_constructor, transformer_again
+from shardwise.modules.deferred_init.tape import Tape
+from shardwise.sharded.parameter import ShardedParameter
+
+Initialise = Callable[[nn.Module], object]
+
+
+def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
+    """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's."""
+    slots = list(slots_of(model))
+    with tape.recording():
+        blanks: dict[int, Tensor] = {}
+        for slot in slots:
+            slot.put(blanks.setdefault(id(slot.tensor), _stand_in(slot.tensor)))
+        try:
+            builder = _Builder(tape, {id(slot.module) for slot in slots if slot.tensor.is_meta})
+            builder.build(model, _by_reset)
+            recorded: dict[int, Tensor] = {}
+            for slot in slots:
+                current = slot.current()
+                if current is not None:
+                    recorded.setdefault(id(slot.tensor), current)
+        finally:
+            for slot in slots:
+                slot.put(slot.tensor)
+    return recorded
+
+
+class Slot(NamedTuple):
+    """A place in a module that holds a tensor: a parameter, a buffer or, on the meta device, a plain attribute."""
+
+    module: nn.Module
+    kind: str
+    name: str
+    tensor: Tensor
+
+    def _holder(self, module: nn.Module) -> dict[str, Any]:
+        return module.__dict__[self.kind] if self.kind else module.__dict__
+
+    def put(self, tensor: Tensor) -> None:
+        self._holder(self.module)[self.name] = tensor
+
+    def current(self) -> Tensor | None:
+        return self.of(self.module)
+
+    def of(self, module: nn.Module) -> Tensor | None:
+        """What another module of the same build holds there."""
+        found = self._holder(module).get(self.name)
+        return found if isinstance(found, Tensor) else None
+
+
+def slots_of(model: nn.Module) -> Iterator[Slot]:
+    """Parameters and buffers, and plain attributes on the meta device."""
+    for module in model.modules():
+        yield from (slot for slot in places_of(module) if slot.kind or slot.tensor.is_meta)
+
+
+def places_of(module: nn.Module) -> Iterator[Slot]:
+    """Every tensor that a module itself holds."""
+    for kind in ("_parameters", "_buffers", ""):
+        for name, value in list((module.__dict__[kind] if kind else module.__dict__).items()):
+            if isinstance(value, Tensor):
+                yield Slot(module, kind, name, value)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A recorded tensor for one of the model's: blank for those without memory or with a piece of it."""
+    if tensor.is_meta or isinstance(tensor, ShardedParameter):
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    else:
+        fake = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    fake.__dict__.update({k: v for k, v in tensor.__dict__.items() if isinstance(v, bool)})
+    return fake
+
+
+# Recording a build ------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Records modules' construction: by their constructor where that can be called again, else children first."""
+
+    def __init__(self, tape: Tape, blank: set[int]) -> None:
+        self._tape = tape
+        self._blank = blank
+        """Modules with meta tensors of their own; others that have tensors are left as they are."""
+        self._initialised: set[int] = set()
+        """Recorded parameters that a module has initialised."""
+        self._cloned: set[int] = set()
+        """Layers that have the numbers of the layer that they are copies of."""
+
+    def build(
+        self, module: nn.Module, initialise: Initialise, quiet: bool = False, before: Sequence[nn.Module] = ()
+    ) -> None:
+        """Record one module with all below it. `quiet`: a warning was given for a module around it. `before`: modules
+        that stand beside it, recorded already."""
+        if id(module) in self._cloned or not any(id(below) in self._blank for below in module.modules()):
+            return
+        if is_transformer(module):
+            error = self._construct(module, partial(transformer_again, module))
+            if error is None:
+                return
+            if not quiet:
+                _warn(module, error)
+            quiet = True
+            initialise = module._init_weights  # type: ignore[assignment]
+        elif initialise is _by_reset and self._construct_plain(module):
+            return
+        if isinstance(module, _CLONING):
+            self._clone(module, initialise, before)
+        children = list(module.children())
+        for position, child in enumerate(children):
+            self.build(child, initialise, quiet, children[:position])
+        if id(module) in self._blank or not (module._parameters or module._buffers):
+            self._initialise(module, initialise)
+
+    def _construct(self, module: nn.Module, constructor: Callable[[], nn.Module]) -> Exception | None:
+        """Record a call of the module's constructor. Returns what kept it from being that."""
+        try:
+            with self._tape.attempt(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the first call gave them
+                _adopt(module, constructor())
+        except Exception as error:  # whatever a constructor may raise
+            return error
+        return None
+
+    def _construct_plain(self, module: nn.Module) -> bool:
+        """Record a call of the constructor of a module that has no numbers yet, if its arguments are known."""
+        has_numbers = any(below._parameters and id(below) not in self._blank for below in module.modules())
+        constructor = None if has_numbers else plain_constructor(module)
+        return constructor is not None and self._construct(module, constructor) is None
+
+    def _clone(self, module: nn.Module, initialise: Initialise, before: Sequence[nn.Module]) -> None:
+        """Record the layers of a module that deep-copies the one it is given: that one draws, once."""
+        layers: list[nn.Module] = list(module.layers)  # type: ignore[arg-type]
+        if not any(id(below) in self._blank for layer in layers for below in layer.modules()):
+            return
+        given = [other for other in before if type(other) is type(layers[0]) and _shapes(other) == _shapes(layers[0])]
+        if given:
+            warnings.warn(
+                f"{type(module).__name__} was built on the meta device beside a {type(given[-1]).__name__} like its "
+                "layers: they are taken for copies of that one and get its numbers. If they are copies of another, "
+                "these are not the numbers of an unsharded build",
+                stacklevel=2,
+            )
+            original = given[-1]
+        else:
+            original = layers.pop(0)
+            self.build(original, initialise)
+        for layer in layers:
+            if _shapes(layer) != _shapes(original):
+                continue  # it was put in later
+            self._cloned.add(id(layer))
+            for ours, theirs in zip(layer.modules(), original.modules(), strict=True):
+                if id(ours) in self._blank:
+                    _copy_tensors(theirs, ours)
+                    self._initialised.update(map(id, ours._parameters.values()))
+        self._cloned.add(id(original))
+
+    def _initialise(self, module: nn.Module, initialise: Initialise) -> None:
+        own = [slot for slot in places_of(module) if slot.kind == "_parameters"]
+        # A leaf was initialised when it was made, before anything could tie its parameters to another's.
+        tied = [] if module._modules else [slot for slot in own if id(slot.tensor) in self._initialised]
+        for slot in tied:
+            slot.put(nn.Parameter(torch.empty_like(slot.tensor), requires_grad=slot.tensor.requires_grad))
+        try:
+            with torch.no_grad():
+                initialise(module)
+        except Exception as error:
+            raise LayoutError(
+                f"{type(module).__name__} was built on the meta device and its initialisation cannot be recorded "
+                f"({one_line(error, with_type=True)}): build the model on a real device"
+            ) from error
+        for slot in tied:
+            slot.put(slot.tensor)
+        self._initialised.update(id(slot.tensor) for slot in own)
+
+
+_CLONING = (nn.TransformerEncoder, nn.TransformerDecoder)
+"""Their `layers` are deep copies of the layer that they are given."""
+
+
+@torch.no_grad()
+def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
+    for slot in list(places_of(target)):
+        value = slot.of(source)
+        if slot.kind and value is not None:
+            slot.tensor.copy_(value)
+
+
+def _adopt(module: nn.Module, built: nn.Module) -> None:
+    """Put the tensors of a model that was built again in the places of the first one's."""
+    ours, theirs = _shapes(module), _shapes(built)
+    if ours != theirs:
+        different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        raise ValueError(f"it has changed since it was built: {', '.join(different[:3])}")
+    again = dict(built.named_modules(remove_duplicate=False))
+    for prefix, below in module.named_modules(remove_duplicate=False):
+        for slot in list(places_of(below)):
+            tensor = slot.of(again[prefix])
+            if tensor is not None:
+                slot.put(tensor)
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.shape for name, tensor in named}
+
+
+def _by_reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def _warn(module: nn.Module, error: Exception) -> None:
+    warnings.warn(
+        f"{type(module).__name__} was built on the meta device and cannot be built again from its configuration "
+        f"({one_line(error, with_type=True)}). Its modules are initialised one by one: the numbers are seeded "
+        "and the same at any world size, but not those of an unsharded build",
+        stacklevel=2,
+    )

@@ -1,0 +1,68 @@
+"""How far drawing initial numbers is, and how long it will take."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+Say = Callable[[str], object]
+
+_FIRST_S = 2.0
+"""Drawn for so long, the rate is known well enough."""
+_EVERY_S = 60.0
+_WORTH_S = 5.0
+"""Less than this is not worth a word."""
+_GB = 1e9
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"shardwise: {text}", stacklevel=2)
+
+
+_say: ContextVar[Say] = ContextVar("say", default=_warn)
+
+
+@contextmanager
+def told_to(say: Say) -> Iterator[None]:
+    """Inside, what there is to say about long drawing goes to `say`, in place of a warning."""
+    token = _say.set(say)
+    try:
+        yield
+    finally:
+        _say.reset(token)
+
+
+class Progress:
+    """Of numbers drawn on the CPU: says once early, and then each minute, how much is left."""
+
+    def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`total_bytes`: of everything that is going to be drawn. `clock`: seconds."""
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._clock = clock
+        self._start_s = clock()
+        self._next_s = self._start_s + _FIRST_S
+        self._hint = '; sw.init_on_device(), which model.init = "device" asks for, has each rank draw what it keeps'
+
+    def drew(self, nbytes: int) -> None:
+        """So much more is done."""
+        self._done_bytes += nbytes
+        now_s = self._clock()
+        if now_s < self._next_s or not self._done_bytes:
+            return
+        self._next_s = now_s + _EVERY_S
+        left_s = (now_s - self._start_s) * (self._total_bytes / self._done_bytes - 1)
+        if left_s >= _WORTH_S:
+            drawn = f"{self._done_bytes / _GB:.1f} of {self._total_bytes / _GB:.1f} GB drawn on the CPU"
+            _say.get()(f"initial numbers: {drawn}, about {_duration(left_s)} left{self._hint}")
+            self._hint = ""
+
+
+def _duration(seconds: float) -> str:
+    """15.2 -> "15 s", 200 -> "3 min", 9000 -> "2.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
