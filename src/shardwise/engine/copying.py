@@ -69,7 +69,7 @@ def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, A
         module.__dict__[_DEEPCOPY] = ours
     for below in replica.modules():
         _remove_hooks(below, nobody)
-    second = Engine(engine.mesh, engine.strategy, engine.precision, engine.slots, engine.keeps_params)
+    second = Engine(engine.mesh, engine.strategy, engine.precision, engine.slots, engine.resharding)
     ignored = [memo.get(id(parameter), parameter) for parameter in engine.late_parameters.ignored]
     second.install(_copied_units(engine, memo), LateParameters(replica, ignored))
     adopt(replica, second)
@@ -104,7 +104,7 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
                 raise UsageError(f"copy.deepcopy of a sharded model left out the module of unit {unit.fqn!r}")
             groups = [_copied_group(group, memo) for group in unit.groups]
             ancestors = [copies[ancestor] for ancestor in unit.ancestors]
-            copied = copies[unit] = Unit(unit.fqn, memo[id(unit.module)], groups, ancestors)
+            copied = copies[unit] = Unit(unit.fqn, memo[id(unit.module)], groups, ancestors, unit.settings)
             copied.shard_parameters(engine.mesh.device)
             for group, original in zip(groups, unit.groups, strict=True):
                 group.shard.copy_(original.shard)

@@ -75,12 +75,15 @@ def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 class Engine:
     """Units of one model, and the order in which they are needed."""
 
-    def __init__(self, mesh: Mesh, strategy: Strategy, precision: Precision, slots: int, keeps_params: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, strategy: Strategy, precision: Precision, slots: int, resharding: bool | int
+    ) -> None:
+        """`precision`, `resharding`: as `shard` was given them; units adopted from below have their own."""
         self.mesh = mesh
         self.strategy = strategy
         self.precision = precision
         self.slots = slots
-        self.keeps_params = keeps_params
+        self.resharding = resharding
         self.units: list[Unit] = []
         """Outermost first."""
         self.root: Unit
@@ -88,7 +91,7 @@ class Engine:
         self.schedule = Schedule()
         self.control = Control(mesh)
         self.unsharder = Unsharder(mesh, self.control, self.schedule, slots)
-        self.reducer = Reducer(mesh, self.control, strategy.keeps_grads, unshards=not keeps_params)
+        self.reducer = Reducer(mesh, self.control, strategy.keeps_grads)
         self.saved = SavedTensors(self.unsharder.slots, self._on_enter, self._unshard_on_demand)
         self.depth = 0
         """Units whose forward is under way."""
@@ -116,7 +119,7 @@ class Engine:
         self.late_parameters = late_parameters
         self._is_allocated = False
         for index, unit in enumerate(self.units):
-            unit.join(self, index, self.keeps_params)
+            unit.join(self, index)
         self.control.name_units([unit.fqn for unit in self.units])
 
     @property
@@ -170,8 +173,8 @@ class Engine:
         else:  # torch.func's (jvp), which would wrap the views that slots keep
             with temporarily_clear_interpreter_stack():
                 forward, call = self._enter_forward(unit)
-        if unit is self.root and self.precision.cast_inputs and self.precision.param is not None:
-            args, kwargs = cast_tensors((args, kwargs), self.precision.param)
+        if unit.settings.inputs is not None:
+            args, kwargs = cast_tensors((args, kwargs), unit.settings.inputs)
         if torch.is_grad_enabled():
             self.saved.activate()
             args, kwargs = self._mark_input(forward, call, args, kwargs)
@@ -224,8 +227,8 @@ class Engine:
         failure = sys.exception() if output is None else None
         if failure is not None:
             self.saved.explain(failure)
-        if unit is self.root and self.precision.output is not None:
-            output = cast_tensors(output, self.precision.output)
+        if unit.settings.output is not None:
+            output = cast_tensors(output, unit.settings.output)
         if failure is None:
             output = self._watch_outputs(forward, call, output)
         if _transform() is None:

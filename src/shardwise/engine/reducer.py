@@ -63,13 +63,11 @@ class _InFlight:
 class Reducer:
     """Reduce slots and reductions of one engine. Everything here happens in graph order, alike on every rank."""
 
-    def __init__(self, mesh: Mesh, control: Control, keeps_full: bool, unshards: bool) -> None:
-        """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1). `unshards`: backward unshards
-        units."""
+    def __init__(self, mesh: Mesh, control: Control, keeps_full: bool) -> None:
+        """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1)."""
         self._mesh = mesh
         self._control = control
         self._keeps_full = keeps_full
-        self._unshards = unshards and mesh.shard.world_size > 1
         # Replicas exchange straight out of the slots when nothing is scattered before.
         self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
         addition = BatchedAddition if self._collectives.on_streams else ScaledAddition
@@ -200,7 +198,8 @@ class Reducer:
         """
         self._scaled.flush()
         if not self._reduces:
-            if self._unshards:  # else nothing was issued, and ranks may well do different numbers of such backwards
+            if not all(unit.keeps_params for unit in units):
+                # Else nothing was issued, and ranks may well do different numbers of such backwards.
                 self._control.agree(Moment.BACKWARD_END)
             for unit in units:
                 unit.gradients.show_waiting()

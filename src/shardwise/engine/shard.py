@@ -8,8 +8,8 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.engine.adoption import clear_up, in_module_order, settle, take_over
-from shardwise.engine.building import build_units
+from shardwise.engine.adoption import check_mesh, clear_up, common_mesh, in_module_order, settle, take_over
+from shardwise.engine.building import build_units, prepare_buffers
 from shardwise.engine.copying import copy_deeply
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
@@ -63,8 +63,9 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         DifferentModelsError: ranks built different models.
 
     Ranks whose initial parameters or buffers differ get rank 0's, with a warning. A second call on an ancestor adopts
-    the units below it with their strategy, mesh, precision and resharding: it may leave those out but the strategy, and
-    asking for others is a UsageError. `slots` are the last call's.
+    the units below it, which keep their precision and resharding: the inputs and outputs of the module that was given
+    to the first call go on being cast. What the second call leaves out it has from them, unless they differ. Strategy
+    and mesh are one for all. `slots` are the last call's.
     Source: ZeRO (arXiv:1910.02054), PyTorch FSDP (arXiv:2304.11277).
     """
     install()
@@ -78,13 +79,16 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     ignored = list(ignored)
     plans = _plans(model, units, ignored, bool(below))
     old = [unit for engine in below.values() for unit in engine.units]
-    if resharding:
+    if resharding is not False or any(not unit.keeps_params for unit in old):
         _check_nesting(model, slots, [*(plan.module for plan in plans), *(unit.module for unit in old)])
-    adopted = [take_over(model.get_submodule(fqn)) for fqn in below]
-    secondary = None if isinstance(resharding, bool) else resharding
-    groups = adopted[0].mesh if adopted else build_mesh(strategy, mesh, secondary, None)
-    engine = Engine(groups, strategy, precision, slots, keeps_params=not resharding)
-    own = build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
+    settled = {module for fqn in below for module in model.get_submodule(fqn).modules()}
+    groups = common_mesh(below.values(), resharding) or build_mesh(strategy, mesh, _group_size(resharding), None)
+    check_mesh(below, groups)
+    for fqn in below:
+        take_over(model.get_submodule(fqn))
+    engine = Engine(groups, strategy, precision, slots, resharding)
+    own = build_units(model, plans, groups, precision, resharding, (strategy, precision, slots, resharding))
+    prepare_buffers(model, groups, precision, settled)
     plain = [parameter for parameter in model.parameters() if not isinstance(parameter, ShardedParameter)]
     late = LateParameters(model, [*ignored, *plain])  # of those on the meta device others stand there now
     engine.install(in_module_order(model, own, old, groups), late)
@@ -139,6 +143,10 @@ def _checked_precision(precision: Precision | None) -> Precision | None:
     if precision is not None and not isinstance(precision, Precision):
         raise ConfigError(f"precision={precision!r}: pass sw.Precision(param=..., reduce=...)")
     return precision
+
+
+def _group_size(resharding: bool | int) -> int | None:
+    return None if isinstance(resharding, bool) else resharding
 
 
 def _checked_resharding(asked: bool | int | None) -> bool | int | None:

@@ -53,16 +53,15 @@ class Unsharder:
         """Allocate every slot, once. Every rank must call this."""
         if self._arena is not None:
             return
-        moving = [(unit, unit.parameters.unsharded_bytes) for unit in units if not unit.parameters.is_pinned]
-        keep = any(unit.keeps_params for unit, _ in moving)
-
-        def slots(units: Sequence[Unit]) -> int:
-            return len(units) if keep else self._slots
-
-        self._arena = Arena(self._mesh.shard, BufferKind.GATHER, size_classes(moving, slots))
+        moving = [unit for unit in units if not unit.keeps_params]
+        kept = [unit for unit in units if unit.keeps_params and not unit.parameters.is_pinned]
+        classes = [*size_classes(_sizes(moving), lambda _: self._slots), *size_classes(_sizes(kept), len)]
+        self._arena = Arena(self._mesh.shard, BufferKind.GATHER, classes)
         if self._mesh.secondary is not None:
-            self._secondary = Arena(self._mesh.secondary, BufferKind.GATHER, size_classes(moving, slots))
-            for unit, _ in moving:
+            again = [unit for unit in moving if unit.settings.resharding is not True]
+            classes = size_classes(_sizes(again), lambda _: self._slots)
+            self._secondary = Arena(self._mesh.secondary, BufferKind.GATHER, classes)
+            for unit in again:
                 unit.parameters.allocate_secondary(self._mesh.secondary)
         pinned = [unit.parameters.pin(self._mesh.shard, unit) for unit in units if unit.parameters.is_pinned]
         for slot in (*(slot for arena in self.arenas for slot in arena.slots), *pinned):
@@ -179,3 +178,7 @@ class Unsharder:
         """Take every slot back."""
         for unit in units:
             self.reshard(unit)
+
+
+def _sizes(units: Sequence[Unit]) -> list[tuple[Unit, int]]:
+    return [(unit, unit.parameters.unsharded_bytes) for unit in units]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -47,21 +48,41 @@ class Listener(Protocol):
         """Autograd has brought a gradient to the outer face of a parameter."""
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the call of `shard` that made a unit says of it, besides the dtypes of its groups."""
+
+    resharding: bool | int = True
+    """After forward; a number: to groups of so many ranks."""
+    inputs: str | None = None
+    """Floating-point inputs of its module are cast to that dtype, by torch's name."""
+    output: str | None = None
+    """Likewise its output."""
+
+
 class Unit:
     """One module's own parameters (those of units below it are theirs)."""
 
-    def __init__(self, fqn: str, module: nn.Module, groups: Sequence[Group], ancestors: Sequence[Unit] = ()) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        module: nn.Module,
+        groups: Sequence[Group],
+        ancestors: Sequence[Unit] = (),
+        settings: Settings = Settings(),
+    ) -> None:
         self.fqn = fqn
         """Of the module, from the model that was sharded first; "" is that model itself."""
         self.module = module
         self.groups = list(groups)
+        self.settings = settings
         self.ancestors = tuple(ancestors)
         """Units around this one, outermost first."""
         self.index = -1
         """Position among the engine's units; orders everything that ranks must do alike."""
-        self.keeps_params = False
-        """Stays unsharded until the weights change."""
         self.parameters = UnitParameters(self.groups)
+        self.keeps_params = settings.resharding is False or self.parameters.is_pinned
+        """Stays unsharded until the weights change."""
         self.gradients = UnitGradients(self.groups)
         self.calls: UnitCalls[Unit] = UnitCalls()
         self.listener: Listener | None = None
@@ -88,10 +109,9 @@ class Unit:
             for sharded in group.sharded:
                 sharded.unit = self
 
-    def join(self, listener: Listener, index: int, keeps_params: bool) -> None:
+    def join(self, listener: Listener, index: int) -> None:
         """Be the engine's unit number `index`, and report to it instead of any engine before."""
         self.index = index
-        self.keeps_params = keeps_params or self.parameters.is_pinned
         first = self.listener is None
         self.listener = listener
         if first:
@@ -114,11 +134,16 @@ class Unit:
             group.rebase(prefix, collectives)
         self.parameters.move_to(collectives)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to do for it where it is not the root."""
+        return bool(self.groups or self.settings.inputs or self.settings.output)
+
     def forget_slots(self) -> None:
         """Let go of everything that lies in an arena: another engine takes the unit over."""
         self.parameters.forget_slots()
         self.gradients.forget_slots()
-        if not self.groups:
+        if not self.is_needed:
             for handle in self._handles:
                 handle.remove()
 
