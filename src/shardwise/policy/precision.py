@@ -14,9 +14,10 @@ _ALIASES = {"half": "float16"} | {alias: name for name, short in SHORT_NAMES.ite
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of what one call of `sw.shard` makes units of. Every field takes a name ("bf16", "fp32", "fp16", "fp64") or a torch dtype.
+    """Dtypes of what one call of `sw.shard` makes units of.
 
-    After construction each is a torch name ("bfloat16") or None.
+    Every field takes a name ("bf16", "fp32", "fp16", "fp64") or a torch dtype. After construction each is a torch name
+    ("bfloat16") or None.
     """
 
     param: str | None = None
