@@ -89,6 +89,20 @@ def check_mesh(below: Mapping[str, Engine], mesh: Mesh) -> None:
         _check_same("mesh", mesh.spans, engine.mesh.spans, fqn)
 
 
+def units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
+    """Those that are to be adopted. Raises UsageError for one of several modules of which the model has only some."""
+    units = [unit for engine in dict.fromkeys(below.values()) for unit in engine.units]
+    here = set(model.modules())
+    for unit in units:
+        if len(unit.modules) > 1 and not here.issuperset(unit.modules):
+            names = ", ".join(type(module).__name__ for module in unit.modules)
+            raise UsageError(
+                f"{names} were sharded together, but not all of them are in this {type(model).__name__}: shard a "
+                "module around all of them"
+            )
+    return units
+
+
 def clear_up(engines: Iterable[Engine]) -> None:
     """Have modules hold their sharded parameters, whatever was interrupted. Raises UsageError inside `sw.unsharded`."""
     engines = list(engines)
@@ -109,18 +123,21 @@ def in_module_order(model: nn.Module, own: Sequence[Unit], adopted: Sequence[Uni
     """All units, outermost first, each knowing those around it and its name from `model`."""
     by_module: dict[int, list[Unit]] = {}
     for unit in (*own, *(unit for unit in adopted if unit.is_needed)):
-        by_module.setdefault(id(unit.module), []).append(unit)
-    ordered: list[Unit] = []
+        for module in unit.modules:
+            by_module.setdefault(id(module), []).append(unit)
+    names = {module: fqn for fqn, module in model.named_modules()}
+    ordered: dict[Unit, None] = {}
 
-    def visit(fqn: str, module: nn.Module, around: tuple[Unit, ...]) -> None:
+    def visit(module: nn.Module, around: tuple[Unit, ...]) -> None:
         for unit in by_module.pop(id(module), ()):
-            if unit in adopted:
-                unit.rebase(fqn, mesh.shard)
-            unit.lie_in(around)
-            ordered.append(unit)
+            if unit not in ordered:
+                if unit in adopted:
+                    unit.rebase(names, mesh.shard)
+                unit.lie_in(around)
+            ordered[unit] = None
             around = (*around, unit)
-        for name, child in module.named_children():
-            visit(f"{fqn}.{name}" if fqn else name, child, around)
+        for child in module.children():
+            visit(child, around)
 
-    visit("", model, ())
-    return ordered
+    visit(model, ())
+    return list(ordered)

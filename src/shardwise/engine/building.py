@@ -10,7 +10,8 @@ from torch import nn
 from shardwise.engine.agreement import agree_on_layout, agree_on_values
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.group import Dtypes, Group
-from shardwise.engine.units.unit import Settings, Unit
+from shardwise.engine.units.settings import Settings
+from shardwise.engine.units.unit import Unit
 from shardwise.modules.deferred_init.materialize import materialize, on_meta
 from shardwise.modules.site import Site
 from shardwise.modules.wrapping import UnitPlan
@@ -35,7 +36,7 @@ def build_units(
     inner = Settings(resharding)
     outer = Settings(resharding, precision.param if precision.cast_inputs else None, precision.output)
     units = [
-        (Unit(plan.fqn, plan.module, _groups(plan, mesh, precision), (), inner if index else outer), plan)
+        (Unit(plan.fqn, plan.modules, _groups(plan, mesh, precision), (), inner if index else outer), plan)
         for index, plan in enumerate(plans)
     ]
     given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, BufferKind, Reduction, Work
 from shardwise.comm.summation import BatchedAddition, ScaledAddition
@@ -158,12 +158,8 @@ class Reducer:
                 self._give_own_slot(unit)
             gradients.open(self._claim(gradients.own_slot or self._free_slot(self._arena, unit), unit))
 
-    def add(self, unit: Unit, key: Key, leaf: nn.Parameter) -> None:
-        """Take the gradient off `leaf`."""
-        grad = leaf.grad
-        if grad is None:  # frozen since the forward
-            return
-        leaf.grad = None
+    def add(self, unit: Unit, key: Key, grad: Tensor) -> None:
+        """Take a gradient of this rank's."""
         if torch.is_grad_enabled():
             fqn = unit.groups[key[0]].fqns[key[1]]
             raise UsageError(

@@ -19,10 +19,11 @@ from shardwise.comm.protocol import BufferKind
 from shardwise.engine.control import Control
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.schedule import Phase, Schedule
-from shardwise.engine.units.arena import Arena, Slot, size_classes
+from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Arena, Slot, size_classes
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError
+from shardwise.layout.flat import round_up
 
 _NOT_PREFETCHED = 2
 """Slots that are left to the unit which computes and to the one before it, whose kernels may still be reading. As many
@@ -44,10 +45,14 @@ class Unsharder:
         """Every slot by the identity of its storage, those that are shards themselves included."""
         self.retired_slots = 0
         """Storages left to holders of views when their unit was resharded."""
+        self._own: dict[Unit, Slot[Unit]] = {}
+        """Of units that are, or were, held by hand."""
 
     @property
-    def arenas(self) -> list[Arena[Unit]]:
-        return [arena for arena in (self._arena, self._secondary) if arena is not None]
+    def all_slots(self) -> list[Slot[Unit]]:
+        """Every slot but those that are shards themselves."""
+        arenas = [arena for arena in (self._arena, self._secondary) if arena is not None]
+        return [*(slot for arena in arenas for slot in arena.slots), *self._own.values()]
 
     def allocate(self, units: Sequence[Unit]) -> None:
         """Allocate every slot, once. Every rank must call this."""
@@ -64,13 +69,14 @@ class Unsharder:
             for unit in again:
                 unit.parameters.allocate_secondary(self._mesh.secondary)
         pinned = [unit.parameters.pin(self._mesh.shard, unit) for unit in units if unit.parameters.is_pinned]
-        for slot in (*(slot for arena in self.arenas for slot in arena.slots), *pinned):
+        for slot in (*self.all_slots, *pinned):
             self.slots[slot.key] = slot
 
     def hand_over(self, units: Sequence[Unit]) -> None:
         """Give every slot up: another engine takes the units over."""
         self.reshard_all(units)
         self._arena = self._secondary = None
+        self._own.clear()
         for unit in units:
             unit.forget_slots()
 
@@ -91,7 +97,7 @@ class Unsharder:
         if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:
             self.reshard(unit)  # an optimizer has written the shard since: the slot holds the weights of before
         if parameters.state is ParameterState.SHARDED:
-            self._start(unit, self._free_slot(self._arena_of(unit, again), unit))
+            self._start(unit, self._own_slot(unit) or self._free_slot(self._arena_of(unit, again), unit))
             parameters.wait_for_unshard()
 
     def prefetch(self, units: Sequence[Unit]) -> None:
@@ -119,6 +125,16 @@ class Unsharder:
             self._control.note(label)
         slot.take(unit)  # the last readers of the slot are through before this rank's slices are written into it
         unit.parameters.unshard(slot, label)
+
+    def _own_slot(self, unit: Unit) -> Slot[Unit] | None:
+        """The slot of a unit that is held by hand and would have to leave another; None for any other unit."""
+        if not unit.calls.is_held or unit.keeps_params:
+            return None
+        if unit not in self._own:
+            nbytes = round_up(unit.parameters.unsharded_bytes, SLOT_ALIGN_BYTES)
+            slot = self._own[unit] = Slot(self._mesh.shard, self._mesh.shard.allocate(nbytes, BufferKind.GATHER))
+            self.slots[slot.key] = slot
+        return self._own[unit]
 
     def _arena_of(self, unit: Unit, again: bool) -> Arena[Unit]:
         arena = self._secondary if again and unit.parameters.has_secondary else self._arena
