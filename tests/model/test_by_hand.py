@@ -147,6 +147,26 @@ def test_what_wants_sharded_parameters_gets_them() -> None:
 
 
 @on_ranks(2)
+def test_clipping_meets_the_gradients_of_what_is_unsharded() -> None:
+    twins = Twins(units=heads_apart)
+    twins.backward()
+    sw.unshard(twins.sharded)
+    expected = torch.nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.1)
+    torch.testing.assert_close(sw.clip_grad_norm_(twins.sharded, 0.1), expected)
+    sw.reshard(twins.sharded)
+    close(twins, exact=False)
+
+
+@on_ranks(2)
+def test_first_unsharded_in_inference_mode() -> None:
+    twins = Twins(units=heads_apart)
+    with torch.inference_mode():
+        sw.unshard(twins.sharded)
+        assert torch.equal(twins.sharded(batch(0)), twins.plain(batch(0)))
+    twins.train(2)
+
+
+@on_ranks(2)
 def test_an_exception_gives_back_what_was_unsharded() -> None:
     twins = Twins(units=heads_apart)
     model: Any = twins.sharded

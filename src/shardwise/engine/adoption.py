@@ -94,7 +94,7 @@ def units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
     units = [unit for engine in dict.fromkeys(below.values()) for unit in engine.units]
     here = set(model.modules())
     for unit in units:
-        if len(unit.modules) > 1 and not here.issuperset(unit.modules):
+        if unit.has_several and not here.issuperset(unit.modules):
             names = ", ".join(type(module).__name__ for module in unit.modules)
             raise UsageError(
                 f"{names} were sharded together, but not all of them are in this {type(model).__name__}: shard a "

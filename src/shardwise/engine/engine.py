@@ -280,7 +280,9 @@ class Engine:
         if unit.keeps_params or call.recompute:
             return
         wants_backward = torch.is_grad_enabled()
-        if (wants_backward and unit is self.root) or self._follows_itself(unit):
+        if (wants_backward and unit is self.root) or (
+            (wants_backward or unit.has_several) and self._follows_itself(unit)
+        ):
             return  # the slot would serve nobody in between
         if wants_backward:
             unit.parameters.store_secondary()
@@ -291,7 +293,7 @@ class Engine:
         the next call, where it has several modules."""
         around = {ancestor.index for ancestor in unit.ancestors}
         for event in self.schedule.upcoming():
-            if event.phase is Phase.FORWARD and len(unit.modules) == 1:
+            if event.phase is Phase.FORWARD and not unit.has_several:
                 return False
             if event.unit not in around:
                 return event.unit == unit.index
@@ -399,7 +401,7 @@ class Engine:
     def _leave_backward(self, unit: Unit) -> None:
         if unit.parameters.state is ParameterState.IN_USE:
             unit.parameters.show_sharded()
-        if not unit.keeps_params and (len(unit.modules) == 1 or not self._follows_itself(unit)):
+        if not unit.keeps_params and (not unit.has_several or not self._follows_itself(unit)):
             self.unsharder.reshard(unit)
 
     def _unshard_on_demand(self, unit: Unit) -> None:

@@ -97,7 +97,8 @@ class Unsharder:
         if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:
             self.reshard(unit)  # an optimizer has written the shard since: the slot holds the weights of before
         if parameters.state is ParameterState.SHARDED:
-            self._start(unit, self._own_slot(unit) or self._free_slot(self._arena_of(unit, again), unit))
+            is_apart = unit.calls.is_held and not unit.keeps_params
+            self._start(unit, self._own_slot(unit) if is_apart else self._free_slot(self._arena_of(unit, again), unit))
             parameters.wait_for_unshard()
 
     def prefetch(self, units: Sequence[Unit]) -> None:
@@ -126,10 +127,8 @@ class Unsharder:
         slot.take(unit)  # the last readers of the slot are through before this rank's slices are written into it
         unit.parameters.unshard(slot, label)
 
-    def _own_slot(self, unit: Unit) -> Slot[Unit] | None:
-        """The slot of a unit that is held by hand and would have to leave another; None for any other unit."""
-        if not unit.calls.is_held or unit.keeps_params:
-            return None
+    def _own_slot(self, unit: Unit) -> Slot[Unit]:
+        """The slot of a unit that is held by hand and would have to leave another."""
         if unit not in self._own:
             nbytes = round_up(unit.parameters.unsharded_bytes, SLOT_ALIGN_BYTES)
             slot = self._own[unit] = Slot(self._mesh.shard, self._mesh.shard.allocate(nbytes, BufferKind.GATHER))

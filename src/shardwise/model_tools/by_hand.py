@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from shardwise.engine.control import Moment
@@ -62,7 +63,8 @@ def _hold(engine: Engine, units: Sequence[Unit]) -> None:
         engine.unsharder.begin(engine.units)
         engine.follow_requires_grad()
     engine.allocate()
-    engine.loans.hold(units)
+    with torch.inference_mode(False), torch.no_grad():  # slots may be allocated, and outlive both
+        engine.loans.hold(units)
     if not engine.depth:  # else ranks compare when the outermost forward is over
         engine.unsharder.settle()
         if engine.control.has_news:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardwise.errors import UsageError
+from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.sharded import penalties
-from shardwise.sharded.parameter import Handler, NotOnPiecesError, ShardedParameter, first_sharded, register_operations
+from shardwise.sharded.parameter import Handler, ShardedParameter, first_sharded, register_operations
 from shardwise.sharded.placement import Placement, same_cut
 
 _UNTAGGED = frozenset(

@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.errors import UsageError
+from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.layout.fragment import Fragment
 from shardwise.sharded import dcp_chunks, penalties
 from shardwise.sharded.placement import Placement
@@ -59,10 +59,6 @@ class Owner(Protocol):
     def whole(self, face: ShardedParameter) -> Tensor | None:
         """The full parameter, in the dtype that modules compute in, for one operation; None where no forward or
         backward of its model is under way. Every rank must call this."""
-
-
-class NotOnPiecesError(UsageError):
-    """A piece cannot answer. The whole can."""
 
 
 class ShardedParameter(Tensor):
@@ -190,11 +186,11 @@ class ShardedParameter(Tensor):
             assert face.unit is not None
             if isinstance(grad, ShardedParameter):
                 face.unit.take_penalty(face, grad.local)  # its numbers met the pieces further up
-            elif penalties.is_one_number(grad):
+            elif face.is_read and not penalties.is_one_number(grad):
+                face.unit.take_gradient(face, grad)
+            else:
                 piece = penalties.meeting(grad, face.placement).to(face.local.dtype)
                 face.unit.take_penalty(face, piece.expand(face.local.shape))
-            else:
-                face.unit.take_gradient(face, grad)
             face._held_grad, face.grad = face.grad, None  # which autograd would add to
 
         super().register_hook(aside)  # type: ignore[no-untyped-call]

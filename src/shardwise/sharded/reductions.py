@@ -19,8 +19,8 @@ from torch._ops import OpOverload
 
 from shardwise import accelerators
 from shardwise.comm.protocol import Collectives
-from shardwise.errors import UsageError
-from shardwise.sharded.parameter import Handler, NotOnPiecesError, ShardedParameter, register_operations
+from shardwise.errors import NotOnPiecesError, UsageError
+from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
 from shardwise.sharded.placement import Placement
 
 Reduce = Callable[[ShardedParameter, Mapping[str, Any]], Tensor]

@@ -66,6 +66,7 @@ class Unit:
         """Of the module, from the model that was sharded first; "" is that model itself. Several are joined by "+"."""
         self.modules = tuple(modules)
         """One, or those that were sharded together."""
+        self.has_several = len(self.modules) > 1
         self.groups = list(groups)
         self.settings = settings
         self.ancestors = tuple(ancestors)
