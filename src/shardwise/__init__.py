@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise import checkpoint, plan
     from shardwise.engine.shard import shard
+    from shardwise.model_tools.by_hand import reshard, unshard
     from shardwise.model_tools.describe import describe
+    from shardwise.model_tools.forward_methods import register_forward_method
     from shardwise.model_tools.memory import memory
     from shardwise.model_tools.unsharded import full_state_dict, no_sync, unsharded
     from shardwise.modules.deferred_init.materialize import init_on_device
@@ -34,7 +36,10 @@ _HOMES = {
     "init_on_device": "modules.deferred_init.materialize",
     "memory": "model_tools.memory",
     "no_sync": "model_tools.unsharded",
+    "register_forward_method": "model_tools.forward_methods",
+    "reshard": "model_tools.by_hand",
     "shard": "engine.shard",
+    "unshard": "model_tools.by_hand",
     "unsharded": "model_tools.unsharded",
 }
 
@@ -54,7 +59,10 @@ __all__ = [
     "memory",
     "no_sync",
     "plan",
+    "register_forward_method",
+    "reshard",
     "shard",
+    "unshard",
     "unsharded",
 ]
 

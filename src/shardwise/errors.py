@@ -10,6 +10,7 @@
     │   ├── MeshError          ranks, groups and meshes that do not fit together
     │   ├── PlanError          a plan that cannot be made: an unknown model or device, nothing fits, untraceable code
     │   └── UsageError         a call that would be silently wrong on a sharded model
+    │       └── NotOnPiecesError   an operation that needs a whole parameter
     ├── MismatchError          ranks disagree (different models, different order)
     │   └── DifferentModelsError  before the first collective on the model; a UserError too
     ├── StaleWeightsError      backward met weights newer than those its forward used
@@ -58,6 +59,10 @@ class PlanError(UserError):
 
 class UsageError(UserError, RuntimeError):
     """A call that would be silently wrong on a sharded model; the message names the call to make instead."""
+
+
+class NotOnPiecesError(UsageError):
+    """An operation that this rank's piece of a parameter cannot answer. The whole could, but is not gathered now."""
 
 
 class MismatchError(ShardwiseError):

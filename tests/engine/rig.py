@@ -118,11 +118,15 @@ class Twins:
         loss: Loss = squares,
         optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
         shape: tuple[int, ...] = (5, 4),
+        first: Callable[[nn.Module], object] | None = None,
         **options: Any,
     ) -> None:
+        """`first`: called with the model before `sw.shard` of it, to shard some of its modules."""
         self.world_size = dist.get_world_size()
         self.loss, self.shape = loss, shape
         self.plain, sharded = seeded(build), seeded(build)
+        if first is not None:
+            first(sharded)
         self.sharded = sw.shard(sharded, **options)
         self.engine: Engine = require_engine(self.sharded)
         self.optimizers = [optimizer(model.parameters()) for model in (self.plain, self.sharded)]

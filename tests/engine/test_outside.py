@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import prune
 
 import shardwise as sw
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
 from tests.engine.cases import CASES, Case
-from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
+from tests.engine.rig import Net, Twins, batch, count, on_ranks, recording, seeded, squares
 
 if TYPE_CHECKING:
     from tests.ranks import RankPools
@@ -106,6 +107,15 @@ def _penalised(case: Case, kind: str) -> None:
     first, *others = twins.sharded.parameters()
     torch.testing.assert_close(first.grad.full_tensor(), next(twins.plain.parameters()).grad)
     assert all(parameter.grad is None for parameter in others)
+
+
+@on_ranks(2)
+def test_a_penaltys_gradient_is_a_piece_at_once() -> None:
+    """No full-size gradient waits for a reduce slot."""
+    with recording():
+        model = sw.shard(seeded(Net))
+    PENALTIES["power"](next(model.parameters())).backward()
+    assert count(require_engine(model), "reduce_scatter") == 0
 
 
 @on_ranks(2)

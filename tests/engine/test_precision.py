@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from tests.engine.rig import Net, Twins, adamw, batch, on_ranks, seeded
+from shardwise.engine.units.group import Dtypes
+from tests.engine.cases import AT_MOST_TWO_AND_FOUR, Case
+from tests.engine.rig import Net, Twins, adamw, batch, on_ranks, seeded, squares
+from tests.ranks import RankPools
 
 
 class Shadow:
@@ -104,6 +110,106 @@ def test_output_inputs_and_buffers() -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         uncast(inputs)
     assert seen[1] == (torch.float32, torch.int64, torch.float32)
+
+
+# Of modules that were sharded first ----------------------------------------------------------------------------------
+
+FP32_INSIDE = sw.Precision(param="fp32", output="bf16")
+
+
+def cast_norms(model: nn.Module) -> None:
+    """What the precision of the sharded norms does, in a plain model."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        norm: nn.Module = block.norm  # type: ignore[assignment, union-attr]
+        norm.register_forward_pre_hook(lambda module, args: tuple(x.float() for x in args))
+        norm.register_forward_hook(lambda module, args, output: output.bfloat16())
+
+
+def low_but_norms() -> nn.Module:
+    model = Net().bfloat16()
+    for block in model.blocks:
+        block.norm.float()  # type: ignore[union-attr, operator]
+    return model
+
+
+def shard_norms(model: Any, **options: Any) -> None:
+    for block in model.blocks:
+        sw.shard(block.norm, precision=FP32_INSIDE, **options)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("case", AT_MOST_TWO_AND_FOUR, ids=str)
+def test_a_norm_in_another_dtype(ranks: RankPools, case: Case, checkpointed: bool) -> None:
+    ranks(case.world_size).run(_norms_in_fp32, case, checkpointed)
+
+
+def _norms_in_fp32(case: Case, checkpointed: bool) -> None:
+    """Bit-equal to a plain model that keeps its norms in fp32 and casts around them; gradients travel in each one's
+    own dtype."""
+    options: dict[str, Any] = {"strategy": case.strategy, "reshard_after_forward": case.reshard}
+    if case.replicas > 1 and case.shards > 1:
+        options["mesh"] = init_device_mesh("cpu", (case.replicas, case.shards))
+    twins = Twins(
+        low_but_norms,
+        loss=lambda model, x: squares(model, x.bfloat16()),
+        first=lambda model: shard_norms(model, **options),
+        precision=sw.Precision(param="bf16"),
+        **options,
+    )
+    cast_norms(twins.plain)
+    if checkpointed:
+        for block in twins.sharded.blocks:  # type: ignore[union-attr]
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[union-attr]
+    seen: list[torch.dtype] = []
+    norm: Any = twins.sharded.blocks[0].norm  # type: ignore[index]
+    norm.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
+    if case.strategy.startswith("hybrid"):  # rounded to bf16 twice
+        twins.backward()
+        for p, q in zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=0.02, atol=1e-3)  # type: ignore[union-attr, operator]
+    else:
+        twins.train(3)
+    assert set(seen) == {torch.float32}
+    unit = twins.unit("blocks.0.norm")
+    assert [group.dtypes for group in unit.groups] == [Dtypes(torch.float32, torch.float32, torch.float32)]
+
+
+@pytest.mark.parametrize("casts", [True, False])
+@on_ranks(2)
+def test_input_casts_of_a_module_are_switched_by_its_own_precision(casts: bool) -> None:
+    model: Any = seeded(Net)
+    sw.shard(model.leave, precision=sw.Precision(param="bf16", cast_inputs=casts))
+    sw.shard(model, precision=sw.Precision())
+    if casts:
+        assert model(batch(0)).dtype is torch.bfloat16
+    else:
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(batch(0))
+
+
+@on_ranks(2)
+def test_casts_of_a_module_whose_parameters_are_all_in_units_below_stay() -> None:
+    """The module itself has none, and is a unit for its casts alone."""
+    plain, model = seeded(low_block), seeded(low_block)
+    sw.shard(model[1], units=[nn.Linear], precision=sw.Precision(param="bf16", output="fp32"))  # type: ignore[index, arg-type]
+    sw.shard(model, precision=sw.Precision())
+    plain[1].register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))  # type: ignore[index, union-attr]
+    plain[1].register_forward_hook(lambda module, args, output: output.float())  # type: ignore[index, union-attr]
+    own, expected = model(batch(0)), plain(batch(0))
+    assert own.dtype is torch.float32
+    assert torch.equal(own, expected)
+
+
+def low_block() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16())
+
+
+@on_ranks(2)
+def test_buffers_of_a_module_that_was_sharded_first_keep_their_dtype() -> None:
+    model: Any = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
+    sw.shard(model[1], precision=sw.Precision(param="fp32"))
+    sw.shard(model, precision=sw.Precision(param="bf16", buffers="bf16"))
+    assert [model[0].running_mean.dtype, model[1][0].running_mean.dtype] == [torch.bfloat16, torch.float32]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 from shardwise.engine.lookup import require_engine
+from shardwise.engine.units.parameters import ParameterState
 from shardwise.errors import ConfigError, DifferentModelsError, LayoutError, MeshError, UsageError
 from shardwise.modules.trees import output_tensors
-from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares, unwarned, warned
+from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares, unwarned, warned
 
 # Ties -----------------------------------------------------------------------------------------------------------------
 
@@ -247,13 +248,10 @@ def halves() -> DeviceMesh:
     [
         ({}, {"strategy": "no_shard"}, r"strategy='no_shard', but 'blocks.0' below was sharded with 'full_shard'"),
         ({}, {"strategy": "shard_grad_op"}, "strategy='shard_grad_op'"),
-        ({}, {"reshard_after_forward": 2}, r"reshard_after_forward=2, but 'blocks.0' .* with True"),
         ({"reshard_after_forward": 2}, {"reshard_after_forward": 4}, "reshard_after_forward=4, but .* with 2"),
-        ({"reshard_after_forward": False}, {"reshard_after_forward": True}, "reshard_after_forward=True, but .* False"),
-        ({}, {"precision": sw.Precision(param="bf16")}, r"precision=Precision\(param='bfloat16'"),
-        ({"precision": sw.Precision(param="bf16")}, {"precision": sw.Precision()}, "precision=.*give every sw.shard"),
         ({}, {"mesh": "halves"}, r"mesh=\(\(\d, \d\), \(\d,\)\), but .* with \(\(0, 1, 2, 3\), \(\d,\)\)"),
         ({"mesh": "halves"}, {"mesh": "all"}, r"mesh=\(\(0, 1, 2, 3\)"),
+        ({"mesh": "halves"}, {"reshard_after_forward": 2}, r"mesh=\(\(0, 1, 2, 3\).*give every sw.shard"),
     ],
 )
 @on_ranks(4)
@@ -296,7 +294,8 @@ def test_adopted_units_train_with_what_they_were_sharded_with(options: dict[str,
     ours, expected = require_engine(model), require_engine(whole)
     assert ours.mesh.spans == expected.mesh.spans
     assert ours.mesh.secondary_size == expected.mesh.secondary_size
-    assert ours.keeps_params == expected.keeps_params
+    assert [unit.keeps_params for unit in ours.units] == [unit.keeps_params for unit in expected.units]
+    assert ours.resharding == expected.resharding
     assert ours.precision == expected.precision
     for step in range(2):
         losses = [squares(m, batch(step)) for m in (model, whole)]
@@ -308,13 +307,51 @@ def test_adopted_units_train_with_what_they_were_sharded_with(options: dict[str,
         assert torch.equal(a.local, b.local)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"precision": sw.Precision(param="bf16")}, r"'blocks.1' with Precision\(param='bfloat16'.*precision=\.\.\."),
+        ({"reshard_after_forward": False}, r"reshard_after_forward=True and 'blocks.1' with False"),
+    ],
+)
 @on_ranks(2)
-def test_units_that_were_sharded_differently_cannot_be_adopted_together() -> None:
+def test_what_differs_below_must_be_said_for_the_rest(options: dict[str, Any], said: str) -> None:
     model: Any = seeded(Net)
     sw.shard(model.blocks[0])
-    sw.shard(model.blocks[1], precision=sw.Precision(param="bf16"))
-    with pytest.raises(UsageError, match=r"'blocks.1' below was sharded with Precision\(param='bfloat16'"):
+    sw.shard(model.blocks[1], **options)
+    with pytest.raises(UsageError, match=said):
         sw.shard(model)
+    name, value = next(iter(options.items()))
+    sw.shard(model, **{name: value})
+    assert len(sw.describe(model).units) == 5
+
+
+@pytest.mark.parametrize("of_blocks", [False, True, 2])
+@pytest.mark.parametrize("of_model", [False, True, 2])
+@on_ranks(4)
+def test_units_keep_the_resharding_that_they_were_sharded_with(of_blocks: bool | int, of_model: bool | int) -> None:
+    """Blocks 1 and 2 have another than the rest."""
+
+    def some_blocks(model: Any) -> None:
+        for block in model.blocks[1:3]:
+            sw.shard(block, reshard_after_forward=of_blocks)
+
+    with recording():
+        twins = Twins(first=some_blocks, reshard_after_forward=of_model)
+        twins.train(3)
+    expected = [of_model, of_model, of_blocks, of_blocks, of_model]
+    assert [unit.settings.resharding for unit in twins.engine.units] == expected
+    for unit, resharding in zip(twins.engine.units, expected, strict=True):
+        assert (unit.parameters.state is ParameterState.UNSHARDED) == (resharding is False), unit.fqn
+        assert bool(unit.parameters.secondary) == (resharding == 2 and resharding is not True), unit.fqn
+    kept = sum(resharding is False for resharding in expected)
+    before = count(twins.engine, "all_gather")
+    with torch.no_grad():
+        twins.sharded(twins.batch())
+    assert count(twins.engine, "all_gather") == before + 5, "weights are new"
+    with torch.no_grad():
+        twins.sharded(twins.batch())
+    assert count(twins.engine, "all_gather") == before + 10 - kept
 
 
 @on_ranks(2)

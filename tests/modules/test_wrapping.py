@@ -208,9 +208,14 @@ def test_slots_that_are_no_number_raise(slots: Any) -> None:
         sw.shard(Net(1), slots=slots)
 
 
-def test_a_model_without_parameters_raises() -> None:
-    with pytest.raises(LayoutError, match="Tanh has no parameters"):
-        sw.shard(nn.Tanh())
+def test_a_model_without_parameters_to_shard() -> None:
+    """None at all: it is left alone."""
+    plain = nn.Tanh()
+    assert sw.shard(plain) is plain
+    assert not plain._forward_hooks
+    model = nn.Linear(2, 2)
+    with pytest.raises(LayoutError, match="Linear has no parameters but ignored ones"):
+        sw.shard(model, ignored=model.parameters())
 
 
 def test_a_part_of_a_sharded_model_is_sharded_already() -> None:

@@ -18,7 +18,8 @@ from shardwise.engine.lookup import require_engine
 from shardwise.engine.saved_tensors import SavedTensors
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.gradients import UnitGradients
-from shardwise.engine.units.parameters import UnitParameters, _Slices
+from shardwise.engine.units.parameters import UnitParameters
+from shardwise.engine.units.slices import Slices
 from shardwise.engine.units.unit import Unit
 from shardwise.engine.unsharder import Unsharder
 from tests.parity.architectures import ARCHITECTURES
@@ -84,7 +85,7 @@ def unwritten_fragment(engine: Engine, optimizer: torch.optim.Optimizer) -> Iter
 
     def unshard(self: UnitParameters, slot: Slot[Any], label: int) -> None:
         lost = self is parameters and _is_last(dist.get_rank())
-        with patch.object(_Slices, "write_to", lambda self, slot: None) if lost else nullcontext():
+        with patch.object(Slices, "write_to", lambda self, slot: None) if lost else nullcontext():
             true_unshard(self, slot, label)
 
     with patch.object(UnitParameters, "unshard", unshard):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +17,8 @@ from shardwise.errors import UsageError
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 
+T = TypeVar("T")
+
 
 def settle(
     below: Mapping[str, Engine],
@@ -25,37 +27,80 @@ def settle(
     precision: Precision | None,
     resharding: bool | int | None,
 ) -> tuple[Precision, bool | int]:
-    """What a call leaves open is as the units below have it, by the module that was sharded. Raises UsageError where
-    they have something else than is asked, or than one another."""
-    asked: dict[str, Any] = {
-        "strategy": strategy.value,
-        "mesh": None if mesh is None or not below else spans_of(strategy, mesh),
-        "precision": precision and _of_units(precision),
-        "reshard_after_forward": resharding,
-    }
+    """Precision and resharding of the units that a call is to make: what it leaves open is as the units below have it,
+    by the module that was sharded. Raises UsageError where those have another strategy or mesh, where they leave open
+    what the call leaves open, and for groups of two sizes to re-shard to."""
+    spans = None if mesh is None or not below else spans_of(strategy, mesh)
     for fqn, engine in below.items():
-        precision = engine.precision if precision is None else precision
-        theirs = {
-            "strategy": engine.strategy.value,
-            "mesh": engine.mesh.spans,
-            "precision": _of_units(engine.precision),
-            "reshard_after_forward": engine.mesh.secondary_size or not engine.keeps_params,
-        }
-        for name, value in theirs.items():
-            if asked[name] is None:
-                asked[name] = value
-            elif asked[name] != value:
-                raise UsageError(
-                    f"sw.shard was asked for {name}={asked[name]!r}, but {fqn!r} below was sharded with {value!r}, "
-                    f"which its units keep: give every sw.shard call of a model the same {name}"
-                )
-    resharding = asked["reshard_after_forward"]
-    return precision or Precision(), not strategy.keeps_params if resharding is None else resharding
+        _check_same("strategy", strategy.value, engine.strategy.value, fqn)
+        spans = engine.mesh.spans if spans is None else spans
+        _check_same("mesh", spans, engine.mesh.spans, fqn)
+    if precision is None:
+        precision = _theirs("precision", {fqn: engine.precision for fqn, engine in below.items()}, _of_units)
+    if resharding is None:
+        resharding = _theirs("reshard_after_forward", {fqn: engine.resharding for fqn, engine in below.items()})
+    resharding = not strategy.keeps_params if resharding is None else resharding
+    size = None if isinstance(resharding, bool) else resharding
+    for fqn, engine in below.items():
+        size = size or engine.mesh.secondary_size
+        _check_same("reshard_after_forward", size, engine.mesh.secondary_size or size, fqn)
+    return precision or Precision(), resharding
+
+
+def _check_same(name: str, asked: object, theirs: object, fqn: str) -> None:
+    if asked != theirs:
+        raise UsageError(
+            f"sw.shard was asked for {name}={asked!r}, but {fqn!r} below was sharded with {theirs!r}, "
+            f"which its units keep: give every sw.shard call of a model the same {name}"
+        )
+
+
+def _theirs(name: str, values: Mapping[str, T], compared: Callable[[T], object] = lambda value: value) -> T | None:
+    """What all modules below were sharded with, the first one's; None if there are none."""
+    first = next(iter(values), None)
+    if first is None:
+        return None
+    for fqn, value in values.items():
+        if compared(value) != compared(values[first]):
+            raise UsageError(
+                f"{first!r} below was sharded with {name}={compared(values[first])!r} and {fqn!r} with "
+                f"{compared(value)!r}, which they keep: say what the rest is to have, sw.shard({name}=...)"
+            )
+    return values[first]
 
 
 def _of_units(precision: Precision) -> Precision:
     """Without the settings that concern only the module given to `shard`."""
     return Precision(param=precision.param, reduce=precision.reduce, master=precision.master)
+
+
+def common_mesh(below: Iterable[Engine], resharding: bool | int) -> Mesh | None:
+    """The mesh of one of the engines below, with the smaller group to re-shard to if any unit wants that; None if no
+    engine has what is wanted."""
+    meshes = [engine.mesh for engine in below]
+    found = next((mesh for mesh in meshes if mesh.secondary_size is not None), None)
+    wants_more = not isinstance(resharding, bool) and found is None
+    return None if not meshes or wants_more else found or meshes[0]
+
+
+def check_mesh(below: Mapping[str, Engine], mesh: Mesh) -> None:
+    """Raise UsageError unless the units below are over the same ranks. No communication."""
+    for fqn, engine in below.items():
+        _check_same("mesh", mesh.spans, engine.mesh.spans, fqn)
+
+
+def units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
+    """Those that are to be adopted. Raises UsageError for one of several modules of which the model has only some."""
+    units = [unit for engine in dict.fromkeys(below.values()) for unit in engine.units]
+    here = set(model.modules())
+    for unit in units:
+        if unit.has_several and not here.issuperset(unit.modules):
+            names = ", ".join(type(module).__name__ for module in unit.modules)
+            raise UsageError(
+                f"{names} were sharded together, but not all of them are in this {type(model).__name__}: shard a "
+                "module around all of them"
+            )
+    return units
 
 
 def clear_up(engines: Iterable[Engine]) -> None:
@@ -67,30 +112,32 @@ def clear_up(engines: Iterable[Engine]) -> None:
         engine.clear_up()
 
 
-def take_over(module: nn.Module) -> Engine:
-    """The module's engine, which has given up its units to the one that is being made."""
+def take_over(module: nn.Module) -> None:
+    """Have the module's engine give up its units to the one that is being made."""
     engine = take_engine(module)
     refuse_to_copy(module)
     engine.hand_over()
-    return engine
 
 
 def in_module_order(model: nn.Module, own: Sequence[Unit], adopted: Sequence[Unit], mesh: Mesh) -> list[Unit]:
     """All units, outermost first, each knowing those around it and its name from `model`."""
     by_module: dict[int, list[Unit]] = {}
-    for unit in (*own, *(unit for unit in adopted if unit.groups)):
-        by_module.setdefault(id(unit.module), []).append(unit)
-    ordered: list[Unit] = []
+    for unit in (*own, *(unit for unit in adopted if unit.is_needed)):
+        for module in unit.modules:
+            by_module.setdefault(id(module), []).append(unit)
+    names = {module: fqn for fqn, module in model.named_modules()}
+    ordered: dict[Unit, None] = {}
 
-    def visit(fqn: str, module: nn.Module, around: tuple[Unit, ...]) -> None:
+    def visit(module: nn.Module, around: tuple[Unit, ...]) -> None:
         for unit in by_module.pop(id(module), ()):
-            if unit in adopted:
-                unit.rebase(fqn, mesh.shard)
-            unit.lie_in(around)
-            ordered.append(unit)
+            if unit not in ordered:
+                if unit in adopted:
+                    unit.rebase(names, mesh.shard)
+                unit.lie_in(around)
+            ordered[unit] = None
             around = (*around, unit)
-        for name, child in module.named_children():
-            visit(f"{fqn}.{name}" if fqn else name, child, around)
+        for child in module.children():
+            visit(child, around)
 
-    visit("", model, ())
-    return ordered
+    visit(model, ())
+    return list(ordered)

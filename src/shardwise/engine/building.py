@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from shardwise.engine.agreement import agree_on_init, agree_on_layout, agree_on_values
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.group import Dtypes, Group
+from shardwise.engine.units.settings import Settings
 from shardwise.engine.units.unit import Unit
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize, on_meta
 from shardwise.modules.site import Site, Values
@@ -19,17 +20,27 @@ from shardwise.sharded.parameter import SHARDED_FACE
 
 
 def build_units(
-    model: nn.Module, plans: list[UnitPlan], mesh: Mesh, precision: Precision, settings: Sequence[object]
+    model: nn.Module,
+    plans: list[UnitPlan],
+    mesh: Mesh,
+    precision: Precision,
+    resharding: bool | int,
+    agreed: Sequence[object],
 ) -> list[Unit]:
-    """A unit for each plan, sharded, after all ranks have agreed on the model and on `settings`. Every rank must call
-    this.
+    """A unit for each plan, the model's own first, sharded, after all ranks have agreed on the model and on what is to
+    be `agreed`. Every rank must call this.
 
     Raises:
         DifferentModelsError: on every rank, if ranks built different models or were given different settings.
     """
-    units = [(Unit(plan.fqn, plan.module, _groups(plan, mesh, precision)), plan) for plan in plans]
+    inner = Settings(resharding)
+    outer = Settings(resharding, precision.param if precision.cast_inputs else None, precision.output)
+    units = [
+        (Unit(plan.fqn, plan.modules, _groups(plan, mesh, precision), (), inner if index else outer), plan)
+        for index, plan in enumerate(plans)
+    ]
     given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
-    agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
+    agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), agreed, mesh)
     with torch.no_grad(), torch.inference_mode(False):
         if on_meta(model):
             _materialize(model, units, plans, mesh, precision)
@@ -37,7 +48,6 @@ def build_units(
             for unit, plan in units:
                 agree_on_values([(fqn, parameter) for fqn, parameter, _ in plan.parameters], mesh)
                 unit.shard_parameters(mesh.device)
-        _prepare_buffers(model, mesh, precision)
     for group in (group for unit, _ in units for group in unit.groups):
         for sharded in group.sharded:  # those who hold the original, such as optimizers, find the sharded one by it
             setattr(given[sharded.fqn], SHARDED_FACE, sharded)
@@ -107,14 +117,20 @@ def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision) -> Dtype
     return Dtypes(master, compute, given(precision.reduce, compute))
 
 
-def _prepare_buffers(model: nn.Module, mesh: Mesh, precision: Precision) -> None:
-    """Move buffers to the device, cast them if asked, and have rank 0's everywhere."""
+@torch.no_grad()
+@torch.inference_mode(False)
+def prepare_buffers(model: nn.Module, mesh: Mesh, precision: Precision, settled: Collection[nn.Module]) -> None:
+    """Move buffers to the device, cast them if asked, and have rank 0's everywhere. Every rank must call this.
+
+    `settled`: modules that were sharded before, with what is below them, whose buffers have the dtype that they should.
+    """
     dtype = None if precision.buffers is None else getattr(torch, precision.buffers)
     moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer in two places stays one
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer not in moved:
-                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                is_cast = dtype is not None and buffer.is_floating_point() and module not in settled
+                cast = dtype if is_cast else buffer.dtype
                 moved[buffer] = buffer.to(mesh.device, cast)
             if buffer is not None:
                 module._buffers[name] = moved[buffer]

@@ -69,7 +69,7 @@ def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, A
         module.__dict__[_DEEPCOPY] = ours
     for below in replica.modules():
         _remove_hooks(below, nobody)
-    second = Engine(engine.mesh, engine.strategy, engine.precision, engine.slots, engine.keeps_params)
+    second = Engine(engine.mesh, engine.strategy, engine.precision, engine.slots, engine.resharding)
     ignored = [memo.get(id(parameter), parameter) for parameter in engine.late_parameters.ignored]
     second.install(_copied_units(engine, memo), LateParameters(replica, ignored))
     adopt(replica, second)
@@ -100,11 +100,16 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
     copies: dict[Unit, Unit] = {}
     with torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
-            if id(unit.module) not in memo:
-                raise UsageError(f"copy.deepcopy of a sharded model left out the module of unit {unit.fqn!r}")
+            if any(id(module) not in memo for module in unit.modules):
+                raise UsageError(
+                    f"copy.deepcopy of a sharded model left out a module of unit {unit.fqn!r}, whose parameters are "
+                    "gathered together: copy what is around all its modules"
+                )
             groups = [_copied_group(group, memo) for group in unit.groups]
             ancestors = [copies[ancestor] for ancestor in unit.ancestors]
-            copied = copies[unit] = Unit(unit.fqn, memo[id(unit.module)], groups, ancestors)
+            copied = copies[unit] = Unit(
+                unit.fqn, [memo[id(m)] for m in unit.modules], groups, ancestors, unit.settings
+            )
             copied.shard_parameters(engine.mesh.device)
             for group, original in zip(groups, unit.groups, strict=True):
                 group.shard.copy_(original.shard)

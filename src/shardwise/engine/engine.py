@@ -20,11 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from shardwise.engine.control import Control, Moment
 from shardwise.engine.frozen import warn_of_frozen
+from shardwise.engine.loans import Loans
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.reducer import Reducer
 from shardwise.engine.saved_tensors import SavedTensors
@@ -35,6 +36,7 @@ from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Arguments, Unit
 from shardwise.engine.unsharder import Unsharder
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
+from shardwise.modules.dtypes import check_autocast
 from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.trees import cast_tensors, exchange_input, exchange_tensors, first_differentiable, output_tensors
 from shardwise.policy.precision import Precision
@@ -75,12 +77,15 @@ def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 class Engine:
     """Units of one model, and the order in which they are needed."""
 
-    def __init__(self, mesh: Mesh, strategy: Strategy, precision: Precision, slots: int, keeps_params: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, strategy: Strategy, precision: Precision, slots: int, resharding: bool | int
+    ) -> None:
+        """`precision`, `resharding`: as `shard` was given them; units adopted from below have their own."""
         self.mesh = mesh
         self.strategy = strategy
         self.precision = precision
         self.slots = slots
-        self.keeps_params = keeps_params
+        self.resharding = resharding
         self.units: list[Unit] = []
         """Outermost first."""
         self.root: Unit
@@ -88,7 +93,8 @@ class Engine:
         self.schedule = Schedule()
         self.control = Control(mesh)
         self.unsharder = Unsharder(mesh, self.control, self.schedule, slots)
-        self.reducer = Reducer(mesh, self.control, strategy.keeps_grads, unshards=not keeps_params)
+        self.reducer = Reducer(mesh, self.control, strategy.keeps_grads)
+        self.loans = Loans(self.unsharder, self.schedule, partial(self._use, again=False))
         self.saved = SavedTensors(self.unsharder.slots, self._on_enter, self._unshard_on_demand)
         self.depth = 0
         """Units whose forward is under way."""
@@ -116,7 +122,7 @@ class Engine:
         self.late_parameters = late_parameters
         self._is_allocated = False
         for index, unit in enumerate(self.units):
-            unit.join(self, index, self.keeps_params)
+            unit.join(self, index)
         self.control.name_units([unit.fqn for unit in self.units])
 
     @property
@@ -170,8 +176,8 @@ class Engine:
         else:  # torch.func's (jvp), which would wrap the views that slots keep
             with temporarily_clear_interpreter_stack():
                 forward, call = self._enter_forward(unit)
-        if unit is self.root and self.precision.cast_inputs and self.precision.param is not None:
-            args, kwargs = cast_tensors((args, kwargs), self.precision.param)
+        if unit.settings.inputs is not None:
+            args, kwargs = cast_tensors((args, kwargs), unit.settings.inputs)
         if torch.is_grad_enabled():
             self.saved.activate()
             args, kwargs = self._mark_input(forward, call, args, kwargs)
@@ -184,7 +190,7 @@ class Engine:
             self.saved.check()
         if not recompute and (unit is self.root or not self.depth):
             self._begin_step(unit)
-        self._check_autocast(unit)
+        check_autocast(self.mesh.device.type, unit.parameters.compute_dtypes)
         self.allocate()
         forward, call = self._forward_pass(recompute), Call(unit, recompute)
         if torch.is_grad_enabled():
@@ -224,19 +230,20 @@ class Engine:
         failure = sys.exception() if output is None else None
         if failure is not None:
             self.saved.explain(failure)
-        if unit is self.root and self.precision.output is not None:
-            output = cast_tensors(output, self.precision.output)
+        if unit.settings.output is not None:
+            output = cast_tensors(output, unit.settings.output)
         if failure is None:
             output = self._watch_outputs(forward, call, output)
+        lent = self.loans.end((forward, call), failure is not None) if self.loans.to_calls else ()
         if _transform() is None:
-            self._exit_forward(unit, call, failure)
+            self._exit_forward(call, lent, failure)
         else:
             with temporarily_clear_interpreter_stack():
-                self._exit_forward(unit, call, failure)
+                self._exit_forward(call, lent, failure)
         return output
 
-    def _exit_forward(self, unit: Unit, call: Call[Unit], failure: BaseException | None) -> None:
-        """Agree with the other ranks, if this was an outermost forward, and let go of the unit."""
+    def _exit_forward(self, call: Call[Unit], lent: Sequence[Call[Unit]], failure: BaseException | None) -> None:
+        """Agree with the other ranks, if this was an outermost forward, and let go of the unit and what was `lent`."""
         try:
             if not self.depth and not call.recompute:
                 self.unsharder.settle()
@@ -247,8 +254,9 @@ class Engine:
         if isinstance(failure, MismatchError | CollectiveTimeout):
             self.show_sharded()
             return  # ranks are out of step: a wait for peers would never end
-        if unit.calls.are_over:
-            self._leave_forward(unit, call)
+        for over in (*lent, call):
+            if over.unit.calls.are_over:
+                self._leave_forward(over.unit, over)
 
     def _compare(self, failure: BaseException | None) -> None:
         """An outermost forward is over: its output is returned only after ranks are known to have done the same."""
@@ -271,17 +279,21 @@ class Engine:
             )
         if unit.keeps_params or call.recompute:
             return
-        if torch.is_grad_enabled():
-            if unit is self.root or self._backward_follows(unit):
-                return  # its backward comes next: the slot would serve nobody in between
+        wants_backward = torch.is_grad_enabled()
+        if (wants_backward and unit is self.root) or (
+            (wants_backward or unit.has_several) and self._follows_itself(unit)
+        ):
+            return  # the slot would serve nobody in between
+        if wants_backward:
             unit.parameters.store_secondary()
         self.unsharder.reshard(unit)
 
-    def _backward_follows(self, unit: Unit) -> bool:
-        """Whether the unit's own backward is the next thing any unit is needed for, apart from those around it."""
+    def _follows_itself(self, unit: Unit) -> bool:
+        """Whether the unit is the next that is needed: its own backward, apart from those of the units around it; or
+        the next call, where it has several modules."""
         around = {ancestor.index for ancestor in unit.ancestors}
         for event in self.schedule.upcoming():
-            if event.phase is Phase.FORWARD:
+            if event.phase is Phase.FORWARD and not unit.has_several:
                 return False
             if event.unit not in around:
                 return event.unit == unit.index
@@ -294,34 +306,25 @@ class Engine:
         """
         self.clear_up()
         self.unsharder.begin(self.units)
+        self.loans.hide_stale()
         self.saved.drain()
         if unit is self.root:
             self._ahead_of_backward = 0
         if torch.is_grad_enabled():
             self.late_parameters.check()
-        self._follow_requires_grad()
+        self.follow_requires_grad()
         if not self._ahead_of_backward:
             self.schedule.begin((torch.is_grad_enabled(), unit.index, unit.module.training))
         self._ahead_of_backward += torch.is_grad_enabled()
 
-    def _follow_requires_grad(self) -> None:
+    def follow_requires_grad(self) -> None:
+        """Between steps, or as a backward begins."""
         for unit in self.units:
             if sum(group.follow_requires_grad() for group in unit.groups):
                 unit.hook_gradients()
                 self._is_allocated = False
         if not self._is_allocated and self.is_rank0:
             warn_of_frozen(self.units)
-
-    def _check_autocast(self, unit: Unit) -> None:
-        kind = self.mesh.device.type
-        if not torch.is_autocast_enabled(kind):
-            return
-        compute = torch.get_autocast_dtype(kind)
-        if compute is not torch.float32 and any(group.dtypes.compute is torch.float32 for group in unit.groups):
-            raise UsageError(
-                f"torch.autocast({kind!r}) over fp32 units keeps a cast copy of every weight alive until backward; "
-                f'give sw.shard precision=sw.Precision(param="{str(compute).removeprefix("torch.")}") instead'
-            )
 
     def _mark_input(
         self, forward: ForwardPass[Unit], call: Call[Unit], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -398,7 +401,7 @@ class Engine:
     def _leave_backward(self, unit: Unit) -> None:
         if unit.parameters.state is ParameterState.IN_USE:
             unit.parameters.show_sharded()
-        if not unit.keeps_params:
+        if not unit.keeps_params and (not unit.has_several or not self._follows_itself(unit)):
             self.unsharder.reshard(unit)
 
     def _unshard_on_demand(self, unit: Unit) -> None:
@@ -409,13 +412,25 @@ class Engine:
                 self.schedule.record(Event(Phase.BACKWARD, unit.index))
             self.unsharder.unshard(unit, again=True)
 
+    @hide_from_dynamo
+    def lend(self, unit: Unit) -> bool:
+        """An operation needs whole parameters of the unit, outside a call of it. Returns whether they can be had: in a
+        forward or a backward of the model."""
+        if self.saved.innermost is not None and not self.is_suspended:
+            self.loans.read(unit, self.saved.innermost)
+        elif self.backward is Backward.RUNNING:
+            self._unshard_on_demand(unit)
+        else:
+            return False
+        return True
+
     def _begin_backward(self) -> None:
         if self.backward is Backward.RUNNING:
             return
         if self.backward is Backward.ENDING and self._finisher() is None:  # dropped: the last backward raised
             self._abandon_backward()
         if self.backward is Backward.NONE:
-            self._follow_requires_grad()  # autograd drops gradients of parameters frozen since the forward
+            self.follow_requires_grad()  # autograd drops gradients of parameters frozen since the forward
             self.allocate()
             for unit in self.units:
                 unit.gradients.hide_waiting()
@@ -424,12 +439,12 @@ class Engine:
             self._finisher = weakref.ref(finisher, partial(_on_dropped, weakref.ref(self)))
             self.backward = Backward.RUNNING
 
-    def on_gradient(self, unit: Unit, key: Key, leaf: nn.Parameter) -> None:
-        """Autograd has accumulated a gradient into a leaf."""
+    def on_gradient(self, unit: Unit, key: Key, grad: Tensor) -> None:
+        """Autograd has come to this rank's gradient of a parameter."""
         if self.is_suspended:
             raise UsageError("backward() inside sw.unsharded(model): leave it first, or use torch.autograd.grad")
         self._begin_backward()
-        self.reducer.add(unit, key, leaf)
+        self.reducer.add(unit, key, grad)
 
     def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
         """Autograd has brought a gradient to the outer face of a parameter. Every rank must call this."""
@@ -444,6 +459,7 @@ class Engine:
         self._walked.clear()
         self._ahead_of_backward = 0
         self._forget_backward()
+        self.loans.let_go()
         for unit in self.units:  # those that handles unsharded after their own backward was over
             if unit.calls.are_over and unit.parameters.state is not ParameterState.SHARDED:
                 self._leave_backward(unit)
@@ -497,4 +513,5 @@ class Engine:
     def reshard_all(self) -> None:
         """Take every slot back. Only between steps."""
         self._forget_backward()
+        self.loans.forget()
         self.unsharder.reshard_all(self.units)

@@ -39,7 +39,7 @@ def engines_by_name(model: nn.Module) -> dict[str, Engine]:
 
 def engines_below(model: nn.Module) -> list[Engine]:
     """Of every sharded model at or below the module, in module order. Raises UsageError if there is none."""
-    engines = list(engines_by_name(model).values())
+    engines = list(dict.fromkeys(engines_by_name(model).values()))
     if not engines:
         raise _not_sharded(model)
     return engines

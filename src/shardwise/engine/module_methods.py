@@ -51,6 +51,7 @@ def give_up_interrupted(engine: Engine) -> bool:
     if engine.depth or torch._C._current_graph_task_id() != -1:
         return False
     engine.clear_up()
+    engine.show_sharded()  # where units are held by hand
     return True
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, BufferKind, Reduction, Work
 from shardwise.comm.summation import BatchedAddition, ScaledAddition
@@ -63,13 +63,11 @@ class _InFlight:
 class Reducer:
     """Reduce slots and reductions of one engine. Everything here happens in graph order, alike on every rank."""
 
-    def __init__(self, mesh: Mesh, control: Control, keeps_full: bool, unshards: bool) -> None:
-        """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1). `unshards`: backward unshards
-        units."""
+    def __init__(self, mesh: Mesh, control: Control, keeps_full: bool) -> None:
+        """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1)."""
         self._mesh = mesh
         self._control = control
         self._keeps_full = keeps_full
-        self._unshards = unshards and mesh.shard.world_size > 1
         # Replicas exchange straight out of the slots when nothing is scattered before.
         self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
         addition = BatchedAddition if self._collectives.on_streams else ScaledAddition
@@ -160,12 +158,8 @@ class Reducer:
                 self._give_own_slot(unit)
             gradients.open(self._claim(gradients.own_slot or self._free_slot(self._arena, unit), unit))
 
-    def add(self, unit: Unit, key: Key, leaf: nn.Parameter) -> None:
-        """Take the gradient off `leaf`."""
-        grad = leaf.grad
-        if grad is None:  # frozen since the forward
-            return
-        leaf.grad = None
+    def add(self, unit: Unit, key: Key, grad: Tensor) -> None:
+        """Take a gradient of this rank's."""
         if torch.is_grad_enabled():
             fqn = unit.groups[key[0]].fqns[key[1]]
             raise UsageError(
@@ -200,7 +194,8 @@ class Reducer:
         """
         self._scaled.flush()
         if not self._reduces:
-            if self._unshards:  # else nothing was issued, and ranks may well do different numbers of such backwards
+            if not all(unit.keeps_params for unit in units):
+                # Else nothing was issued, and ranks may well do different numbers of such backwards.
                 self._control.agree(Moment.BACKWARD_END)
             for unit in units:
                 unit.gradients.show_waiting()

@@ -20,6 +20,7 @@ from shardwise.engine.units.calls import Call, ForwardPass
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import StaleWeightsError, UsageError
+from shardwise.sharded.parameter import ShardedParameter
 
 _autograd: Any = torch._C._autograd
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -47,6 +48,8 @@ class Handle:
     stride: tuple[int, ...]
     conj: bool
     neg: bool
+    face: Tensor | None = None
+    """An alias of the outer face, where that was saved itself: the formula that meets it has the unit gathered."""
 
     def view(self) -> Tensor:
         """The same view of the slot that the unit is in now."""
@@ -201,6 +204,8 @@ class SavedTensors:
         return pack, unpack
 
     def _handle(self, tensor: Tensor) -> Handle | None:
+        if type(tensor) is ShardedParameter and isinstance(tensor.unit, Unit):
+            return self._face_handle(tensor, tensor.unit)
         try:  # by storage, which every view and alias shares; not by address: fake tensors have none
             slot = self._slots.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
@@ -220,6 +225,11 @@ class SavedTensors:
             tensor.is_neg(),
         )
 
+    def _face_handle(self, face: ShardedParameter, unit: Unit) -> Handle:
+        place = self._places[-1] if self._places else None
+        version, shape = unit.parameters.version, face.shape
+        return Handle(unit, place, version, face.dtype, 0, shape, (), False, False, face.without_autograd())
+
     def _note(self, place: Place | None) -> None:
         if place is None:
             return
@@ -238,6 +248,8 @@ class SavedTensors:
         is_open = handle.place is not None and handle.place[1].is_open
         if not is_open:  # first: the reduce slot of this call's unit is to be open before a gradient comes
             self._note(handle.place)
+        if handle.face is not None:
+            return handle.face
         if not is_open or unit.parameters.state is not ParameterState.IN_USE:
             self._unshard(unit)
         return handle.view()

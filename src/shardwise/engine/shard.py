@@ -8,8 +8,8 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.engine.adoption import clear_up, in_module_order, settle, take_over
-from shardwise.engine.building import build_units
+from shardwise.engine.adoption import check_mesh, clear_up, common_mesh, in_module_order, settle, take_over, units_of
+from shardwise.engine.building import build_units, prepare_buffers
 from shardwise.engine.copying import copy_deeply
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
@@ -19,12 +19,12 @@ from shardwise.engine.torch_patches import give_sharded_parameters, install
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
 from shardwise.modules.late_parameters import LateParameters
-from shardwise.modules.wrapping import UnitPlan, Units, assign_parameters, choose_units, nesting
+from shardwise.modules.wrapping import Together, UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
 from shardwise.sharded.parameter import ShardedParameter
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
 def shard(  # noqa: PLR0913, PLR0917 - the promised signature
@@ -40,55 +40,67 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     """Shard a model's parameters, gradients and optimizer state over ranks. Every rank must call this.
 
     Args:
-        model: on any device, the meta device included. Changed in place; fully qualified names stay.
+        model: on any device, the meta device included. Changed in place; fully qualified names stay. Or a sequence of
+            modules, none inside another, which become one unit: gathered at the first one's call, where they are called
+            one after another until the last one's. A call on a module around them is to follow.
         strategy: a `Strategy` or its lower-case name.
         mesh: data axes only: 1 axis = shard, 2 axes = (replicate, shard). Default: all ranks; for hybrid strategies
             one shard group per host.
         units: which modules become units. None = automatic (transformers' `_no_split_modules`, else repeated blocks of
             a ModuleList or Sequential; large embeddings and heads alone); module classes; an int = the least numel of
-            a unit; a callable (fqn, module) -> bool. The rest belongs to the root.
+            a unit; a callable (fqn, module) -> bool. The rest belongs to the root. None for several modules.
         precision: dtypes of compute, reduction and masters. Default: everything as stored.
         reshard_after_forward: None = the strategy's; True or False; an int = re-shard to groups of so many ranks.
         slots: arena slots for gathered units per size class: how many units are gathered at once, at most.
         ignored: parameters left alone: neither moved, sharded nor reduced.
 
     Returns:
-        The same module. Its parameters are now `ShardedParameter`s; build the optimizer from them.
+        The same module, or sequence. Its parameters are now `ShardedParameter`s; build the optimizer from them.
 
     Raises:
         ConfigError: an argument cannot be used; `slots` are fewer than the nesting of units needs.
         MeshError: ranks, mesh and strategy do not fit together, or torchrun's ranks have no process group.
-        LayoutError: the model has no parameters, or something that cannot be sharded: a tie to a parameter sharded
-            before, two tensors over the same memory, a tensor subclass, TorchScript, a container that nobody calls.
+        LayoutError: every parameter is ignored or sharded already, or there is something that cannot be sharded: a tie
+            to a parameter sharded before, two tensors over the same memory, a tensor subclass, TorchScript, a container
+            that nobody calls.
         DifferentModelsError: ranks built different models.
 
+    A module without parameters is left alone, where modules are sharded one by one.
+
     Ranks whose initial parameters or buffers differ get rank 0's, with a warning. A second call on an ancestor adopts
-    the units below it with their strategy, mesh, precision and resharding: it may leave those out but the strategy, and
-    asking for others is a UsageError. `slots` are the last call's.
+    the units below it, which keep their precision and resharding: the inputs and outputs of the module that was given
+    to the first call go on being cast. What the second call leaves out it has from them, unless they differ. Strategy
+    and mesh are one for all. `slots` are the last call's.
     Source: ZeRO (arXiv:1910.02054), PyTorch FSDP (arXiv:2304.11277).
     """
     install()
     strategy = Strategy.parse(strategy)
-    _check(model, slots)
-    below = engines_by_name(model)
+    tree = _checked_tree(model, slots, units)
+    if next(tree.parameters(), None) is None:
+        return model
+    below = engines_by_name(tree)
     precision, resharding = settle(
         below, strategy, mesh, _checked_precision(precision), _checked_resharding(reshard_after_forward)
     )
     clear_up(below.values())
     ignored = list(ignored)
-    plans = _plans(model, units, ignored, bool(below))
-    old = [unit for engine in below.values() for unit in engine.units]
-    if resharding:
-        _check_nesting(model, slots, [*(plan.module for plan in plans), *(unit.module for unit in old)])
-    adopted = [take_over(model.get_submodule(fqn)) for fqn in below]
-    secondary = None if isinstance(resharding, bool) else resharding
-    groups = adopted[0].mesh if adopted else build_mesh(strategy, mesh, secondary, None)
-    engine = Engine(groups, strategy, precision, slots, keeps_params=not resharding)
-    own = build_units(model, plans, groups, precision, (strategy, precision, slots, resharding))
-    plain = [parameter for parameter in model.parameters() if not isinstance(parameter, ShardedParameter)]
-    late = LateParameters(model, [*ignored, *plain])  # of those on the meta device others stand there now
-    engine.install(in_module_order(model, own, old, groups), late)
-    _put_in_charge(model, engine)
+    old = units_of(tree, below)
+    plans = _plans(tree, units, ignored, bool(below))
+    if resharding is not False or any(not unit.keeps_params for unit in old):
+        _check_nesting(tree, slots, [*(plan.module for plan in plans), *(m for unit in old for m in unit.modules)])
+    settled = {module for fqn in below for module in tree.get_submodule(fqn).modules()}
+    groups = common_mesh(below.values(), resharding) or build_mesh(strategy, mesh, _group_size(resharding), None)
+    check_mesh(below, groups)
+    for fqn in below:
+        take_over(tree.get_submodule(fqn))
+    engine = Engine(groups, strategy, precision, slots, resharding)
+    own = build_units(tree, plans, groups, precision, resharding, (strategy, precision, slots, resharding))
+    prepare_buffers(tree, groups, precision, settled)
+    plain = [parameter for parameter in tree.parameters() if not isinstance(parameter, ShardedParameter)]
+    late = LateParameters(tree, [*ignored, *plain])  # of those on the meta device others stand there now
+    engine.install(in_module_order(tree, own, old, groups), late)
+    for module in [model] if isinstance(model, nn.Module) else model:
+        _put_in_charge(module, engine)
     give_sharded_parameters()
     return model
 
@@ -97,34 +109,45 @@ def _put_in_charge(model: nn.Module, engine: Engine) -> None:
     """From here on `engine` serves `model`."""
     set_engine(model, engine)
     for unit in engine.units:
-        refuse_conversions(unit.module)
+        for own in unit.modules:
+            refuse_conversions(own)
     watch_state_dicts(model)
     tell_transformers(model, engine)
     copy_deeply(model, engine, _put_in_charge)
 
 
-def _check(model: object, slots: object) -> None:
+def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
+    """The module to shard, or one that holds those that are to be sharded together."""
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < LEAST_SLOTS:
         raise ConfigError(f"slots={slots!r}: a number of slots is at least {LEAST_SLOTS}")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"sw.shard takes an nn.Module, not a {type(model).__name__}")
-    if engine_of(model, below=False) is not None:
+    modules: list[nn.Module] = list(model) if isinstance(model, (list, tuple)) else [model]  # type: ignore[list-item]
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        raise ConfigError(f"sw.shard takes an nn.Module or a list of them, not a {type(model).__name__}")
+    if any(engine_of(module, below=False) is not None for module in modules):
         raise UsageError("this module is sharded already; sw.shard it once, or shard an ancestor to adopt it")
+    if modules[0] is model:
+        return modules[0]
+    inside = [id(below) for module in modules for below in module.modules()]
+    if units is not None or any(inside.count(id(module)) > 1 for module in modules):
+        raise ConfigError(
+            "sw.shard of several modules makes one unit of them: leave units out, and give modules of which none lies "
+            "inside another (shard what is to be a unit inside one of them before)"
+        )
+    return Together(modules)
 
 
 def _plans(model: nn.Module, units: Units, ignored: Sequence[nn.Parameter], adopts: bool) -> list[UnitPlan]:
     """Which unit each parameter goes to. Raises LayoutError if one cannot be sharded or there is nothing to shard."""
     skipped = {id(parameter) for parameter in ignored}
-    plans = assign_parameters(
-        model, choose_units(model, units), lambda p: id(p) in skipped or isinstance(p, ShardedParameter)
-    )
+    chosen = [] if isinstance(model, Together) else choose_units(model, units)
+    plans = assign_parameters(model, chosen, lambda p: id(p) in skipped or isinstance(p, ShardedParameter))
     check_admissible(model, plans)
     if not adopts and not any(plan.parameters for plan in plans):
         theirs = [p.fqn for p in model.parameters() if isinstance(p, ShardedParameter)]
         why = (
             f"is sharded already, in the model that calls its parameter {theirs[0]!r}"
             if theirs
-            else "has no parameters"
+            else "has no parameters but ignored ones"
         )
         raise LayoutError(f"{type(model).__name__} {why}: nothing to shard")
     return plans
@@ -140,6 +163,10 @@ def _checked_precision(precision: Precision | None) -> Precision | None:
     if precision is not None and not isinstance(precision, Precision):
         raise ConfigError(f"precision={precision!r}: pass sw.Precision(param=..., reduce=...)")
     return precision
+
+
+def _group_size(resharding: bool | int) -> int | None:
+    return None if isinstance(resharding, bool) else resharding
 
 
 def _checked_resharding(asked: bool | int | None) -> bool | int | None:

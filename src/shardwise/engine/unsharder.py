@@ -19,10 +19,11 @@ from shardwise.comm.protocol import BufferKind
 from shardwise.engine.control import Control
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.schedule import Phase, Schedule
-from shardwise.engine.units.arena import Arena, Slot, size_classes
+from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Arena, Slot, size_classes
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError
+from shardwise.layout.flat import round_up
 
 _NOT_PREFETCHED = 2
 """Slots that are left to the unit which computes and to the one before it, whose kernels may still be reading. As many
@@ -44,34 +45,38 @@ class Unsharder:
         """Every slot by the identity of its storage, those that are shards themselves included."""
         self.retired_slots = 0
         """Storages left to holders of views when their unit was resharded."""
+        self._own: dict[Unit, Slot[Unit]] = {}
+        """Of units that are, or were, held by hand."""
 
     @property
-    def arenas(self) -> list[Arena[Unit]]:
-        return [arena for arena in (self._arena, self._secondary) if arena is not None]
+    def all_slots(self) -> list[Slot[Unit]]:
+        """Every slot but those that are shards themselves."""
+        arenas = [arena for arena in (self._arena, self._secondary) if arena is not None]
+        return [*(slot for arena in arenas for slot in arena.slots), *self._own.values()]
 
     def allocate(self, units: Sequence[Unit]) -> None:
         """Allocate every slot, once. Every rank must call this."""
         if self._arena is not None:
             return
-        moving = [(unit, unit.parameters.unsharded_bytes) for unit in units if not unit.parameters.is_pinned]
-        keep = any(unit.keeps_params for unit, _ in moving)
-
-        def slots(units: Sequence[Unit]) -> int:
-            return len(units) if keep else self._slots
-
-        self._arena = Arena(self._mesh.shard, BufferKind.GATHER, size_classes(moving, slots))
+        moving = [unit for unit in units if not unit.keeps_params]
+        kept = [unit for unit in units if unit.keeps_params and not unit.parameters.is_pinned]
+        classes = [*size_classes(_sizes(moving), lambda _: self._slots), *size_classes(_sizes(kept), len)]
+        self._arena = Arena(self._mesh.shard, BufferKind.GATHER, classes)
         if self._mesh.secondary is not None:
-            self._secondary = Arena(self._mesh.secondary, BufferKind.GATHER, size_classes(moving, slots))
-            for unit, _ in moving:
+            again = [unit for unit in moving if unit.settings.resharding is not True]
+            classes = size_classes(_sizes(again), lambda _: self._slots)
+            self._secondary = Arena(self._mesh.secondary, BufferKind.GATHER, classes)
+            for unit in again:
                 unit.parameters.allocate_secondary(self._mesh.secondary)
         pinned = [unit.parameters.pin(self._mesh.shard, unit) for unit in units if unit.parameters.is_pinned]
-        for slot in (*(slot for arena in self.arenas for slot in arena.slots), *pinned):
+        for slot in (*self.all_slots, *pinned):
             self.slots[slot.key] = slot
 
     def hand_over(self, units: Sequence[Unit]) -> None:
         """Give every slot up: another engine takes the units over."""
         self.reshard_all(units)
         self._arena = self._secondary = None
+        self._own.clear()
         for unit in units:
             unit.forget_slots()
 
@@ -92,7 +97,8 @@ class Unsharder:
         if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:
             self.reshard(unit)  # an optimizer has written the shard since: the slot holds the weights of before
         if parameters.state is ParameterState.SHARDED:
-            self._start(unit, self._free_slot(self._arena_of(unit, again), unit))
+            is_apart = unit.calls.is_held and not unit.keeps_params
+            self._start(unit, self._own_slot(unit) if is_apart else self._free_slot(self._arena_of(unit, again), unit))
             parameters.wait_for_unshard()
 
     def prefetch(self, units: Sequence[Unit]) -> None:
@@ -120,6 +126,14 @@ class Unsharder:
             self._control.note(label)
         slot.take(unit)  # the last readers of the slot are through before this rank's slices are written into it
         unit.parameters.unshard(slot, label)
+
+    def _own_slot(self, unit: Unit) -> Slot[Unit]:
+        """The slot of a unit that is held by hand and would have to leave another."""
+        if unit not in self._own:
+            nbytes = round_up(unit.parameters.unsharded_bytes, SLOT_ALIGN_BYTES)
+            slot = self._own[unit] = Slot(self._mesh.shard, self._mesh.shard.allocate(nbytes, BufferKind.GATHER))
+            self.slots[slot.key] = slot
+        return self._own[unit]
 
     def _arena_of(self, unit: Unit, again: bool) -> Arena[Unit]:
         arena = self._secondary if again and unit.parameters.has_secondary else self._arena
@@ -179,3 +193,7 @@ class Unsharder:
         """Take every slot back."""
         for unit in units:
             self.reshard(unit)
+
+
+def _sizes(units: Sequence[Unit]) -> list[tuple[Unit, int]]:
+    return [(unit, unit.parameters.unsharded_bytes) for unit in units]

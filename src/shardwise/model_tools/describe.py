@@ -117,7 +117,7 @@ def _unit(unit: Unit) -> UnitPlace:
     numel = sum(group.layout.used_numel for group in unit.groups)
     return UnitPlace(
         unit.fqn,
-        type(unit.module).__name__,
+        "+".join(type(module).__name__ for module in unit.modules),
         numel,
         sum(group.layout.numel for group in unit.groups) - numel,
         sum(group.layout.shard_numel * group.dtypes.master.itemsize for group in unit.groups),

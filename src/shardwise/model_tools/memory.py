@@ -69,7 +69,7 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
     whole_gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
     return {
         "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units),
-        "gathered_slots": sum(arena.total_bytes for arena in engine.unsharder.arenas),
+        "gathered_slots": sum(slot.buffer.bytes.numel() for slot in engine.unsharder.all_slots),
         "grad_shards": _held_bytes(group.grad_shard for group in groups if group.grad_shard is not None),
         "reduce_slots": engine.reducer.total_bytes,
         "optimizer": _held_bytes(_optimizer_state(engine)),

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.errors import LayoutError
 from shardwise.modules.memory import Extent, first_overlap
-from shardwise.modules.wrapping import CONTAINERS, UnitPlan
+from shardwise.modules.wrapping import CONTAINERS, Together, UnitPlan
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 
@@ -87,7 +87,7 @@ def _check_scripted(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
 
 def _check_container(model: nn.Module, root: UnitPlan) -> None:
     """Nobody calls a container, so nothing would gather its own parameters."""
-    if isinstance(model, CONTAINERS) and root.parameters:
+    if isinstance(model, CONTAINERS) and not isinstance(model, Together) and root.parameters:
         raise LayoutError(
             f"sw.shard of a {type(model).__name__}, which is never called, so nothing would gather its parameter "
             f"{root.parameters[0][0]!r}: shard the module that holds and calls it, or each module in it; or have "

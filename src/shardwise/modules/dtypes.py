@@ -1,4 +1,4 @@
-"""What to say when a module of low-precision weights meets a tensor of another dtype."""
+"""What to say where dtypes do not go together: of weights and what they meet, under autocast."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from shardwise.errors import UsageError
 
 
 def explain(
@@ -40,6 +42,18 @@ def explain(
         f"shardwise: unit {fqn!r} computes in {weights} and {what}; or leave the module as it is with "
         "sw.shard(ignored=module.parameters()), or choose another precision.param"
     )
+
+
+def check_autocast(kind: str, computes_in: Collection[torch.dtype]) -> None:
+    """Raise UsageError under an autocast on devices of that kind that would cast weights computed with."""
+    if not torch.is_autocast_enabled(kind):
+        return
+    compute = torch.get_autocast_dtype(kind)
+    if compute is not torch.float32 and torch.float32 in computes_in:
+        raise UsageError(
+            f"torch.autocast({kind!r}) over fp32 units keeps a cast copy of every weight alive until backward; "
+            f'give sw.shard precision=sw.Precision(param="{str(compute).removeprefix("torch.")}") instead'
+        )
 
 
 def _foreign(tensors: Iterable[Tensor], computes_in: Collection[torch.dtype]) -> set[torch.dtype]:

@@ -23,6 +23,10 @@ LARGE = 0.5
 """An embedding or a head is a unit of its own from this share of the median unit on."""
 
 
+class Together(nn.ModuleList):
+    """Modules of a model that are to be one unit."""
+
+
 @dataclass
 class UnitPlan:
     """A module that is to be a unit, with the parameters that are its own: (fqn, parameter, sites)."""
@@ -31,6 +35,11 @@ class UnitPlan:
     module: nn.Module
     ancestors: tuple[UnitPlan, ...]
     parameters: list[tuple[str, nn.Parameter, tuple[Site, ...]]] = field(default_factory=list)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that are called: the module, or what is in it where it is `Together`."""
+        return list(self.module) if isinstance(self.module, Together) else [self.module]
 
 
 def choose_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import ShardedParameter, outer_face
 from shardwise.sharded.reductions import global_norms
 
 
@@ -59,6 +59,9 @@ def clip_grad_norm_(
 
 
 def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Where gradients are: the outer faces, also of what `sw.unshard` has modules hold."""
     if isinstance(model, nn.Module):
-        return list(model.parameters())
-    return [model] if isinstance(model, Tensor) else list(model)
+        model = model.parameters()
+    given = [model] if isinstance(model, Tensor) else list(model)
+    faces = [(parameter, outer_face(parameter)) for parameter in given]
+    return [parameter if face is None else face for parameter, face in faces]

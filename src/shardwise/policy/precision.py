@@ -14,9 +14,10 @@ _ALIASES = {"half": "float16"} | {alias: name for name, short in SHORT_NAMES.ite
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of one sharded model. Every field takes a name ("bf16", "fp32", "fp16", "fp64") or a torch dtype.
+    """Dtypes of what one call of `sw.shard` makes units of.
 
-    After construction each is a torch name ("bfloat16") or None.
+    Every field takes a name ("bf16", "fp32", "fp16", "fp64") or a torch dtype. After construction each is a torch name
+    ("bfloat16") or None.
     """
 
     param: str | None = None
@@ -26,11 +27,11 @@ class Precision:
     master: str | None = None
     """The shards that the optimizer updates. None: each parameter's stored dtype. Frozen ones are never upcast."""
     output: str | None = None
-    """Floating-point outputs of the root module are cast to it. None: left alone."""
+    """Floating-point outputs of the module given to `sw.shard` are cast to it. None: left alone."""
     buffers: str | None = None
     """Floating-point buffers are cast to it when the model is sharded. None: left alone."""
     cast_inputs: bool = True
-    """Cast floating-point inputs of the root module to `param`."""
+    """Cast floating-point inputs of the module given to `sw.shard` to `param`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

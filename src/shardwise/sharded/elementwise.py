@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardwise.errors import UsageError
+from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.sharded import penalties
 from shardwise.sharded.parameter import Handler, ShardedParameter, first_sharded, register_operations
 from shardwise.sharded.placement import Placement, same_cut
@@ -68,10 +68,13 @@ class _Elementwise:
         arguments = func._schema.arguments
         writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
         self._positions = [i for i, a in enumerate(arguments) if writes[i] and not a.kwarg_only]
+        self._converts = func._schema.name == "aten::_to_copy"
         self._keywords = [a.name for i, a in enumerate(arguments) if writes[i] and a.kwarg_only]
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         first = args[0] if args and type(args[0]) is ShardedParameter else first_sharded(args, kwargs)
+        if self._converts or first.is_read or first._origin is not None:
+            self._check_whole(first)
         written = [args[i] for i in self._positions] + [kwargs[name] for name in self._keywords]
         if any(type(target) is not ShardedParameter for target in written):
             _not_into_plain(first.placement, func)
@@ -84,6 +87,15 @@ class _Elementwise:
         if isinstance(result, Tensor):
             return ShardedParameter(result, first.placement)
         return tuple(ShardedParameter(part, first.placement) for part in result)
+
+    def _check_whole(self, first: ShardedParameter) -> None:
+        """Raise NotOnPiecesError where a piece would do but what comes next wants the whole: a conversion in a forward
+        (`head.weight.float()`), and autograd's formula of an operation that was computed on the whole."""
+        face = first.face
+        if face is None or face.unit is None or not face.unit.is_running:
+            return
+        if self._converts or (face.is_read and penalties.are_in_backward()):
+            raise NotOnPiecesError(f"the piece of {face.fqn!r} will not do")
 
 
 class _Copy(_Elementwise):
@@ -139,14 +151,14 @@ def _not_into_plain(sharded: Placement, func: OpOverload) -> NoReturn:
 
 
 def _differently_cut(a: Placement, b: Placement, func: OpOverload) -> NoReturn:
-    raise UsageError(
+    raise NotOnPiecesError(
         f"{func} of {a.fqn!r} {a.shape} and {b.fqn!r} {b.shape}: their pieces hold different "
         "elements. Use .full_tensor() of both (collective)"
     )
 
 
 def _not_a_number(sharded: Placement, plain: Tensor, func: OpOverload) -> NoReturn:
-    raise UsageError(
+    raise NotOnPiecesError(
         f"{func} of the sharded {sharded.fqn!r} {sharded.shape} and a plain tensor of shape {tuple(plain.shape)}: only "
         "single numbers combine with a piece. Make the other from this one (torch.zeros_like), or work in "
         "sw.unsharded(model) or on .full_tensor() (collective). copy_() takes a plain tensor of the whole shape, equal "

@@ -5,7 +5,8 @@ the global ones, while the memory is one rank's. Operations fall in three classe
 
 - elementwise (`elementwise.py`): the piece of the result is the result on the pieces; no communication;
 - whole-tensor reductions (`reductions.py`): the local partial results are combined, one collective a call;
-- everything else, which a piece cannot answer: `UsageError`, with the operation, the fqn and the way out.
+- everything else, which a piece cannot answer: in a forward or backward of the model it is computed on the whole, which
+  the unit gathers; at other times `UsageError`, with the operation, the fqn and the way out.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any, NoReturn, Protocol, Self
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.errors import UsageError
+from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.layout.fragment import Fragment
 from shardwise.sharded import dcp_chunks, penalties
 from shardwise.sharded.placement import Placement
@@ -50,6 +52,13 @@ class Owner(Protocol):
 
     def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
         """A gradient came to the outer face, from a penalty in the loss: the mean over the shard group. In backward."""
+
+    def take_gradient(self, face: ShardedParameter, grad: Tensor) -> None:
+        """This rank's full gradient came to the outer face, from an operation that read it. In backward."""
+
+    def whole(self, face: ShardedParameter) -> Tensor | None:
+        """The full parameter, in the dtype that modules compute in, for one operation; None where no forward or
+        backward of its model is under way. Every rank must call this."""
 
 
 class ShardedParameter(Tensor):
@@ -83,6 +92,8 @@ class ShardedParameter(Tensor):
     waiting: ShardedParameter | None = None
     """The placeholder for its `.grad` while that waits to be reduced (`waiting.py`), once it was needed."""
 
+    is_read: bool = False
+    """Operations have read it whole, so formulas of backward do."""
     _held_grad: Tensor | None = None
     """`.grad` while autograd puts a penalty's gradient there."""
     _origin: ShardedParameter | None = None
@@ -124,6 +135,11 @@ class ShardedParameter(Tensor):
     def fragment(self) -> Fragment:
         """Which elements of the flattened whole `local` holds."""
         return self.placement.fragment
+
+    @property
+    def face(self) -> ShardedParameter | None:
+        """The model's parameter that this is, or is an alias of, as autograd saves them."""
+        return self if self.unit is not None else self._origin
 
     def full_tensor(self) -> Tensor:
         """The whole, as a new plain tensor of the global shape. Every rank of the shard group must call this.
@@ -169,10 +185,12 @@ class ShardedParameter(Tensor):
             assert face is not None
             assert face.unit is not None
             if isinstance(grad, ShardedParameter):
-                piece = grad.local  # its numbers met the pieces further up
+                face.unit.take_penalty(face, grad.local)  # its numbers met the pieces further up
+            elif face.is_read and not penalties.is_one_number(grad):
+                face.unit.take_gradient(face, grad)
             else:
-                piece = penalties.meeting(grad, face.placement).to(face.local.dtype).expand(face.local.shape)
-            face.unit.take_penalty(face, piece)
+                piece = penalties.meeting(grad, face.placement).to(face.local.dtype)
+                face.unit.take_penalty(face, piece.expand(face.local.shape))
             face._held_grad, face.grad = face.grad, None  # which autograd would add to
 
         super().register_hook(aside)  # type: ignore[no-untyped-call]
@@ -197,7 +215,13 @@ class ShardedParameter(Tensor):
         if handler is None:
             found = (find(func) for find in _finders)
             handler = _handlers[func] = next((each for each in found if each is not None), _refuse)
-        return handler(func, args, kwargs or {})
+        try:
+            return handler(func, args, kwargs or {})
+        except NotOnPiecesError:
+            wholes = None if func._schema.is_mutable else _wholes((args, kwargs or {}))
+            if wholes is None:
+                raise
+        return func(*wholes[0], **wholes[1])
 
     def without_autograd(self) -> Self:
         """An alias: the same piece, as `detach()` and `.data` give it."""
@@ -287,7 +311,7 @@ class ShardedParameter(Tensor):
         self._no("data_ptr()", _ADDRESS)
 
     def _no(self, operation: str, way_out: str) -> NoReturn:
-        raise UsageError(f"{operation} of the sharded parameter {self.fqn!r} is not possible: {way_out}")
+        raise UsageError(_refusal(operation, self.fqn, way_out))
 
 
 def _give_back(face: Tensor) -> None:
@@ -303,10 +327,10 @@ _ADDRESS = (
 )
 _LOOK = "use .full_tensor() (collective) for the whole, .local for this rank's piece"
 _ANYTHING_ELSE = (
-    "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. In a "
-    "forward: the parameter is used outside its unit's forward, so make the module that uses it a unit "
-    "(sw.shard(units=...)) or call through it. Elsewhere: use sw.unsharded(model), .full_tensor() (collective), or "
-    ".local for this rank's piece; parametrizations (spectral_norm, ...) and pruning go before sw.shard"
+    "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. Outside "
+    "the model's forward: for a method that computes, sw.register_forward_method(module, name); for a loss, "
+    "sw.unshard(module) first (collective). Else use sw.unsharded(model), .full_tensor() (collective), or .local for "
+    "this rank's piece; parametrizations (spectral_norm, ...) and pruning go before sw.shard"
 )
 _GRADIENT_EDGE = (
     "gradients do not come to it but to the leaf that its unit computes with, so a hook of "
@@ -320,9 +344,9 @@ _WAYS_OUT: dict[str, str] = {
     "aten::_foreach_powsum": "use torch._foreach_norm",
     "aten::equal": "each rank would have an answer of its own: compare .full_tensor() of both (collective)",
     "aten::view": "each rank holds only a 1-D piece, which has no other shape. weight_norm, pruning and other "
-    "parametrizations go before sw.shard, parameters_to_vector and the like into sw.unsharded(model). In a forward: "
-    "make the module that uses the parameter a unit (sw.shard(units=...)) or call through it. DistributedDataParallel "
-    "around a sharded model is not needed: backward reduces gradients",
+    "parametrizations go before sw.shard, parameters_to_vector and the like into sw.unsharded(model). To compute a "
+    "loss outside the model's forward, call sw.unshard(module) first (collective). DistributedDataParallel around a "
+    "sharded model is not needed: backward reduces gradients",
 }
 _RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
 
@@ -343,8 +367,31 @@ def _refuse(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     way_out = _RANDOM if random else _WAYS_OUT.get(name, _ANYTHING_ELSE)
     sharded = first_sharded(args, kwargs)
     if name == "aten::view" and tuple(args[1]) == sharded.shape:  # how torch finds out where a gradient comes to
-        way_out = _GRADIENT_EDGE
-    sharded._no(name.replace("::", "."), way_out)
+        sharded._no(name.replace("::", "."), _GRADIENT_EDGE)
+    raise NotOnPiecesError(_refusal(name.replace("::", "."), sharded.fqn, way_out))
+
+
+def _refusal(operation: str, fqn: str, way_out: str) -> str:
+    return f"{operation} of the sharded parameter {fqn!r} is not possible: {way_out}"
+
+
+def _wholes(tree: Any) -> Any:
+    """A call's arguments with full parameters in the place of sharded ones, or None where they cannot be had."""
+    missing = False
+
+    def whole(value: Any) -> Any:
+        nonlocal missing
+        if not isinstance(value, ShardedParameter) or missing:
+            return value
+        face = value.face
+        full = None if face is None or face.unit is None else face.unit.whole(face)
+        missing = full is None
+        if face is not None:
+            face.is_read = True
+        return full
+
+    found = tree_map(whole, tree)
+    return None if missing else found
 
 
 Handler = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], Any]

@@ -40,14 +40,15 @@ def meeting(grad: Tensor, placement: Placement) -> Tensor:
     """What a plain gradient, a number or a tensor of the whole shape, is to the pieces placed so: the mean over the
     shard group, of one element or as the piece. Every rank must call this."""
     group, fragment = placement.shard_group, placement.fragment
-    if _is_one_number(grad):
+    if is_one_number(grad):
         mean = _mean(grad.as_strided((), ()), group)
         return mean if placement.shape else mean.reshape(1)  # among 0-d tensors dtypes promote as equals
     assert grad.shape == placement.shape, f"a gradient of {placement.fqn!r} of shape {tuple(grad.shape)}"
     return _mean(grad.reshape(-1), group)[fragment.start : fragment.stop]
 
 
-def _is_one_number(grad: Tensor) -> bool:
+def is_one_number(grad: Tensor) -> bool:
+    """Whether it is a number, perhaps seen as a tensor."""
     return grad.numel() == 1 or (grad.numel() > 1 and not any(grad.stride()))
 
 

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 
 from shardwise import accelerators
 from shardwise.comm.protocol import Collectives
-from shardwise.errors import UsageError
+from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
 from shardwise.sharded.placement import Placement
 
@@ -170,7 +170,7 @@ def _whole(reduce: Reduce) -> Handler:
         dim = given.get("dim")
         dims = {d % max(tensor.ndim, 1) for d in ((dim,) if isinstance(dim, int) else dim or ())}
         if (dims and len(dims) < tensor.ndim) or (given.get("keepdim") and tensor.ndim):
-            raise UsageError(
+            raise NotOnPiecesError(
                 f"{func} of the sharded {tensor.fqn!r} along dims {sorted(dims)}: a piece can be reduced only as a "
                 "whole, without keepdim. Use .full_tensor() (collective) or sw.unsharded(model)"
             )

@@ -64,12 +64,14 @@ class Call(Generic[U]):
 class UnitCalls(Generic[U]):
     """The calls of one unit that are under way, in forward and in backward."""
 
-    __slots__ = ("_forward", "_open", "_was_inside_hooks")
+    __slots__ = ("_forward", "_open", "_was_inside_hooks", "is_held")
 
     def __init__(self) -> None:
         self._forward: list[Call[U]] = []
         self._open = 0
         self._was_inside_hooks = False
+        self.is_held = False
+        """By hand, for code outside any call of it."""
 
     @property
     def in_forward(self) -> bool:
@@ -84,7 +86,11 @@ class UnitCalls(Generic[U]):
     @property
     def are_over(self) -> bool:
         """Nothing of it is under way."""
-        return not self._forward and not self._open
+        return not self._forward and not self._open and not self.is_held
+
+    def hold(self, is_held: bool) -> None:
+        """By hand, from now on or no longer."""
+        self.is_held = is_held
 
     def begin_forward(self, call: Call[U]) -> None:
         """A forward begins."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from shardwise.comm.protocol import Collectives
 from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
 from shardwise.layout.fragment import Fragment
-from shardwise.modules.site import Site, Values, foreign_parameter, inherit
+from shardwise.modules.inner_face import leaf_of, placeholder_of
+from shardwise.modules.site import Site, Values, foreign_parameter
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 from shardwise.sharded.placement import Placement
 
@@ -127,8 +128,8 @@ class Group:
             placement = Placement(self.layout, index, self.collectives)
             sharded = ShardedParameter(piece, placement, requires_grad=original.requires_grad)
             sharded._is_param = True
-            placeholder = _placeholder(original.shape, self.dtypes.compute, device)
-            leaf = _leaf(original, placeholder)
+            placeholder = placeholder_of(original.shape, self.dtypes.compute, device)
+            leaf = leaf_of(original, placeholder)
             sharded.inner = leaf
             sharded.take_grad_hooks(leaf)
             setattr(leaf, SHARDED_FACE, sharded)
@@ -139,12 +140,12 @@ class Group:
         for index in range(len(self.sharded)):
             self._put(index, self.sharded[index])
 
-    def rebase(self, prefix: str, collectives: Collectives) -> None:
-        """The group now belongs to a model where its names start with `prefix`, sharded over `collectives`. No
+    def rebase(self, names: Mapping[nn.Module, str], collectives: Collectives) -> None:
+        """The group now belongs to a model in which modules have these names, sharded over `collectives`. No
         communication."""
         self.collectives = collectives
-        self.fqns = [prefix + fqn for fqn in self.fqns]
-        entries = tuple(replace(entry, fqn=prefix + entry.fqn) for entry in self.layout.entries)
+        self.fqns = [f"{names[site.module]}.{site.name}".lstrip(".") for site, *_ in self.sites]
+        entries = tuple(replace(entry, fqn=fqn) for entry, fqn in zip(self.layout.entries, self.fqns, strict=True))
         self.layout = replace(self.layout, entries=entries)
         for faces in (self.sharded, self.grads):
             for index, face in enumerate(faces):
@@ -266,20 +267,3 @@ class Group:
 def _copy_fragment(piece: Tensor, fragment: Fragment, full: Tensor | None) -> None:
     if full is not None:
         piece.copy_(full.detach().reshape(-1)[fragment.start : fragment.stop])
-
-
-def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Full shape on one element: gradients that come late still meet a leaf of the right shape, and a read of the
-    parameter outside its unit's forward gives NaN."""
-    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), fill, dtype=dtype, device=device).expand(shape)
-
-
-def _leaf(original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
-    """The leaf that modules compute with: the user's own parameter, so its hooks and attributes stay, unless it cannot
-    change device."""
-    if original.device == placeholder.device and type(original) is nn.Parameter:
-        original.data = placeholder
-        original.grad = None
-        return original
-    return inherit(nn.Parameter(placeholder, requires_grad=original.requires_grad), original)

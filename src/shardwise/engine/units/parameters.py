@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Work
 from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.slices import Slices
 
 if TYPE_CHECKING:
     from shardwise.engine.units.group import Group
@@ -57,42 +58,6 @@ _MOVES: dict[ParameterState, tuple[ParameterState, ...]] = {
 }
 
 
-class _Slices:
-    """This rank's slices of a unit over one group of ranks, by parameter group, and where they go in a slot."""
-
-    def __init__(self, groups: Sequence[Group], collectives: Collectives, pieces: Sequence[Tensor]) -> None:
-        self.collectives = collectives
-        self.pieces = pieces
-        self.version = -1
-        """Of the weights that are in them."""
-        self._written: Work = FINISHED
-        self.regions = tuple(
-            Region(group.unsharded_start, piece.numel() * group.dtypes.compute.itemsize)
-            for group, piece in zip(groups, pieces, strict=True)
-        )
-        self._places = [
-            (region.start + collectives.rank * region.shard_bytes, piece.numel(), group.dtypes.compute)
-            for region, group, piece in zip(self.regions, groups, pieces, strict=True)
-        ]
-
-    def were_written(self, version: int, work: Work) -> None:
-        """`work` has put weights of that version into them: copies wait for it, and for nothing later."""
-        self.version = version
-        self._written = work
-
-    def write_to(self, slot: Slot[Any]) -> None:
-        """Copy the slices, cast, to their final places in a slot."""
-        with self.collectives.writing(slot.buffer, after=self._written):
-            for piece, place in zip(self.pieces, self._places, strict=True):
-                slot.flat(*place).copy_(piece)
-
-    def read_from(self, slot: Slot[Any], version: int) -> None:
-        """Take the slices out of a slot with weights of that version."""
-        for piece, place in zip(self.pieces, self._places, strict=True):
-            piece.copy_(slot.flat(*place))
-        self.were_written(version, self.collectives.mark())
-
-
 class UnitParameters:
     """Both faces of a unit's parameters, and the slot that they are unsharded in."""
 
@@ -102,6 +67,7 @@ class UnitParameters:
         self.slot: Slot[Any] | None = None
         self.is_pinned = all(group.is_whole for group in groups)
         """Nothing to gather: the slot is the shard itself (a shard group of one and no cast, or no elements)."""
+        self.compute_dtypes = frozenset(group.dtypes.compute for group in groups)
         self.unsharded_bytes = 0
         """In a slot, in the compute dtype."""
         for group in groups:
@@ -113,12 +79,14 @@ class UnitParameters:
         """Optimizer steps seen; fused ones bump no tensor's version."""
         self._unsharded_version = -1
         """Version of the weights that lie in the slot."""
-        self._primary: _Slices | None = None
-        self._secondary: _Slices | None = None
+        self._primary: Slices | None = None
+        self._secondary: Slices | None = None
         self._pinned_bytes: Tensor | None = None
         self._views: dict[int, tuple[int, list[list[Tensor]]]] = {}
         """By slot: its generation, and the full parameters in it, by group."""
         self._shown_versions: list[int] = []
+        self._read_versions: list[int] | None = None
+        """Of the sharded faces, where operations read those whole."""
         self._observer: Callable[[ParameterState, ParameterState], None] | None = None
 
     def observe(self, observer: Callable[[ParameterState, ParameterState], None]) -> None:
@@ -196,7 +164,7 @@ class UnitParameters:
     def move_to(self, collectives: Collectives | None) -> None:
         """The slices are over that group of ranks (the same ones). No communication."""
         if collectives is not None:
-            self._primary = _Slices(self.groups, collectives, [group.shard for group in self.groups])
+            self._primary = Slices(self.groups, collectives, [group.shard for group in self.groups])
             self._note_writes(self.version)
 
     def pin(self, collectives: Collectives, holder: object) -> Slot[Any]:
@@ -215,7 +183,7 @@ class UnitParameters:
             torch.empty(numel, dtype=group.dtypes.compute, device=group.shard.device)
             for group, numel in zip(self.groups, sizes, strict=True)
         ]
-        self._secondary = _Slices(self.groups, collectives, pieces)
+        self._secondary = Slices(self.groups, collectives, pieces)
 
     def forget_slots(self) -> None:
         """Let go of everything that lies in an arena, and of a slot that is the shard itself."""
@@ -292,8 +260,20 @@ class UnitParameters:
         if self.is_pinned or not self._shown_versions:
             return None
         fqns = [fqn for group in self.groups for fqn in group.fqns]
-        versions = zip(fqns, self._leaf_versions(), self._shown_versions, strict=True)
+        versions = [*zip(fqns, self._leaf_versions(), self._shown_versions, strict=True)]
+        if self._read_versions is not None:
+            versions += zip(fqns, self._face_versions(), self._read_versions, strict=True)
+            self._read_versions = None
         return next((fqn for fqn, now, then in versions if now != then), None)
+
+    def note_reads(self) -> None:
+        """Operations read the sharded faces whole, from now on until `written_in_place` is asked: what they return are
+        views with the faces' versions."""
+        if self._read_versions is None:
+            self._read_versions = self._face_versions()
+
+    def _face_versions(self) -> list[int]:
+        return [face._version for group in self.groups for face in group.sharded]
 
     def _leaf_versions(self) -> list[int]:
         return [leaf._version for group in self.groups for leaf in group.leaves]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from shardwise.engine.units.calls import UnitCalls
 from shardwise.engine.units.gradients import Key, UnitGradients
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.parameters import UnitParameters
+from shardwise.engine.units.settings import PLAIN, Settings
 from shardwise.errors import UsageError
 from shardwise.modules.dtypes import explain
 from shardwise.modules.site import Values
@@ -41,32 +42,45 @@ class Listener(Protocol):
     def post_forward(self, unit: Unit, output: object) -> object:
         """A forward is over, or raised (then `output` is None). Returns its output."""
 
-    def on_gradient(self, unit: Unit, key: Key, leaf: nn.Parameter) -> None:
-        """Autograd has accumulated a gradient into a leaf."""
+    def lend(self, unit: Unit) -> bool:
+        """An operation needs whole parameters of the unit, outside a call of it. Returns whether they can be had."""
+
+    def on_gradient(self, unit: Unit, key: Key, grad: Tensor) -> None:
+        """Autograd has come to this rank's gradient of a parameter."""
 
     def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
         """Autograd has brought a gradient to the outer face of a parameter."""
 
 
 class Unit:
-    """One module's own parameters (those of units below it are theirs)."""
+    """The parameters of one module, or of several: their own (those of units below are theirs)."""
 
-    def __init__(self, fqn: str, module: nn.Module, groups: Sequence[Group], ancestors: Sequence[Unit] = ()) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        modules: Sequence[nn.Module],
+        groups: Sequence[Group],
+        ancestors: Sequence[Unit] = (),
+        settings: Settings = PLAIN,
+    ) -> None:
         self.fqn = fqn
-        """Of the module, from the model that was sharded first; "" is that model itself."""
-        self.module = module
+        """Of the module, from the model that was sharded first; "" is that model itself. Several are joined by "+"."""
+        self.modules = tuple(modules)
+        """One, or those that were sharded together."""
+        self.has_several = len(self.modules) > 1
         self.groups = list(groups)
+        self.settings = settings
         self.ancestors = tuple(ancestors)
         """Units around this one, outermost first."""
         self.index = -1
         """Position among the engine's units; orders everything that ranks must do alike."""
-        self.keeps_params = False
-        """Stays unsharded until the weights change."""
         self.parameters = UnitParameters(self.groups)
+        self.keeps_params = settings.resharding is False or self.parameters.is_pinned
+        """Stays unsharded until the weights change."""
         self.gradients = UnitGradients(self.groups)
         self.calls: UnitCalls[Unit] = UnitCalls()
         self.listener: Listener | None = None
-        self._handles: tuple[RemovableHandle, ...] = ()
+        self._handles: list[RemovableHandle] = []
         self._hooked_leaves: set[int] = set()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -89,37 +103,47 @@ class Unit:
             for sharded in group.sharded:
                 sharded.unit = self
 
-    def join(self, listener: Listener, index: int, keeps_params: bool) -> None:
+    def join(self, listener: Listener, index: int) -> None:
         """Be the engine's unit number `index`, and report to it instead of any engine before."""
         self.index = index
-        self.keeps_params = keeps_params or self.parameters.is_pinned
         first = self.listener is None
         self.listener = listener
         if first:
-            self._handles = (
-                self.module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
-                self.module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True),
-            )
+            self._handles = [
+                *(m.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True) for m in self.modules),
+                *(
+                    m.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
+                    for m in self.modules
+                ),
+            ]
         self.hook_gradients()
 
     def lie_in(self, ancestors: Sequence[Unit]) -> None:
         """The units around this one are now these, outermost first."""
         self.ancestors = tuple(ancestors)
 
-    def rebase(self, fqn: str, collectives: Collectives) -> None:
-        """The unit's module is now called `fqn`, in a model sharded over `collectives`. No communication."""
-        prefix = fqn.removesuffix(self.fqn)
-        prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
-        self.fqn = fqn
+    @property
+    def module(self) -> nn.Module:
+        """The first one."""
+        return self.modules[0]
+
+    def rebase(self, names: Mapping[nn.Module, str], collectives: Collectives) -> None:
+        """Modules now have these names, in a model sharded over `collectives`. No communication."""
+        self.fqn = "+".join(names[module] for module in self.modules)
         for group in self.groups:
-            group.rebase(prefix, collectives)
+            group.rebase(names, collectives)
         self.parameters.move_to(collectives)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to do for it where it is not the root."""
+        return bool(self.groups or self.settings.inputs or self.settings.output)
 
     def forget_slots(self) -> None:
         """Let go of everything that lies in an arena: another engine takes the unit over."""
         self.parameters.forget_slots()
         self.gradients.forget_slots()
-        if not self.groups:
+        if not self.is_needed:
             for handle in self._handles:
                 handle.remove()
 
@@ -155,8 +179,21 @@ class Unit:
     def take_penalty(self, face: ShardedParameter, piece: Tensor) -> None:
         """A gradient came to the outer face, from a penalty in the loss: the mean over the shard group. In backward."""
         assert self.listener is not None
-        key = next((g, i) for g, i in self.gradients.keys if self.groups[g].sharded[i] is face)
-        self.listener.on_penalty(self, key, piece)
+        self.listener.on_penalty(self, self._key_of(face), piece)
+
+    def take_gradient(self, face: ShardedParameter, grad: Tensor) -> None:
+        """This rank's full gradient came to the outer face, from an operation that read it."""
+        assert self.listener is not None
+        self.listener.on_gradient(self, self._key_of(face), grad)
+
+    def whole(self, face: ShardedParameter) -> Tensor | None:
+        """The full parameter, for an operation outside its module's forward: a view of the slot, in the compute dtype;
+        None where no forward or backward of the model is under way. Collective."""
+        assert face.inner is not None
+        return face.inner.detach() if self.listener is not None and self.listener.lend(self) else None
+
+    def _key_of(self, face: ShardedParameter) -> Key:
+        return next((g, i) for g, i in self.gradients.keys if self.groups[g].sharded[i] is face)
 
     # Hooks ------------------------------------------------------------------------------------------------------------
 
@@ -167,7 +204,9 @@ class Unit:
             unit = this()
             assert unit is not None
             assert unit.listener is not None
-            unit.listener.on_gradient(unit, key, leaf)
+            grad, leaf.grad = leaf.grad, None
+            if grad is not None:  # else frozen since the forward
+                unit.listener.on_gradient(unit, key, grad)
 
         return on_gradient
 

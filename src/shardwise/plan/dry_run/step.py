@@ -204,7 +204,7 @@ def _trace_engine(engine: Engine, recorder: Recorder) -> None:
         key = storage_key(memory)
         if key not in slots:
             slots.clear()
-            for slot in (*(slot for arena in engine.unsharder.arenas for slot in arena.slots), *engine.reducer.slots):
+            for slot in (*engine.unsharder.all_slots, *engine.reducer.slots):
                 slots[slot.key] = slot
         known = slots.get(key)
         return known.holder.fqn if known is not None and known.holder is not None else None
@@ -235,7 +235,7 @@ def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -
     groups = [group for unit in engine.units for group in unit.groups]
     put("param_shards", (group.shard for group in groups))
     put("param_shards", (piece for unit in engine.units for piece in unit.parameters.secondary))
-    put("gathered_slots", (slot.buffer.bytes for arena in engine.unsharder.arenas for slot in arena.slots))
+    put("gathered_slots", (slot.buffer.bytes for slot in engine.unsharder.all_slots))
     put("grad_shards", (group.grad_shard for group in groups))
     put("reduce_slots", (slot.buffer.bytes for slot in engine.reducer.slots))
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))

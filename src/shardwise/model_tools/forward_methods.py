@@ -1,0 +1,67 @@
+"""Methods that compute with a module's parameters, besides `forward`."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.lookup import engines_of
+from shardwise.engine.units.unit import Unit
+from shardwise.errors import UsageError
+
+_REGISTERED = "_shardwise_forward_method"
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Have calls of `module.NAME(...)` gather parameters as calls of `module(...)` do. No communication.
+
+    Such calls are forwards to everything here: ranks make the same ones, inputs and outputs are cast, gradients are
+    reduced. Hooks that users put on the module's forward do not run. Inside a forward of the module the method is what
+    it was. Once is enough; more do nothing.
+
+    Args:
+        module: a sharded model or a module inside one. If it is no unit, the unit around it is gathered.
+        name: of a method, such as "encode" or "generate".
+
+    Raises:
+        UsageError: the module is not sharded, or has no such method besides `forward`.
+    """
+    engines_of(module)
+    method = getattr(module, name, None)
+    if name in {"forward", "__call__"} or not callable(method) or isinstance(method, nn.Module):
+        raise UsageError(f"sw.register_forward_method: {type(module).__name__} has no method {name!r} besides forward")
+    if not hasattr(method, _REGISTERED):
+        # Bound, so that copy.deepcopy of the module binds the copy's to the copy.
+        setattr(module, name, MethodType(_as_forward(getattr(method, "__func__", None), name), module))
+
+
+def _as_forward(function: Any, name: str) -> Any:
+    if function is None:
+        raise UsageError(f"sw.register_forward_method: {name!r} is no method of Python's")
+
+    @functools.wraps(function)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        engine, unit = _unit_around(module)
+        if engine.is_suspended or unit.calls.in_forward:
+            return function(module, *args, **kwargs)
+        args, kwargs = engine.pre_forward(unit, args, kwargs)
+        output = None
+        try:
+            output = function(module, *args, **kwargs)
+        finally:
+            output = engine.post_forward(unit, output)
+        return output
+
+    setattr(call, _REGISTERED, True)
+    return call
+
+
+def _unit_around(module: nn.Module) -> tuple[Engine, Unit]:
+    """The innermost unit that the module is, or is a part of."""
+    engine = engines_of(module)[0]
+    around = [unit for unit in engine.units if any(below is module for own in unit.modules for below in own.modules())]
+    return engine, max(around, key=lambda unit: len(unit.ancestors), default=engine.root)
