@@ -272,6 +272,46 @@ def test_outside_a_forward_it_stays_an_error_that_names_the_way_out() -> None:
     assert all(u.keeps_params or u.parameters.state is not ParameterState.IN_USE for u in model._shardwise_engine.units)
 
 
+def chunked_loss(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """As fused losses do, without ever having all logits."""
+    chunks = zip(hidden[:, :-1].flatten(0, 1).chunk(4), ids[:, 1:].flatten().chunk(4), strict=True)
+    return torch.stack([F.cross_entropy(F.linear(h, weight), t, reduction="sum") for h, t in chunks]).sum()
+
+
+@pytest.mark.parametrize("where", ["in the forward", "outside"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_a_chunked_loss_over_the_head_of_a_llama(strategy: str, where: str) -> None:
+    """With automatic units, where the head is one that is never called."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=211, max_position_embeddings=64, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+
+    class Chunked(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def forward(self, ids: Tensor) -> Tensor:
+            return chunked_loss(self.model(input_ids=ids).last_hidden_state, self.lm_head.weight, ids)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        ids = (x * 50).long().abs() % 211
+        if where == "in the forward":
+            return model(ids)  # type: ignore[no-any-return]
+        hidden = model.model(input_ids=ids).last_hidden_state
+        if isinstance(model.lm_head.weight, sw.ShardedParameter):
+            sw.unshard(model.lm_head)
+        return chunked_loss(hidden, model.lm_head.weight, ids)
+
+    def decoder(model: Any) -> None:
+        if where == "outside":  # so that it may be called by itself
+            sw.shard(model.model, strategy)
+
+    twins = Twins(lambda: Chunked(config), loss=loss, shape=(2, 9), first=decoder, strategy=strategy)
+    assert "lm_head" in [unit.fqn for unit in twins.engine.units]
+    with unwarned():
+        twins.train(3)
+
+
 class OneReads(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)

@@ -32,7 +32,7 @@ FOUND_BY = {
     "overwritten_gradient": Program(seed=444, actions=(Train("interleaved", synced=(False, True)),)),
     "wrong_world_size": HYBRID,
     "late_gradient_dropped": program_of(51),
-    "skipped_call_not_passed": program_of(21),
+    "skipped_call_not_passed": program_of(5, uneven=True),
     "released_too_early": ONE_UNIT,
     "wrong_offset": HYBRID,
     "no_sync_forgotten": Program(seed=449, world_size=1, actions=(Train(synced=(False, True)),)),

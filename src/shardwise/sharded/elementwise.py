@@ -161,7 +161,8 @@ def _not_a_number(sharded: Placement, plain: Tensor, func: OpOverload) -> NoRetu
     raise NotOnPiecesError(
         f"{func} of the sharded {sharded.fqn!r} {sharded.shape} and a plain tensor of shape {tuple(plain.shape)}: only "
         "single numbers combine with a piece. Make the other from this one (torch.zeros_like), or work in "
-        "sw.unsharded(model) or on .full_tensor() (collective). copy_() takes a plain tensor of the whole shape, equal "
+        "sw.unsharded(model) or on .full_tensor() (collective). To compute a loss outside the model's forward, call "
+        "sw.unshard(module) first (collective). copy_() takes a plain tensor of the whole shape, equal "
         "on all ranks; sw.checkpoint.load reads files"
     )
 
