@@ -42,7 +42,7 @@ def bundled(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
     waiting: Counter[Kernel] = Counter()
     phase = StepPhase.FORWARD
     for event in events:
-        if isinstance(event, Kernel) and not event.group:  # others belong to their communicator's next collective
+        if isinstance(event, Kernel) and not event.stream:  # others belong to a collective
             waiting[replace(event, module="")] += 1
             phase = event.phase
         elif isinstance(event, Kernel | Collective | Wait) or (isinstance(event, UnitMark) and event.what == "release"):
