@@ -35,7 +35,7 @@ ENGINES = ("shardwise", "fsdp2")
 GPUS_PER_NODE = 8
 
 
-COPIES = {"_foreach_copy_", "_chunk_cat", "copy_out"}
+COPIES = {"_foreach_copy_", "chunk_cat_", "copy_out_"}
 HEADER = (
     "GPUs",
     "recompute",

@@ -35,6 +35,7 @@ from shardwise.plan.dry_run.recording import (
 from shardwise.plan.simulate.timeline import HostWait
 
 Events = Iterable[StepEvent | HostWait]
+# Copies that engines make themselves have names that end as those of operations in place: no compiler fuses them.
 
 
 def ordered_as(engine: str, events: Iterable[StepEvent]) -> Iterator[StepEvent | HostWait]:
@@ -114,7 +115,7 @@ def _copied_out(events: Events) -> Iterator[StepEvent | HostWait]:
         if isinstance(event, Collective) and event.op == "all_gather" and event.ranks > 1:
             gathers[event.number] = event
         elif isinstance(event, Wait) and event.number in gathers:
-            yield _copy(gathers.pop(event.number), "copy_out")
+            yield _copy(gathers.pop(event.number), "copy_out_")
 
 
 def _copy(gather: Collective, name: str, share: float = 1.0, stream: str = "") -> Kernel:
@@ -130,7 +131,7 @@ def _released_by_copies(events: Events) -> Iterator[StepEvent | HostWait]:
         if isinstance(event, UnitMark) and event.what == "release":
             continue
         yield event
-        if isinstance(event, Kernel) and event.name == "copy_out":
+        if isinstance(event, Kernel) and event.name == "copy_out_":
             units.append(event.module)
             released = units[-2:-1] if event.phase is StepPhase.FORWARD else units[-3:-1]
             for unit in released:
@@ -141,7 +142,7 @@ def _copied_in(events: Events) -> Iterator[StepEvent | HostWait]:
     """Slices are cast and then copied into the gather's buffer."""
     for event in events:
         if isinstance(event, Collective) and event.op == "all_gather" and event.ranks > 1:
-            yield _copy(event, "copy_in", 1 / event.ranks, slices_of(event.group))
+            yield _copy(event, "copy_in_", 1 / event.ranks, slices_of(event.group))
         yield event
 
 
@@ -156,7 +157,7 @@ def _reducing_whole(events: Events) -> Iterator[StepEvent | HostWait]:
             if before is not None:
                 yield Wait(before)
             if copied:
-                yield Kernel("_chunk_cat", KernelKind.MEMORY, 0, copied, "", None, event.unit, event.phase)
+                yield Kernel("chunk_cat_", KernelKind.MEMORY, 0, copied, "", None, event.unit, event.phase)
             copied, before = 0, event.number
         yield event
 
