@@ -1,14 +1,14 @@
 """Steps with the kernels between two other events told as one, so that a thousand constants can be tried on them.
 
-The simulated time is that of the whole step wherever the device, not the host, is what holds it up: launches of a
-bundle are handed out as one.
+The simulated time is that of the whole step wherever the device, not the host, is what holds it up (launches of a
+bundle are handed out as one), but for waves of its kernels that collectives wait for.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from shardwise.plan.dry_run.recording import Collective, Kernel, StepEvent, StepPhase, UnitMark, Wait
+from shardwise.plan.dry_run.recording import Kernel, StepEvent, StepPhase, UnitMark
 from shardwise.plan.simulate.roofline import Roofline
 
 
@@ -42,10 +42,10 @@ def bundled(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
     waiting: Counter[Kernel] = Counter()
     phase = StepPhase.FORWARD
     for event in events:
-        if isinstance(event, Kernel) and not event.group:  # others belong to their communicator's next collective
+        if isinstance(event, Kernel) and not event.stream and event.name != "_foreach_copy_":  # engines move those
             waiting[replace(event, module="")] += 1
             phase = event.phase
-        elif isinstance(event, Kernel | Collective | Wait) or (isinstance(event, UnitMark) and event.what == "release"):
+        elif not isinstance(event, UnitMark) or event.what == "release":
             told += _told(waiting, phase)
             told.append(event)
     return (*told, *_told(waiting, phase))

@@ -91,6 +91,38 @@ def test_reduce_scatter(dtype: torch.dtype, accumulate: bool) -> None:
         assert same(out, own + 7 if accumulate else own)
 
 
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "accumulate", "averages", "is_left"),
+    [
+        (1.0, FP32, False, False, False),
+        (0.5, FP32, False, True, False),
+        (0.5, FP32, False, False, True),  # as over gloo
+        (0.25, FP32, False, True, True),  # of more ranks than the group's
+        (0.5, FP32, True, True, True),
+        (0.5, BF16, False, True, True),
+    ],
+)
+@on_ranks(2)
+def test_sums_and_means_that_need_nothing_more_are_reduced_to_where_they_go(
+    scale: float, dtype: torch.dtype, accumulate: bool, averages: bool, is_left: bool
+) -> None:
+    with collectives() as group, mock.patch.object(on_streams, "deliver", wraps=on_streams.deliver) as delivered:
+        assert group._averages, "NCCL takes means"
+        group._averages = averages
+        buffer = group.allocate(6 * 4, BufferKind.REDUCE)
+        flat = buffer.bytes.view(FP32)
+        group.claim(buffer)
+        flat.copy_(torch.arange(6.0) + 10 * group.rank)
+        out = torch.full((3,), 7, dtype=dtype)
+        group.reduce_scatter(buffer, (Reduction(flat, out, accumulate, scale),)).wait()
+        own = scale * (2 * torch.arange(6.0) + 10)[3 * group.rank :][:3]
+        assert torch.equal(out, (own + 7 if accumulate else own).to(dtype))
+        assert delivered.called == is_left
+
+
 def gather(group: StreamCollectives, shard_bytes: tuple[int, ...] = (64, 128)) -> Tensor:
     """Two regions, with each rank's number in its slices."""
     buffer = group.allocate(group.world_size * sum(shard_bytes), BufferKind.GATHER)

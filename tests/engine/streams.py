@@ -180,11 +180,11 @@ class Order(TorchDispatchMode):
         with _disable_current_modes():
             dist.all_gather_into_tensor(whole, own.clone(), group=group)
 
-    def reduce_scatter(self, own: Tensor, whole: Tensor, group: Any) -> None:
+    def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, group: Any) -> None:
         self.enter("reduce_scatter", [whole], [own])
         with _disable_current_modes():
             terms = whole.clone()
-            _all_reduce(terms, group=group)
+            _all_reduce(terms, op, group=group)
             own.copy_(terms.chunk(group.size())[group.rank()])
 
     def all_reduce(self, tensor: Tensor, op: Any, group: Any) -> None:

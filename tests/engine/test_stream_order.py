@@ -169,6 +169,10 @@ def _writing_at_once(self: Any, buffer: Any, after: object = None) -> Any:
     return _writing(self, buffer)
 
 
+def _without_slices(self: Any, buffer: Any, stream: Any) -> None:
+    """Gathers slices that may not be written yet."""
+
+
 def _unsettled(self: Any) -> None:
     """Lets shards be written that are still being copied."""
 
@@ -195,6 +199,7 @@ def _unwaited(self: Any) -> None:
 FAULTS = {
     "claim": (on_streams.StreamCollectives, "_after_last_reader", _unclaimed),
     "writing": (on_streams.StreamCollectives, "writing", _writing_at_once),
+    "slices": (on_streams.StreamCollectives, "_after_slices", _without_slices),
     "settle": (on_streams.StreamCollectives, "settle", _unsettled),
     "release": (on_streams.StreamCollectives, "release", PrivateBuffers.release),
     "on": (on_streams.StreamCollectives, "_on", _unordered),

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Work
 
 ALIGNMENT_BYTES = 64
+_FP32_BYTES = 4
 _ANYWHERE = nullcontext()
 POISON_BYTE = 0xFF  # every float dtype reads a run of these as NaN
 
@@ -109,6 +110,18 @@ def same_memory(left: Tensor, right: Tensor) -> bool:
     storages = left.untyped_storage()._cdata, right.untyped_storage()._cdata
     starts = left.storage_offset() * left.itemsize, right.storage_offset() * right.itemsize
     return storages[0] == storages[1] and starts[0] == starts[1]
+
+
+def finishing_op(reductions: tuple[Reduction, ...], world_size: int) -> str | None:
+    """The one operation over ranks that brings every output where it belongs, if its result is written there: "sum", or
+    "mean", which not every backend has. None: something is left to do, to add, to cast or to scale (narrow dtypes are
+    scaled after they are summed)."""
+    if any(r.accumulate or r.out.dtype != r.flat.dtype for r in reductions):
+        return None
+    if all(r.scale == 1.0 for r in reductions):
+        return "sum"
+    means = all(r.scale == 1.0 / world_size and r.out.itemsize >= _FP32_BYTES for r in reductions)
+    return "mean" if means else None
 
 
 def deliver(summed: Tensor, reduction: Reduction) -> None:

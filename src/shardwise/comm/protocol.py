@@ -137,8 +137,8 @@ class Collectives(Protocol):
     def writing(self, buffer: Buffer, after: Work = FINISHED) -> AbstractContextManager[None]:
         """Inside, this rank writes its slices into a claimed gather buffer. No communication.
 
-        On streams they are written on the stream of the gathers, which waits for the buffer's last reader and for
-        `after`, the last write to what the slices are copied from, and not for anything else that computes.
+        On streams they are written on one of their own, which waits for the buffer's last reader and for `after`, the
+        last write to what the slices are copied from, and for nothing else that computes or is gathered.
         """
 
     def settle(self) -> None:

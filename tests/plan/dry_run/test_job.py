@@ -54,6 +54,7 @@ def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: i
         ({"loss": "chunk"}, "did you mean chunked"),
         ({"engine": "fsdp"}, "one of shardwise, fsdp1, fsdp2, deepspeed"),
         ({"compile": "yes"}, "compile='yes': True or False"),
+        ({"separate_reductions": 1}, "separate_reductions=1: True or False"),
         ({"activation_checkpointing": "every-0"}, "choose one of none, full"),
         ({"precision": "bf16"}, "pass sw.Precision"),
         ({"shard_group": 4}, "is for strategy='hybrid_shard'"),

@@ -69,6 +69,7 @@ def test_the_device_decides_what_fits() -> None:
     assert not small(nccl_bytes=usable).fits
     assert small(gpus_per_node=1).nccl_bytes == 0
     assert small(strategy="hybrid_shard", nodes=2).nccl_bytes == 2 * small().nccl_bytes
+    assert small(separate_reductions=True).nccl_bytes == 2 * small().nccl_bytes
     on_cpu = small(gpu="cpu", gpus_per_node=2)
     assert (on_cpu.context_bytes, on_cpu.nccl_bytes) == (0, 0)
     assert on_cpu.reserved_memory_bytes == on_cpu.peak_memory_bytes

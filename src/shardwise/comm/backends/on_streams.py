@@ -3,7 +3,8 @@
 For every backend of torch.distributed that works on streams: nccl (CUDA), rccl (ROCm; torch calls it nccl too), xccl
 and hccl.
 
-Gathers run on one stream and reductions on another. What orders memory is events, never `record_stream`, so that the
+This rank's slices are written on one stream, gathers run on another and reductions on a third: a slice is written while
+the gather before is still under way. What orders memory is events, never `record_stream`, so that the
 allocator sees every block free at the moment the engine says so. `current_stream()` is taken at each call.
 
 Not run on a GPU by its author yet. That streams and events leave no access unordered is checked without one
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import accelerators
-from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
+from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, finishing_op, slice_of
 from shardwise.comm.channel import channel_of
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Reduction, Region, Work
 from shardwise.comm.timeout import timeout_s
@@ -38,6 +39,9 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _REFUSED = (torch.int16, torch.uint16, torch.uint32)
 """NCCL has no such integers. It has no complex numbers either, which are summed as pairs; what is only moved, moves as
 bytes."""
+
+_AVERAGING = ("nccl", "fake")
+"""In the names of backends that reduce to a mean; gloo, for one, knows sums alone, and of others nobody has told."""
 
 
 class StreamCollectives(PrivateBuffers):
@@ -69,15 +73,17 @@ class StreamCollectives(PrivateBuffers):
             ranks = dist.get_process_group_ranks(group)
             backend = dist.get_backend(group)
             self._reduce_group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        self._averages = any(name in dist.get_backend(group) for name in _AVERAGING)
         self._channel = channel_of(group, timeout_s(group), self.labels)
+        self._slice_stream = accelerators.new_stream(device)
         self._gather_stream = accelerators.new_stream(device)
         self._reduce_stream = accelerators.new_stream(device)
         self._free: dict[int, torch.Event] = {}
         """By buffer: after its last reader, which may be on any stream."""
-        self._written: set[int] = set()
-        """Gather buffers whose slices were written on the gather stream."""
+        self._written: dict[int, torch.Event] = {}
+        """By gather buffer: after its slices were written on the slice stream."""
         self._read: torch.Event | None = None
-        """After the last slice that was read on the gather stream."""
+        """After the last slice that was read on the slice stream."""
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
         """Memory of the caching allocator."""
@@ -96,15 +102,15 @@ class StreamCollectives(PrivateBuffers):
 
     @contextlib.contextmanager
     def writing(self, buffer: Buffer, after: Work = FINISHED) -> Iterator[None]:
-        """On the gather stream."""
-        stream = self._gather_stream
+        """On the slice stream."""
+        stream = self._slice_stream
         self._after_last_reader(buffer, stream)
         if isinstance(after, _OnStream):
             stream.wait_event(after.event)
         try:
             with accelerators.on(stream):
                 yield
-            self._written.add(buffer.index)
+            self._written[buffer.index] = stream.record_event()
         finally:
             self._read = stream.record_event()
 
@@ -117,11 +123,7 @@ class StreamCollectives(PrivateBuffers):
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
         """In place, on the gather stream; several regions are one launch."""
         stream = self._gather_stream
-        if buffer.index in self._written:
-            self._written.remove(buffer.index)
-        else:  # on the current stream, then
-            self._after_last_reader(buffer, stream)
-            stream.wait_stream(self._current())
+        self._after_slices(buffer, stream)
         with accelerators.on(stream), self._together(self._group, len(regions)):
             for region in regions:
                 nbytes = region.shard_bytes * self.world_size
@@ -144,15 +146,21 @@ class StreamCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
-        """In place, on the reduce stream; several reductions are one launch."""
+        """On the reduce stream; several reductions are one launch. Sums that need nothing more are written where they
+        go, others in place."""
         check_reductions(reductions, self.world_size)
+        finishing = finishing_op(reductions, self.world_size)
+        if finishing == "mean" and not self._averages:
+            finishing = None
+        op = dist.ReduceOp.AVG if finishing == "mean" else dist.ReduceOp.SUM
         with self._on(self._reduce_stream):
-            own = [slice_of(r.flat, self.rank, self.world_size) for r in reductions]
+            into = [r.out if finishing else slice_of(r.flat, self.rank, self.world_size) for r in reductions]
             with self._together(self._reduce_group, len(reductions)):
-                for r, part in zip(reductions, own, strict=True):
-                    _reduce_scatter(_real(part), _real(r.flat), group=self._reduce_group)
-            for r, part in zip(reductions, own, strict=True):
-                deliver(part, r)
+                for r, part in zip(reductions, into, strict=True):
+                    _reduce_scatter(_real(part), _real(r.flat), op=op, group=self._reduce_group)
+            for r, part in zip(reductions, into, strict=True):
+                if part is not r.out:
+                    deliver(part, r)
         work = _OnStream(self._reduce_stream, keep=reductions)
         self._free[buffer.index] = work.event
         return work
@@ -199,6 +207,14 @@ class StreamCollectives(PrivateBuffers):
     def _after_last_reader(self, buffer: Buffer, stream: torch.Stream) -> None:
         if buffer.index in self._free:
             stream.wait_event(self._free.pop(buffer.index))
+
+    def _after_slices(self, buffer: Buffer, stream: torch.Stream) -> None:
+        """Order `stream` after whatever wrote this rank's slices into a gather buffer."""
+        written = self._written.pop(buffer.index, None)
+        if written is None:  # on the current stream, then
+            self._after_last_reader(buffer, stream)
+            written = self._current().record_event()
+        stream.wait_event(written)
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:

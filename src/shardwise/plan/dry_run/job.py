@@ -88,6 +88,9 @@ class Job:
     """Of the device's context, outside the allocator. None: a usual one."""
     nccl_bytes: int | None = None
     """Of communicators' buffers, outside the allocator. None: usual ones."""
+    separate_reductions: bool = False
+    """Reductions have a communicator of their own (`SHARDWISE_SEPARATE_REDUCTIONS=1`): they and gathers do not queue
+    behind one another, but share the links."""
     price_per_hour: float | None = None
     """Of one device, in any currency. None: the hardware data's, if they have one."""
 
@@ -104,15 +107,7 @@ class Job:
         for name in ("context_bytes", "nccl_bytes"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), 0)
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
-        price: object = self.price_per_hour
-        if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
-            raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")
-        if not isinstance(self.compile, bool):
-            raise ConfigError(f"compile={self.compile!r}: True or False")
+        self._check_values()
         _ = self.recomputation
         self._check_shard_group()
         self._check_resharding()
@@ -186,6 +181,18 @@ class Job:
     def tokens_per_rank(self) -> int:
         """Of one step."""
         return self.seq_len * self.micro_batch * self.accumulation
+
+    def _check_values(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+        price: object = self.price_per_hour
+        if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
+            raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")
+        for name in ("compile", "separate_reductions"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: True or False")
 
     def _check_shard_group(self) -> None:
         if self.shard_group is None:

@@ -19,7 +19,18 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.protocol import Work
 from shardwise.plan.dry_run.operations import Operation, operation_of, tensors_of
-from shardwise.plan.dry_run.recording import Allocate, Collective, Free, Gradient, StepEvent, StepPhase, UnitMark, Wait
+from shardwise.plan.dry_run.recording import (
+    Allocate,
+    Collective,
+    Exchange,
+    Fence,
+    Free,
+    Gradient,
+    StepEvent,
+    StepPhase,
+    UnitMark,
+    Wait,
+)
 from shardwise.sharded.parameter import ShardedParameter
 
 _DEVICE_QUESTION = torch.ops.prim.device.default
@@ -70,7 +81,7 @@ class Recorder(TorchDispatchMode):
         """FORWARD, BACKWARD or OPTIMIZER, as the dry run goes on; recomputation is noticed here."""
         self._events: list[StepEvent | _TrackedStorage] = []
         self._live: dict[int, tuple[_TrackedStorage, object]] = {}
-        self._group = ""
+        self._stream = ""
         self._blocks = 0
         self._collectives = 0
         self._accumulated: tuple[_TrackedStorage, _TrackedStorage] | None = None
@@ -121,6 +132,14 @@ class Recorder(TorchDispatchMode):
         number = self._collectives
         self._emit(Collective(number, op, group, nbytes, ranks, unit, self.phase))
         return Pending(lambda: self._emit(Wait(number)))
+
+    def fence(self, what: str, group: str) -> None:
+        """Streams were ordered, as `Fence` says."""
+        self._emit(Fence(what, group, self.phase))
+
+    def exchange(self, group: str, ranks: int) -> None:
+        """The hosts of a group told each other something."""
+        self._emit(Exchange(group, ranks, self.phase))
 
     def _emit(self, event: StepEvent | _TrackedStorage) -> None:
         if self.recording:
@@ -194,13 +213,13 @@ class Recorder(TorchDispatchMode):
         self._owners.append(self._modules[-1] if self._modules else "")
 
     @contextmanager
-    def on_stream_of(self, group: str) -> Iterator[None]:
-        """Operations inside run on the stream of a group's communicator."""
-        before, self._group = self._group, group
+    def on_stream(self, stream: str) -> Iterator[None]:
+        """Operations inside run on that stream of a group's."""
+        before, self._stream = self._stream, stream
         try:
             yield
         finally:
-            self._group = before
+            self._stream = before
 
     # Operations ---------------------------------------------------------------------------------------------------
 
@@ -234,7 +253,7 @@ class Recorder(TorchDispatchMode):
             for block in scratch:
                 self._emit(block)
             kernel = operation.kernel(args, kwargs, out, self.module, self.phase)
-            self._emit(replace(kernel, group=self._group) if self._group else kernel)
+            self._emit(replace(kernel, stream=self._stream) if self._stream else kernel)
             for block in scratch:
                 block.died = self.phase
                 self._emit(Free(block.number))

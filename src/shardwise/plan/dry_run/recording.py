@@ -50,8 +50,9 @@ class Kernel:
     module: str
     """fqn of the innermost module."""
     phase: StepPhase
-    group: str = ""
-    """Runs on the stream of that group's communicator, just before the next collective there; else where computed."""
+    stream: str = ""
+    """Where a group's slices are written, then for the gather that comes next there, or of its reductions; else the one
+    that computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,21 @@ class Free:
     block: int
 
 
+def slices_of(group: str) -> str:
+    """The stream on which this rank's slices are written for a group's gathers."""
+    return f"{group} slices"
+
+
+def gathers_of(group: str) -> str:
+    """The stream of a group's gathers."""
+    return f"{group} gathers"
+
+
+def reductions_of(group: str) -> str:
+    """The stream of a group's reductions."""
+    return f"{group} sums"
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """Handed to a communication stream; it begins when it is issued and everything earlier on its stream is over."""
@@ -91,12 +107,36 @@ class Collective:
     unit: str
     phase: StepPhase
 
+    @property
+    def stream(self) -> str:
+        """The one that it is handed to."""
+        return gathers_of(self.group) if self.op == "all_gather" else reductions_of(self.group)
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Compute goes on when the collective is over."""
+    """Compute goes on when the collective is over, and what its stream was given behind it."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """The stream that computes, and may write the shards, is ordered with the one that reads them for gathers."""
+
+    what: str
+    """written: reads from here on wait for what computes so far. settled: what computes from here on waits for them."""
+    group: str
+    phase: StepPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The hosts of a group tell each other something. The host goes on when it has heard from all; no device waits."""
+
+    group: str
+    ranks: int
+    phase: StepPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +158,7 @@ class Gradient:
     unit: str
 
 
-StepEvent = Kernel | Allocate | Free | Collective | Wait | UnitMark | Gradient
+StepEvent = Kernel | Allocate | Free | Collective | Wait | Fence | Exchange | UnitMark | Gradient
 
 
 @dataclass(frozen=True, slots=True)

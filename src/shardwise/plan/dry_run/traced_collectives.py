@@ -1,4 +1,4 @@
-"""Dry collectives that record every call."""
+"""Dry collectives that record every call, of a GPU's job as `StreamCollectives` issues them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,58 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.backends.dry import DryCollectives
-from shardwise.comm.protocol import FINISHED, Buffer, Reduction, Region, Work
+from shardwise.comm.buffers import check_reductions, deliver, finishing_op, slice_of
+from shardwise.comm.protocol import FINISHED, Buffer, Combine, Reduction, Region, Work
 from shardwise.engine.mesh import Mesh
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Pending, Recorder
+from shardwise.plan.dry_run.recording import reductions_of, slices_of
 
 
 class TracedCollectives(DryCollectives):
-    """One group of a dry run. A group of one moves nothing and records nothing."""
+    """One group of a dry run. A group of one moves nothing and records nothing.
 
-    def __init__(self, group: str, rank: int, world_size: int, recorder: Recorder, marks: Collection[str] = ()) -> None:
+    Tensors are a CPU's all the same; only what the engine asks of its collectives tells a GPU's job from a CPU's.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        rank: int,
+        world_size: int,
+        recorder: Recorder,
+        on_streams: bool = False,
+        marks: Collection[str] = (),
+    ) -> None:
         """
         Args:
             group: shard, replicate or secondary.
+            on_streams: the job's devices are accelerators.
             marks: "grads" where a unit's gradients come to this group first, "reduced" where they come to it last.
         """
         super().__init__(rank, world_size, torch.device("cpu"))
+        self.on_streams = on_streams
         self.group = group
         self._recorder = recorder
+        self._records_order = on_streams and world_size > 1
         self._marks = marks
 
+    def mark(self) -> Work:
+        """Record that gathers from here on wait for what computes so far. No communication."""
+        if self._records_order:
+            self._recorder.fence("written", self.group)
+        return super().mark()
+
     def writing(self, buffer: Buffer, after: Work = FINISHED) -> AbstractContextManager[None]:
-        """Have what is recorded inside run on the gathers' stream. No communication."""
+        """Have what is recorded inside run on the slices' stream. No communication."""
         if self.world_size == 1:
             return super().writing(buffer, after)
-        return self._recorder.on_stream_of(self.group)
+        return self._recorder.on_stream(slices_of(self.group))
+
+    def settle(self) -> None:
+        """Record that what computes from here on waits for what was copied. No communication."""
+        if self._records_order:
+            self._recorder.fence("settled", self.group)
 
     def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
         """Record the call. No communication."""
@@ -41,16 +68,30 @@ class TracedCollectives(DryCollectives):
         nbytes = sum(region.shard_bytes for region in regions) * self.world_size
         return self._issue("all_gather", nbytes, self._recorder.unit_of(buffer.bytes), work)
 
+    @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
-        """Record the call. No communication."""
+        """Record the call, and on streams what is left to do with its sums. No communication."""
         unit = self._recorder.unit_of(buffer.bytes)
         nbytes = sum(reduction.flat.nbytes for reduction in reductions)
-        return self._reduce("reduce_scatter", nbytes, unit, super().reduce_scatter(buffer, reductions, label))
+        if not self._records_order:
+            return self._reduce("reduce_scatter", nbytes, unit, super().reduce_scatter(buffer, reductions, label))
+        check_reductions(reductions, self.world_size)
+        work = self._reduce("reduce_scatter", nbytes, unit, FINISHED)
+        with self._recorder.on_stream(reductions_of(self.group)):
+            for r in reductions if finishing_op(reductions, self.world_size) is None else ():
+                deliver(slice_of(r.flat, self.rank, self.world_size), r)
+        return work
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         """Record the call. No communication."""
         unit = self._recorder.unit_of(tensor)
         return self._reduce("all_reduce", tensor.nbytes, unit, super().all_reduce(tensor, op, after, label))
+
+    def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
+        """Record the call on streams, where no collective stands for it. No communication."""
+        if self._records_order:
+            self._recorder.exchange(self.group, self.world_size)
+        return super().exchange(message, combine, label)
 
     def _reduce(self, op: str, nbytes: int, unit: str | None, work: Work) -> Work:
         if unit is None:  # a norm, flags
@@ -76,14 +117,15 @@ class TracedCollectives(DryCollectives):
 def traced_mesh(recorder: Recorder, rank: int, job: Job) -> Mesh:
     """The groups of one rank; ranks of a shard group are neighbours."""
     shards, replicas = job.shard_ranks, job.replicas
+    on_streams = not job.on_cpu
     asked = job.reshard_after_forward
     secondary = None if isinstance(asked, bool) or asked in {None, 1} else asked
     marks: dict[str, list[str]] = {"shard": [], "replicate": []}
     marks["shard" if shards > 1 or replicas == 1 else "replicate"].append("grads")
     marks["replicate" if replicas > 1 else "shard"].append("reduced")
-    shard = TracedCollectives("shard", rank % shards, shards, recorder, marks["shard"])
-    replicate = TracedCollectives("replicate", rank // shards, replicas, recorder, marks["replicate"])
+    shard = TracedCollectives("shard", rank % shards, shards, recorder, on_streams, marks["shard"])
+    replicate = TracedCollectives("replicate", rank // shards, replicas, recorder, on_streams, marks["replicate"])
     smaller = None
     if secondary is not None and shards not in {1, secondary}:
-        smaller = TracedCollectives("secondary", shard.rank % secondary, secondary, recorder)
+        smaller = TracedCollectives("secondary", shard.rank % secondary, secondary, recorder, on_streams)
     return Mesh(shard, replicate, torch.device("cpu"), secondary=smaller, secondary_size=secondary)

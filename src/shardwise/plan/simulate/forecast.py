@@ -193,7 +193,7 @@ def forecast_of(recording: Recording) -> Forecast:
     events = (*_workspaces(job, hardware), *replayed.events)
     rounding = 1 if job.on_cpu else ROUND_BYTES
     peak = peak_of(events, rounding)
-    groups = sum(ranks > 1 for ranks in (job.shard_ranks, job.replicas))
+    groups = sum(ranks > 1 for ranks in (job.shard_ranks, job.replicas)) * (2 if job.separate_reductions else 1)
     context = (0 if job.on_cpu else CONTEXT_BYTES) if job.context_bytes is None else job.context_bytes
     nccl = (0 if job.on_cpu else groups * NCCL_BYTES) if job.nccl_bytes is None else job.nccl_bytes
     usable = int(hardware.usable_bytes.value)
@@ -243,7 +243,7 @@ def _timeline(recording: Recording) -> Timeline:
     hardware = job.hardware
     cluster = Cluster(hardware, job.node_interconnect, job.gpus_per_node, job.nodes, DEFAULT.links)
     events = ordered_as(job.engine, recording.events)
-    return simulate(events, Roofline(hardware, DEFAULT, job.compile), cluster, job.slots)
+    return simulate(events, Roofline(hardware, DEFAULT, job.compile), cluster, job.slots, job.separate_reductions)
 
 
 def _workspaces(job: Job, hardware: Hardware) -> tuple[StepEvent, ...]:

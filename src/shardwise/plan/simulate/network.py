@@ -54,6 +54,10 @@ class Cluster:
         here = max(1, self.gpus_per_node // apart)
         return GroupTopology(ranks, max(1, ranks // here), min(apart, self.gpus_per_node))
 
+    def links(self, group: str, ranks: int) -> str:
+        """Those that a group of so many ranks communicates over, and shares with others at the same time."""
+        return "between nodes" if self.place(group, ranks).nodes > 1 else "within a node"
+
     def seconds(self, op: str, nbytes: int, group: str, ranks: int) -> float:
         """Seconds of one collective.
 

@@ -43,6 +43,8 @@ _ATTENTION_SHARE = 0.42
 """Of the rate of a large product that fused attention reaches, on devices where nobody has published it."""
 _ATTENTION_FILL = 256
 """Tokens of a sequence that a fused kernel's half-masked and first tiles cost."""
+_ATTENTION_BLOCK = 128
+"""Queries of one block of a fused kernel."""
 KERNEL_S = 2.5e-6
 """The shortest kernel, and the gap to the next (CUDA's launch latency in a stream that is kept full)."""
 
@@ -71,6 +73,17 @@ class Roofline:
         if kernel.kind is KernelKind.ATTENTION:
             return max(self._attention_s(kernel), moving) + KERNEL_S
         return moving + KERNEL_S * left
+
+    def wave_s(self, kernel: Kernel, seconds: float) -> float:
+        """Of its seconds, those between two moments at which a kernel that fills the device gives all its processors
+        up: a wave of tiles, or of fused attention's blocks. 0 for kernels of short blocks."""
+        if kernel.matmul is None or kernel.kind is KernelKind.MEMORY:
+            return 0.0
+        processors = int(self.hardware.processors.value)
+        if kernel.kind is KernelKind.MATMUL:
+            return seconds / _tiling(kernel.matmul, processors)[1]
+        batch, queries, _, _ = kernel.matmul
+        return seconds / math.ceil(batch * math.ceil(queries / _ATTENTION_BLOCK) / processors)
 
     def _left(self, kernel: Kernel) -> float:
         """The part of a kernel that fusion leaves. Optimizers and hooks, which work in place, are not compiled."""
@@ -105,20 +118,25 @@ def _curve(measured: Measured, kernel: Kernel) -> Points:
     return own or measured.memory
 
 
-@lru_cache(maxsize=4096)
 def tiled_flops(shape: tuple[int, int, int, int], processors: int) -> float:
     """Operations that a product (batch, m, n, k) is as long as: with the padding of tiles and of the last wave.
 
     The library picks the best of its tiles; a product that fills the device counts 2 b m n k and little more.
     """
+    return _tiling(shape, processors)[0]
+
+
+@lru_cache(maxsize=4096)
+def _tiling(shape: tuple[int, int, int, int], processors: int) -> tuple[float, int]:
+    """The operations that the best tiling is as long as, and its waves."""
     batch, m, n, k = shape
-    best = math.inf
+    best = math.inf, 1
     for rows, columns, rate in _TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         for split in _SPLITS:
             waves = math.ceil(tiles * split / processors)
             depth = math.ceil(k / split) + _FILL
-            best = min(best, 2 * waves * processors * rows * columns * depth / rate)
+            best = min(best, (2 * waves * processors * rows * columns * depth / rate, waves))
     return best
 
 

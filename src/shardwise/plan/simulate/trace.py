@@ -11,7 +11,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.dry_run.recording import StepPhase
 from shardwise.plan.simulate.timeline import COMPUTE, Span, Stall, Timeline
 
-WIDTH, LANE, LEFT, TOP = 960, 34, 90, 44
+WIDTH, LANE, LEFT, TOP = 960, 34, 110, 44
 TICKS = 5
 _COLOURS = {
     StepPhase.SETUP: "#8a8f98",

@@ -1,37 +1,60 @@
-"""A recorded step in the order in which another engine would run it, from that engine's published design.
+"""A recorded step in the order in which another engine would hand it out, from that engine's published design.
 
-All of them gather a unit ahead of the one at work, as the recording does: FSDP1 under its limiter of two
-(`limit_all_gathers`), FSDP2 one unit ahead implicitly in forward and explicitly in backward, DeepSpeed up to
-`stage3_prefetch_bucket_size`. What differs is the end of a reduction: shardwise has the compute stream wait for it
-before its slot is used again; the others have side streams do all of that, and
-the compute stream waits once, at the end of backward. (FSDP: torch/distributed/fsdp/_runtime_utils.py,
-`_post_backward_final_callback`; _fully_shard/_fsdp_param_group.py, `finalize_backward`. DeepSpeed: `overlap_comm`.)
+| | shardwise, as recorded | fsdp1 | fsdp2 | deepspeed |
+|---|---|---|---|---|
+| hands out a gather | a unit ahead | when the unit is called; backward: a unit ahead | as fsdp1 | a unit ahead |
+| which the device begins | when its slot, one of three, is free | as recorded; the host waits for the release before the last (`limit_all_gathers`) | after the copy out of the gather before the one before; backward: of the one before | as recorded |
+| what arrives | is computed with where it arrived | as shardwise | is copied out by the stream that computes | as fsdp2 |
+| before it, own slices are | cast to where they go | as shardwise | cast, then copied | as shardwise |
+| gradients are copied in | as they come, 16 MiB and more at a time | as shardwise | once, when all are there | as shardwise |
+| the stream that computes waits for a reduction | before its slot, one of two, is used again | when backward ends | before the next one's gradients are copied in | when backward ends |
+| hosts | exchange what they did | | | |
 
-What arrives is also not always where modules read it. FSDP2 copies every gather out into parameters, DeepSpeed joins
-the ranks' parts, both on the compute stream; FSDP1 and shardwise compute in the gather's own buffer.
-(_fsdp_collectives.py, `foreach_all_gather_copy_out`; deepspeed/runtime/zero/partition_parameters.py,
-`AllGatherCoalescedHandle.wait`.) On their way out gradients are copied once by all of them, as the recording has it;
-that FSDP1 casts beside computation is left out.
-"""
+Sources: torch/distributed/fsdp/_runtime_utils.py (`_unshard`, `_post_backward_final_callback`), _limiter_utils.py;
+_fully_shard/_fsdp_param_group.py (`wait_for_unshard`, `post_backward`, `finalize_backward`), _fsdp_collectives.py
+(`foreach_all_gather`, `foreach_all_gather_copy_out`, `foreach_reduce`); deepspeed/runtime/zero/stage3.py (`overlap_comm`),
+partition_parameters.py (`AllGatherCoalescedHandle.wait`). That FSDP1 casts gradients beside computation is left out.
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from shardwise.plan.dry_run.recording import Collective, Kernel, KernelKind, StepEvent, StepPhase, Wait
+from shardwise.plan.dry_run.recording import (
+    Collective,
+    Exchange,
+    Fence,
+    Kernel,
+    KernelKind,
+    StepEvent,
+    StepPhase,
+    UnitMark,
+    Wait,
+    slices_of,
+)
+from shardwise.plan.simulate.timeline import HostWait
 
-_COPIES_OUT = ("fsdp2", "deepspeed")
+Events = Iterable[StepEvent | HostWait]
+# Copies that engines make themselves have names that end as those of operations in place: no compiler fuses them.
 
 
-def ordered_as(engine: str, events: Iterable[StepEvent]) -> Iterator[StepEvent]:
+def ordered_as(engine: str, events: Iterable[StepEvent]) -> Iterator[StepEvent | HostWait]:
     """The events of a step as `engine` (shardwise, fsdp1, fsdp2, deepspeed) would hand them out."""
-    if engine == "shardwise":
-        return iter(events)
-    ordered = _waiting_once(events)
-    return _copied_out(ordered) if engine in _COPIES_OUT else ordered
+    ordered: Events = events
+    for change in _CHANGES[engine]:
+        ordered = change(ordered)
+    return iter(ordered)
 
 
-def _waiting_once(events: Iterable[StepEvent]) -> Iterator[StepEvent]:
+def _without_exchanges(events: Events) -> Iterator[StepEvent | HostWait]:
+    """Nor do they settle: their streams are ordered by the waits for gathers."""
+    for event in events:
+        if not isinstance(event, Exchange) and not (isinstance(event, Fence) and event.what == "settled"):
+            yield event
+
+
+def _waiting_once(events: Events) -> Iterator[StepEvent | HostWait]:
+    """For reductions, when backward is over."""
     reductions: set[int] = set()
     open_waits: list[Wait] = []
     for event in events:
@@ -48,7 +71,43 @@ def _waiting_once(events: Iterable[StepEvent]) -> Iterator[StepEvent]:
     yield from open_waits
 
 
-def _copied_out(events: Iterable[StepEvent]) -> Iterator[StepEvent]:
+def _gathering_when_called(events: Events) -> Iterator[StepEvent | HostWait]:
+    """In forward a gather, and what writes its slices, is handed out where it is waited for."""
+    held: list[Kernel | Collective] = []
+    for event in events:
+        if isinstance(event, Kernel | Collective) and _gathers_in_forward(event):
+            held.append(event)
+            continue
+        if isinstance(event, Wait) and any(isinstance(e, Collective) and e.number == event.number for e in held):
+            number = None
+            while number != event.number:
+                handed_out = held.pop(0)
+                number = handed_out.number if isinstance(handed_out, Collective) else None
+                yield handed_out
+        elif isinstance(event, Kernel | Collective) and event.phase is not StepPhase.FORWARD:
+            yield from held  # predicted, for backward
+            held.clear()
+        yield event
+    yield from held
+
+
+def _gathers_in_forward(event: Kernel | Collective) -> bool:
+    of_a_gather = bool(event.stream) if isinstance(event, Kernel) else event.op == "all_gather"
+    return of_a_gather and event.phase is StepPhase.FORWARD
+
+
+def _limited(events: Events) -> Iterator[StepEvent | HostWait]:
+    """The host waits until the device has released the last unit but one that it was told to release."""
+    released: list[str] = []
+    for event in events:
+        if isinstance(event, Collective) and event.op == "all_gather" and event.ranks > 1 and len(released) > 1:
+            yield HostWait(released[-2])
+        elif isinstance(event, UnitMark) and event.what == "release":
+            released.append(event.unit)
+        yield event
+
+
+def _copied_out(events: Events) -> Iterator[StepEvent | HostWait]:
     """After the wait for a gather, a kernel that reads and writes all of it."""
     gathers: dict[int, Collective] = {}
     for event in events:
@@ -56,5 +115,65 @@ def _copied_out(events: Iterable[StepEvent]) -> Iterator[StepEvent]:
         if isinstance(event, Collective) and event.op == "all_gather" and event.ranks > 1:
             gathers[event.number] = event
         elif isinstance(event, Wait) and event.number in gathers:
-            gather = gathers.pop(event.number)
-            yield Kernel("copy_", KernelKind.MEMORY, 0, 2 * gather.nbytes, "", None, gather.unit, gather.phase)
+            yield _copy(gathers.pop(event.number), "copy_out_")
+
+
+def _copy(gather: Collective, name: str, share: float = 1.0, stream: str = "") -> Kernel:
+    nbytes = round(2 * gather.nbytes * share)
+    return Kernel(name, KernelKind.MEMORY, 0, nbytes, "", None, gather.unit, gather.phase, stream)
+
+
+def _released_by_copies(events: Events) -> Iterator[StepEvent | HostWait]:
+    """What FSDP2's gathers wait for: in forward the copy out of the last but one, in backward that of the last. Of the
+    three slots a gather takes that of the third before it, so that is what a copy releases."""
+    units: list[str] = []
+    for event in events:
+        if isinstance(event, UnitMark) and event.what == "release":
+            continue
+        yield event
+        if isinstance(event, Kernel) and event.name == "copy_out_":
+            units.append(event.module)
+            released = units[-2:-1] if event.phase is StepPhase.FORWARD else units[-3:-1]
+            for unit in released:
+                yield UnitMark("release", unit, event.phase)
+
+
+def _copied_in(events: Events) -> Iterator[StepEvent | HostWait]:
+    """Slices are cast and then copied into the gather's buffer."""
+    for event in events:
+        if isinstance(event, Collective) and event.op == "all_gather" and event.ranks > 1:
+            yield _copy(event, "copy_in_", 1 / event.ranks, slices_of(event.group))
+        yield event
+
+
+def _reducing_whole(events: Events) -> Iterator[StepEvent | HostWait]:
+    """A unit's gradients are copied in together, once the reduction before is over."""
+    copied, before = 0, None
+    for event in events:
+        if isinstance(event, Kernel) and event.name == "_foreach_copy_" and event.phase is StepPhase.BACKWARD:
+            copied += event.bytes_moved
+            continue
+        if isinstance(event, Collective) and event.op == "reduce_scatter" and event.phase is not StepPhase.OPTIMIZER:
+            if before is not None:
+                yield Wait(before)
+            if copied:
+                yield Kernel("chunk_cat_", KernelKind.MEMORY, 0, copied, "", None, event.unit, event.phase)
+            copied, before = 0, event.number
+        yield event
+
+
+_CHANGES: dict[str, tuple[Callable[[Events], Iterator[StepEvent | HostWait]], ...]] = {
+    "shardwise": (),
+    "fsdp1": (_without_exchanges, _waiting_once, _gathering_when_called, _limited),
+    "fsdp2": (
+        _without_exchanges,
+        _waiting_once,
+        _gathering_when_called,
+        _copied_in,
+        _copied_out,
+        _released_by_copies,
+        _reducing_whole,
+    ),
+    "deepspeed": (_without_exchanges, _waiting_once, _copied_out),
+}
+"""By engine, one after another."""
