@@ -280,9 +280,8 @@ class Engine:
         if unit.keeps_params or call.recompute:
             return
         wants_backward = torch.is_grad_enabled()
-        if (wants_backward and unit is self.root) or (
-            (wants_backward or unit.has_several) and self._follows_itself(unit)
-        ):
+        is_last = wants_backward and unit is self.root
+        if is_last or ((wants_backward or unit.has_several) and self._follows_itself(unit)):
             return  # the slot would serve nobody in between
         if wants_backward:
             unit.parameters.store_secondary()
