@@ -1,10 +1,10 @@
 """What ranks agree on besides data: that they do the same, and which gradients exist.
 
-Each rank hashes what it issues, one gather or reduction after the other. At two moments all ranks exchange their
-hashes, on their hosts: when an outermost forward that issued something ends, before its output is returned, and when
-a backward ends, before gradients are handed out. Nothing waits for a device. Ranks whose hashes differ then show
-what they did, and all raise the error that names the first difference. (On CPUs collectives carry labels too, so
-that ranks that wait for one another at different things notice at once.)"""
+Each rank hashes what it issues, one gather or reduction after the other. At some moments all ranks exchange their
+hashes, on their hosts: when an outermost forward that issued something ends, before its output is returned, when a
+backward ends, before gradients are handed out, and when units were unsharded by hand between steps. Nothing waits for a
+device. Ranks whose hashes differ then show what they did, and all raise the error that names the first difference. (On
+CPUs collectives carry labels too, so that ranks that wait for one another at different things notice at once.)"""
 
 from __future__ import annotations
 
