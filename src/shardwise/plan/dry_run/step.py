@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,21 +28,48 @@ from shardwise.engine.units.unit import Unit
 from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.plan.dry_run.compilation import kept_bytes
+from shardwise.plan.dry_run.depth import deepened
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
+from shardwise.plan.dry_run.repetition import repeated_blocks
 from shardwise.plan.dry_run.traced_collectives import traced_mesh
 from shardwise.sharded.parameter import ShardedParameter
 
 _MAX_NORM = 1.0
+_LAST_FIRST = frozenset({"adamw-foreach"})
+"""Optimizers that give a list of memory back last first, which cannot be made longer (`depth`)."""
 _BATCH_SEQUENCE_WIDTH = 3
 """Dimensions of what blocks of transformers are given."""
 
 
+def record_once(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recording:
+    """As `record`, with blocks that are the same recorded once: the model is run with few of them, and the recording
+    made as deep as the model. All of them are run where that does not give the same events.
+
+    Args and Raises: as `record`.
+    """
+    stack = None if job.optimizer in _LAST_FIRST else repeated_blocks(builder, job)
+    if stack is None:
+        return record(builder, job, rank)
+    with _without_collection(), suppress(UserError):  # code may count on all of its blocks
+        shallow: Recording | None = None
+        for depth, further in stack.depths(job.slots):
+            shallow = record(stack.cut(builder, depth), job, rank) if shallow is None else shallow
+            deeper = record(stack.cut(builder, further), job, rank)
+            gap = further - depth
+            gaps = (stack.stop - stack.start - depth) // gap
+            deep = deepened(shallow, deeper, stack.container, stack.period, gap, gaps)
+            if deep is not None and deep.facts.params == stack.params:
+                return deep
+            shallow = deeper
+    return record(builder, job, rank)
+
+
 def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recording:
-    """The events of one steady-state step of one rank, from the engine that will train.
+    """The events of one steady-state step of one rank, block by block, from the engine that will train.
 
     Nothing is computed and no process group is needed: this process plays one rank. Time and memory depend on the
     number of operations, not on sizes.
@@ -247,14 +274,15 @@ def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -
 @contextmanager
 def _without_collection() -> Iterator[None]:
     """Have storages die when their last reference goes, not when the collector comes by."""
+    if not gc.isenabled():
+        yield
+        return
     gc.collect()
-    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        gc.enable()
 
 
 @contextmanager

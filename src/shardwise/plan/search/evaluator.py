@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.plan.dry_run.cache import recorded
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Recording
-from shardwise.plan.dry_run.step import record
 from shardwise.plan.models.source import ModelSource
 from shardwise.plan.simulate.forecast import Forecast, forecast_of
 from shardwise.plan.simulate.scaling import SMALLEST, scaled
@@ -65,7 +65,7 @@ class Evaluator:
             made = scaled(kept[0], kept[1], job.micro_batch)
             if made is not None:
                 return made
-        recording = record(self._source.builder(job.attention), job)
+        recording = recorded(self._source, job)
         self.recorded += 1
         if job.micro_batch >= SMALLEST and len(kept) < _KEPT:
             kept.append(recording)

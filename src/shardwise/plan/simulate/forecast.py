@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
+from shardwise.plan.dry_run.cache import recorded
 from shardwise.plan.dry_run.job import Job, with_sequences
 from shardwise.plan.dry_run.operations import GROUPED
 from shardwise.plan.dry_run.recording import Allocate, Kernel, Recording, StepEvent, StepPhase
-from shardwise.plan.dry_run.step import record
 from shardwise.plan.hardware.devices import Hardware
 from shardwise.plan.models.source import ModelLike, resolve
 from shardwise.plan.simulate.allocator import ROUND_BYTES, Segments, peak_of, reserved_bytes
@@ -153,7 +153,8 @@ class Forecast:
 def forecast(model: ModelLike, **arguments: Any) -> Forecast:
     """Forecast the memory and speed of training a model, without a GPU.
 
-    The real engine is run dry for one rank (`record`); memory and time are simulated from its recording.
+    The real engine is run dry for one rank, where that was not done before (`recorded`); memory and time are simulated
+    from its recording.
 
     Args:
         model: a packaged shape's name, the path of a config.json or Hugging Face directory, a transformers
@@ -168,7 +169,7 @@ def forecast(model: ModelLike, **arguments: Any) -> Forecast:
     """
     source = resolve(model)
     job = Job.of(**with_sequences(source, arguments))
-    return forecast_of(record(source.builder(job.attention), job))
+    return forecast_of(recorded(source, job))
 
 
 def _signature() -> inspect.Signature:

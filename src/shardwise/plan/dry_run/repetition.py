@@ -1,0 +1,232 @@
+"""Which blocks of a model are the same: so that a dry run need not meet each of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.plan.dry_run.forward import TrainingForward
+from shardwise.plan.dry_run.gpu_kernels import full_sequences
+from shardwise.plan.dry_run.job import Job
+
+_LONGEST_PERIOD = 8
+"""Blocks after which a stack is looked at for repeating itself."""
+_BARE = frozenset(vars(nn.Module())) - {"training"}
+"""What torch itself keeps in every module: parameters, buffers and children are looked at one by one."""
+_HOOKS = frozenset(name for name in _BARE if name.endswith(("_hooks", "_hooks_always_called")))
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Blocks of one container, of which those from `start` to `stop` repeat themselves."""
+
+    container: str
+    """fqn of the nn.ModuleList or nn.Sequential."""
+    start: int
+    stop: int
+    period: int
+    """Block i is the same as block i + period."""
+    params: int
+    """Of the whole model: elements of all parameters."""
+
+    def depths(self, slots: int) -> Iterator[tuple[int, int]]:
+        """How many of the repeated blocks to keep, and how many in a second model, the fewest first.
+
+        The two end at the same block of a period as the whole stack does, and at the same slot: the engine uses its
+        slots in turn, so at the end of forward what is still gathered may depend on the number of blocks. There are
+        none where so few blocks repeat that running them all costs less.
+
+        slots: of the job.
+        """
+        whole = self.stop - self.start
+        gap = math.lcm(self.period, slots)
+        depth = gap + whole % gap
+        spent = depth
+        while (spent := spent + depth + gap) < whole:
+            yield depth, depth + gap
+            depth += gap
+
+    def cut(self, builder: Callable[[], nn.Module], depth: int) -> Callable[[], nn.Module]:
+        """A builder of the same model with only the first `depth` of the repeated blocks."""
+
+        def build() -> nn.Module:
+            model = builder()
+            blocks: Any = model.get_submodule(self.container)
+            del blocks[self.start + depth : self.stop]
+            return model
+
+        return build
+
+
+def repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None:
+    """The stack with the most blocks that are the same as their neighbours. None where there is none worth cutting.
+
+    The proof, block by block: types of modules, shapes, dtypes and training of parameters and buffers, settings, hooks,
+    the entries of the configuration's lists that belong to the block, and its graph: the operations with their
+    arguments' shapes that one forward of the whole model runs in it, on the meta device. A setting that in every block
+    is the block's own number may differ. Parameters that are tied are settings of their own.
+    """
+    if callable(job.units) and not isinstance(job.units, type):
+        return None  # may look at names
+    try:
+        with torch.device("meta"):
+            model = builder()
+        stacks = [
+            (name, list(module.children()))
+            for name, module in model.named_modules()
+            if type(module) in {nn.ModuleList, nn.Sequential}
+        ]
+        name, blocks = max(stacks, key=lambda stack: len(stack[1]), default=("", []))
+        if not blocks or len({id(block) for block in blocks}) < len(blocks):
+            return None
+        graphs = _graphs(model, blocks, job)
+    except Exception:  # the dry run of the whole model says what is wrong with it
+        return None
+    described = _described(model, blocks)
+    alike = [(*description, graph) for description, graph in zip(described, graphs, strict=True)]
+    params = sum(parameter.numel() for parameter in model.parameters())
+    found = [Stack(name, *_longest_run(alike, period), period, params) for period in _periods(job)]
+    best = min(found, key=lambda stack: (stack.start + len(blocks) - stack.stop, stack.period))
+    return best if any(best.depths(job.slots)) else None
+
+
+def _periods(job: Job) -> list[int]:
+    every = job.recomputation.every or 1
+    return sorted({math.lcm(period, every) for period in range(1, _LONGEST_PERIOD + 1)})
+
+
+def _longest_run(alike: Sequence[object], period: int) -> tuple[int, int]:
+    """The first and the last (exclusive) of the most neighbours each of which is the same as the one a period later."""
+    best = (0, 0)
+    start = 0
+    for index in range(len(alike) + 1):
+        ends = index + period >= len(alike) or alike[index] != alike[index + period]
+        if not ends:
+            continue
+        stop = min(index + period, len(alike)) if index > start else start
+        best = max(best, (start, stop), key=lambda run: run[1] - run[0])
+        start = index + 1
+    return best
+
+
+# What a block is ------------------------------------------------------------------------------------------------------
+
+
+def _described(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[object, ...]]:
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    lists = list(_lists(getattr(model, "config", None), len(blocks)))
+    facts = [
+        {**dict(_facts(block, "", uses)), **{f"config.{name}": values[number] for name, values in lists}}
+        for number, block in enumerate(blocks)
+    ]
+    numbers = {name for name in facts[0] if all(fact.get(name) == number for number, fact in enumerate(facts))}
+    return [tuple((name, value) for name, value in fact.items() if name not in numbers) for fact in facts]
+
+
+def _facts(module: nn.Module, path: str, uses: Counter[int]) -> Iterator[tuple[str, object]]:
+    yield f"{path}:type", type(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            tied = id(parameter) if uses[id(parameter)] > 1 else None
+            yield f"{path}.{name}", (parameter.shape, parameter.dtype, parameter.requires_grad, tied)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield f"{path}.{name}", (buffer.shape, buffer.dtype, name in module._non_persistent_buffers_set)
+    for name, value in vars(module).items():
+        if name in _HOOKS:
+            yield f"{path}.{name}", _setting(list(value.values()), module)
+        elif name not in _BARE:
+            yield f"{path}.{name}", _setting(value, module)
+    for name, child in module.named_children():
+        yield from _facts(child, f"{path}.{name}", uses)
+
+
+def _setting(value: object, owner: nn.Module) -> object:
+    """Something that can be compared. What is not plain data must be the very same object."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+        return value
+    if isinstance(value, tuple | list):
+        return (type(value), *(_setting(item, owner) for item in value))
+    if isinstance(value, dict):
+        return (dict, *((_setting(key, owner), _setting(item, owner)) for key, item in value.items()))
+    if isinstance(value, partial):
+        return (partial, id(value.func), _setting(value.args, owner), _setting(value.keywords, owner))
+    if isinstance(value, MethodType) and value.__self__ is owner:
+        return ("own", id(value.__func__))
+    return (type(value), id(value))
+
+
+def _lists(config: object, length: int) -> Iterator[tuple[str, Sequence[object]]]:
+    """Lists of a configuration, and of those in it, that have an entry for each block."""
+    for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
+        if isinstance(value, tuple | list) and len(value) == length:
+            yield name, [_setting(item, nn.Module()) for item in value]
+        elif hasattr(value, "to_dict"):
+            yield from ((f"{name}.{inner}", values) for inner, values in _lists(value, length))
+
+
+# What a block does ----------------------------------------------------------------------------------------------------
+
+
+class _Graphs(TorchDispatchMode):
+    """Notes the operations of each block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[list[object]] = []
+        self.order: list[int] = []
+        self.inside = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.inside:
+            self.found[-1].append((func, *map(_argument, tree_leaves((args, kwargs or {})))))
+        return func(*args, **(kwargs or {}))
+
+
+def _argument(value: Any) -> object:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    return value if isinstance(value, int | float | str | torch.dtype) else type(value)
+
+
+def _graphs(model: nn.Module, blocks: Sequence[nn.Module], job: Job) -> list[tuple[object, ...]]:
+    """The operations of every block in one forward, on the meta device. Raises ValueError unless each is called once,
+    in order."""
+    mode = _Graphs()
+
+    def enter(number: int) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any) -> None:
+            mode.order.append(number)
+            mode.found.append([])
+            mode.inside = True
+
+        return note
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        mode.inside = False
+
+    handles: list[Any] = []
+    for number, block in enumerate(blocks):
+        handles += [block.register_forward_pre_hook(enter(number)), block.register_forward_hook(leave)]
+    try:
+        feed = TrainingForward(model, job)
+        with torch.device("meta"), full_sequences(), mode:
+            feed.loss(model, feed.inputs())
+    finally:
+        for handle in handles:
+            handle.remove()
+    if mode.order != list(range(len(blocks))):
+        raise ValueError("blocks are not called one after the other")
+    return [tuple(operations) for operations in mode.found]
