@@ -20,22 +20,16 @@ from dataclasses import asdict, fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import (
     Allocate,
-    Collective,
     Facts,
-    Free,
-    Gradient,
-    Kernel,
     KernelKind,
     Recording,
     StepEvent,
     StepPhase,
-    UnitMark,
-    Wait,
 )
 from shardwise.plan.models.source import ModelSource
 
@@ -49,7 +43,7 @@ _SUFFIX = ".recording"
 _EDITED = (".py", ".json", ".toml", ".yaml", ".yml")
 _INSTALLED = frozenset({"site-packages", "node_modules", "venv"})
 _PROJECT_FILES = 2000
-_KINDS: tuple[type[StepEvent], ...] = (Kernel, Allocate, Free, Collective, Wait, UnitMark, Gradient)
+_KINDS: tuple[type[StepEvent], ...] = get_args(StepEvent)
 _FIELDS = {kind: tuple(known.name for known in fields(kind)) for kind in _KINDS}
 _UNSEEN = frozenset(
     {

@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from shardwise.plan.dry_run.recording import (
     Allocate,
@@ -148,9 +148,8 @@ _SIZES: dict[type[StepEvent], tuple[str, ...]] = {
 _OWNER = {Kernel: "module", Allocate: "module", Collective: "unit", UnitMark: "unit", Gradient: "unit"}
 """The field that holds a fqn."""
 _APART = frozenset({"block", "number", "matmul", "flops", "bytes_moved", "nbytes", "module", "unit"})
-_COMPARED = {
-    kind: tuple(known.name for known in fields(kind) if known.name not in _APART)
-    for kind in (Kernel, Allocate, Free, Collective, Wait, UnitMark, Gradient)
+_COMPARED: dict[type[StepEvent], tuple[str, ...]] = {
+    kind: tuple(known.name for known in fields(kind) if known.name not in _APART) for kind in get_args(StepEvent)
 }
 """The fields that must be the same, by event."""
 
