@@ -1,0 +1,303 @@
+"""FSDP2's names and signatures (`torch.distributed.fsdp` of torch 2.13) over `sw.shard`.
+
+    from shardwise.compat.fsdp2 import fully_shard, MixedPrecisionPolicy
+
+    for block in model.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+Each method of FSDPModule is honoured, or is without effect because the engine sees to it (warned once), or raises
+UsageError and says what to do instead: `docs/fsdp2.md` lists them. Parameters are `ShardedParameter`s, not DTensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+from shardwise.engine.lookup import engine_of, engines_of
+from shardwise.engine.shard import shard
+from shardwise.errors import UsageError
+from shardwise.model_tools.by_hand import reshard, unshard
+from shardwise.model_tools.forward_methods import register_forward_method
+from shardwise.model_tools.unsharded import no_sync
+from shardwise.policy.precision import Precision
+from shardwise.sharded.parameter import ShardedParameter
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+_SYNC = "_shardwise_fsdp2_no_sync"
+
+
+def fully_shard(  # noqa: PLR0913 - FSDP2's signature
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> M:
+    """Make a module, or several, one unit, apart from what is a unit below. Every rank must call this.
+
+    Args:
+        module: changed in place, also in its class: an FSDPModule as well from here on.
+        mesh: 1 axis = shard, 2 axes = (replicate, shard). Default: all ranks.
+        reshard_after_forward: None = True, but for the root, whose backward comes next; False = FSDP2's ZeRO-2.
+        shard_placement_fn: without effect, with a warning: parameters are cut as one flat, ragged buffer.
+        mp_policy: dtypes of this unit.
+        offload_policy: CPUOffloadPolicy raises; it is not there yet.
+        ignored_params: left alone.
+        dp_mesh_dims: names of the data axes of a larger mesh.
+
+    Returns:
+        The same module, or modules.
+
+    Raises UsageError for what cannot be had; else as `sw.shard`.
+    """
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise UsageError("fully_shard: CPUOffloadPolicy is not there yet; leave offload_policy out")
+    if shard_placement_fn is not None:
+        _without_effect("shard_placement_fn", "parameters are cut as one flat buffer, in ragged pieces")
+    if mesh is not None and dp_mesh_dims is not None:
+        mesh = mesh[_dims(dp_mesh_dims)]
+    policy = mp_policy or MixedPrecisionPolicy()
+    shard(
+        module,
+        "hybrid_shard" if mesh is not None and mesh.ndim == 2 else "full_shard",
+        mesh=mesh,
+        units=_no_units if isinstance(module, nn.Module) else None,
+        precision=Precision(
+            param=_name(policy.param_dtype),
+            reduce=_name(policy.reduce_dtype),
+            output=_name(policy.output_dtype),
+            cast_inputs=policy.cast_forward_inputs,
+        ),
+        reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
+        ignored=ignored_params or (),
+    )
+    for one in [module] if isinstance(module, nn.Module) else module:
+        one.__class__ = _class_for(type(one))
+    return module
+
+
+def _no_units(fqn: str, module: nn.Module) -> bool:
+    return False
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _dims(dims: DataParallelMeshDims) -> tuple[str, ...]:
+    found: list[str] = []
+    for asked in (dims.replicate, dims.shard):
+        if isinstance(asked, tuple):
+            raise UsageError(f"dp_mesh_dims: {asked!r} are several axes; flatten them to one in the mesh")
+        found += [] if asked is None else [asked]
+    return tuple(found)
+
+
+_classes: dict[type, type] = {}
+
+
+def _class_for(kind: type) -> type:
+    """FSDPModule and the module's own class in one, named as FSDP2 does. The same each time."""
+    if issubclass(kind, FSDPModule):
+        return kind
+    if kind not in _classes:
+        inherited = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+        _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), inherited)
+    return _classes[kind]
+
+
+class UnshardHandle:
+    """Of `FSDPModule.unshard(async_op=True)`."""
+
+    def wait(self) -> None:
+        """Nothing to do: whoever reads the parameters is ordered behind the gather."""
+
+
+class FSDPModule:
+    """What `fully_shard` makes of a module, besides what it was. FSDP2's methods."""
+
+    # Honoured ---------------------------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Hold full parameters now, the module's own units and those below it. Every rank must call this.
+
+        FSDP2 gathers the module's own unit alone; see `sw.unshard` for how long they stay.
+        """
+        if self._is_sharded:
+            unshard(self._module)
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Hold sharded parameters again. Every rank must call this."""
+        if self._is_sharded:
+            reshard(self._module)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards reduce gradients or accumulate them locally. On a root. Every rank must call this."""
+        if not self._is_sharded:
+            return
+        if engine_of(self._module, below=False) is None or not recurse:
+            raise UsageError(
+                "set_requires_gradient_sync: gradients wait or are reduced in a whole model; call it on the root "
+                "module, with recurse=True"
+            )
+        waiting: ExitStack | None = self._module.__dict__.pop(_SYNC, None)
+        if waiting is not None:
+            waiting.close()
+        if not requires_gradient_sync:
+            stack = self._module.__dict__[_SYNC] = ExitStack()
+            stack.enter_context(no_sync(self._module))
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """True is what is done anyway."""
+        if not requires_all_reduce:
+            self._refuse("set_requires_all_reduce(False)", "accumulate with set_requires_gradient_sync(False)")
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """The number of ranks is what is done anyway: gradients are the mean."""
+        world_size = self._world_size
+        if factor != world_size:
+            self._refuse(
+                f"set_gradient_divide_factor({factor:g})",
+                f"gradients are the mean over {world_size} ranks; multiply the loss by {world_size / factor:g}",
+            )
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """As `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    # Without effect ---------------------------------------------------------------------------------------------------
+
+    def reset_iter_state(self) -> None:
+        """The engine clears up by itself after an exception."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """The engine knows when a backward is over."""
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The engine orders gathers behind the optimizer's writes itself."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Which operation the backend is given is the engine's choice; gradients are the mean."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The engine learns the order by itself."""
+        _without_effect("set_modules_to_forward_prefetch", "the engine learns in which order units are used")
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The engine learns the order by itself."""
+        _without_effect("set_modules_to_backward_prefetch", "the engine learns in which order units are used")
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Slots are taken back after backward."""
+        if not reshard_after_backward:
+            _without_effect("set_reshard_after_backward(False)", "slots are shared, and are taken back")
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """The engine gathers what backward is known to use."""
+        if not unshard_in_backward:
+            _without_effect("set_unshard_in_backward(False)", "units are gathered in backward as they are in forward")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Reduce slots are the arena's."""
+        _without_effect("set_reduce_scatter_max_input_buffers", "reduce slots are allocated once")
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Ranks agree on which parameters were used."""
+        _without_effect("set_reduce_scatter_unused_params", "ranks agree on which parameters were used")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reductions have a group of their own where that is of use."""
+        _without_effect("set_separate_reduce_scatter_group", "reductions have a group of their own on accelerators")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Slots are allocated once."""
+        _without_effect("set_allocate_memory_from_process_group_for_comm", "slots are allocated once, by the engine")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not there yet; slower, not otherwise."""
+        _without_effect("set_symm_mem_for_comm", "slots are ordinary memory")
+
+    # Refused ----------------------------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Raises UsageError."""
+        self._refuse("set_reshard_after_forward", "pass reshard_after_forward= to fully_shard")
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Raises UsageError."""
+        self._refuse("set_all_reduce_hook", "change gradients after backward, in place")
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Raises UsageError."""
+        self._refuse("set_custom_all_gather", "the engine's collectives cannot be exchanged")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Raises UsageError."""
+        self._refuse("set_custom_reduce_scatter", "the engine's collectives cannot be exchanged")
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _module(self) -> nn.Module:
+        assert isinstance(self, nn.Module)
+        return self
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Not so of a module without parameters, which is left alone."""
+        return any(isinstance(parameter, ShardedParameter) for parameter in self._module.parameters()) or (
+            engine_of(self._module) is not None
+        )
+
+    @property
+    def _world_size(self) -> int:
+        if self._is_sharded:
+            return engines_of(self._module)[0].mesh.world_size
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def _refuse(self, what: str, instead: str) -> NoReturn:
+        raise UsageError(f"{type(self).__name__}.{what} cannot be had: {instead}")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method gather parameters as `forward` does. No communication; nothing for a module that is not sharded."""
+    if isinstance(module, FSDPModule) and module._is_sharded:
+        register_forward_method(module, method_name)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Nothing to do: what an outer call adopts shares streams and slots."""
+
+
+@cache
+def _without_effect(what: str, why: str) -> None:
+    """Warn, once."""
+    warnings.warn(f"shardwise: {what} has no effect: {why}", stacklevel=3)

@@ -1,0 +1,166 @@
+"""Scripts written for FSDP2, with its imports and with ours."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torchs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from shardwise.compat import fsdp2 as ours
+from shardwise.compat.state_dict import StateDictOptions, get_model_state_dict
+from shardwise.errors import UsageError
+from tests.engine.rig import Net, batch, on_ranks, seeded, squares
+
+
+def script(
+    fsdp: types.ModuleType, *, bf16: bool = False, replicas: bool = False, together: bool = False
+) -> list[float]:
+    """A user's: blocks and root, clipping, accumulation, a schedule; returns losses and norms."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    options: dict[str, Any] = {"mesh": mesh if replicas else None}
+    if bf16:
+        options["mp_policy"] = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = seeded(Net)
+    for index, block in enumerate(model.blocks):
+        fsdp.fully_shard(block, reshard_after_forward=index == 0, **options)
+    if together:
+        fsdp.fully_shard([model.enter, model.leave], **options)
+    fsdp.fully_shard(model, **options)
+    assert isinstance(model, Net)
+    assert isinstance(model, fsdp.FSDPModule)
+    assert isinstance(model.blocks[0], fsdp.FSDPModule)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    found = []
+    for step in range(4):
+        for micro in range(2):
+            model.set_is_last_backward(micro == 1)
+            model.set_requires_gradient_sync(micro == 1)
+            loss = squares(model, batch(2 * step + micro))
+            loss.backward()
+            found.append(loss.item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        found.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("together", [False, True])
+@on_ranks(2, timeout_s=120)
+def test_a_script_of_fsdp2s(together: bool) -> None:
+    assert script(ours, together=together) == pytest.approx(script(torchs, together=together), rel=1e-5)
+
+
+@on_ranks(4, timeout_s=120)
+def test_with_replicas() -> None:
+    assert script(ours, replicas=True) == pytest.approx(script(torchs, replicas=True), rel=1e-5)
+
+
+@on_ranks(2, timeout_s=120)
+def test_in_bf16() -> None:
+    assert script(ours, bf16=True) == pytest.approx(script(torchs, bf16=True), rel=2e-2)
+
+
+def sharded() -> Any:
+    model = seeded(Net)
+    for block in model.blocks:
+        ours.fully_shard(block)
+    return ours.fully_shard(model)
+
+
+@on_ranks(2)
+def test_units_are_what_was_given_and_names_stay() -> None:
+    names = list(seeded(Net).state_dict())
+    model = sharded()
+    assert list(model.state_dict()) == names
+    assert type(model).__name__ == "FSDPNet"
+    units = ["", *(f"blocks.{index}" for index in range(len(model.blocks)))]
+    assert sorted(unit.fqn for unit in sw.describe(model).units) == units
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(full[name], value) for name, value in seeded(Net).state_dict().items())
+
+
+@on_ranks(2)
+def test_unshard_by_hand() -> None:
+    model = sharded()
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    assert torch.equal(model.enter.weight, seeded(Net).enter.weight)
+    model.reshard()
+    assert isinstance(model.enter.weight, sw.ShardedParameter)
+    assert model.unshard() is None
+
+
+@on_ranks(2)
+def test_methods_that_are_registered_gather() -> None:
+    class Encoder(Net):
+        def encode(self, x: Tensor) -> Tensor:
+            return self.enter(x)  # type: ignore[no-any-return]
+
+    plain = seeded(Encoder)
+    model = ours.fully_shard(seeded(Encoder))
+    ours.register_fsdp_forward_method(model, "encode")
+    assert torch.equal(model.encode(batch(0)), plain.encode(batch(0)))
+    ours.register_fsdp_forward_method(nn.Linear(2, 2), "encode")  # not sharded: nothing happens
+
+
+@on_ranks(2)
+def test_modules_without_parameters_and_ignored_ones() -> None:
+    quiet: Any = ours.fully_shard(nn.ReLU())
+    assert isinstance(quiet, ours.FSDPModule)
+    quiet.set_requires_gradient_sync(False)
+    quiet.unshard()
+    quiet.reshard()
+    model = seeded(Net)
+    left = model.enter.weight
+    ours.fully_shard(model, ignored_params={left})
+    assert model.enter.weight is left
+
+
+@on_ranks(2)
+def test_what_has_no_effect_warns_once_and_what_cannot_be_had_raises() -> None:
+    model = sharded()
+    ours._without_effect.cache_clear()
+    with pytest.warns(UserWarning, match="set_modules_to_forward_prefetch has no effect: the engine learns"):
+        model.set_modules_to_forward_prefetch([model.blocks[1]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.set_modules_to_forward_prefetch([model.blocks[1]])
+        model.set_requires_all_reduce(True)
+        model.set_gradient_divide_factor(2.0)
+        model.reset_iter_state()
+        ours.share_comm_ctx([model])
+    for call, said in (
+        (lambda: model.set_gradient_divide_factor(1.0), r"gradients are the mean over 2 ranks; multiply the loss by 2"),
+        (lambda: model.set_requires_all_reduce(False), r"FSDPNet\.set_requires_all_reduce\(False\) cannot be had"),
+        (lambda: model.set_reshard_after_forward(True), "pass reshard_after_forward= to fully_shard"),
+        (lambda: model.set_all_reduce_hook(print), "change gradients after backward"),
+        (lambda: model.blocks[0].set_requires_gradient_sync(False), "call it on the root"),
+        (lambda: ours.fully_shard(Net(), offload_policy=ours.CPUOffloadPolicy()), "CPUOffloadPolicy is not there yet"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            call()
+
+
+def test_every_name_and_argument_of_torchs_is_there() -> None:
+    fsdp1 = {"BackwardPrefetch", "CPUOffload", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy"}
+    of_fsdp1 = {name for name in torchs.__all__ if name in fsdp1 or "StateDict" in name or name == "OptimStateKeyType"}
+    assert set(torchs.__all__) - of_fsdp1 == set(ours.__all__)
+    assert list(inspect.signature(ours.fully_shard).parameters) == list(
+        inspect.signature(torchs.fully_shard).parameters
+    )
+    for name, method in inspect.getmembers(torchs.FSDPModule, inspect.isfunction):
+        if not name.startswith("_"):
+            mine = inspect.signature(getattr(ours.FSDPModule, name))
+            assert list(mine.parameters) == list(inspect.signature(method).parameters), name
