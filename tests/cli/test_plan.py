@@ -4,10 +4,13 @@ import json
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shardwise.cli.app import run
+from shardwise.errors import PlanError
+from shardwise.plan import planner
 from shardwise.train import trainer
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.config.files import load
@@ -78,7 +81,7 @@ def test_the_winner_trains_unchanged(capsys: Printed) -> None:
 def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> None:
     assert run(["plan", "config.json", "--gpus", "2", "--budget", "600MiB", "--html", "plan.html", *FIXED]) == 2
     shown = capsys.readouterr()
-    assert "Falls out:" in shown.out
+    assert "Left out:" in shown.out
     assert "Nothing fits" in Path("plan.html").read_text()
     error = shown.err.splitlines()[-1]
     assert error.startswith("error: nothing fits 2 x h100-sxm-80gb: the nearest, full_shard with micro-batch 2")
@@ -159,7 +162,7 @@ def test_a_group_to_reshard_to_leaves_strategies_out_and_says_which(capsys: Prin
     assert run(["plan", "config.json", *asked, *FIXED[2:]]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "Falls out: no_shard: reshard_after_forward=2 does not divide the shard group of 1 rank; leave it out" in shown
+        "Left out: no_shard: reshard_after_forward=2 does not divide the shard group of 1 rank; leave it out" in shown
     )
 
 
@@ -203,3 +206,38 @@ def test_calibration_writes_a_file_that_plans_use(capfd: Printed) -> None:
     printed = json.loads(capfd.readouterr().out)
     assert printed["fits"]
     assert 0 < printed["step_time_s"] < 10
+
+
+def test_a_directory_trains_on_from_what_is_there(capsys: Printed) -> None:
+    """Weights and tokenizer are the directory's; what to train on is asked for before any rank starts."""
+    Path("mine").mkdir()
+    Path("mine/config.json").write_text(json.dumps(TINY))
+    for name in ("model.safetensors", "tokenizer.json"):
+        Path("mine", name).touch()
+    arguments = ["--gpu", "cpu", "--gpus", "1", "--precision", "fp32", *FIXED, "--config", "run.toml"]
+    assert run(["plan", "mine", *arguments]) == 0
+    said = "train with it: shardwise train run.toml data.source=..., which is not set in it"
+    assert said in capsys.readouterr().err
+    assert Path("run.toml").read_text().startswith("# data.source is to be set")
+    config = load("run.toml")
+    assert (config.model.path, config.model.weights, config.data.tokenizer) == ("mine", "mine", "mine")
+    assert run(["train", "run.toml"]) == 2
+    assert "data.source is not set: name what to train on" in capsys.readouterr().err
+
+
+def test_how_few_devices_would_do_is_an_answer(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing fits the devices that were named."""
+
+    def nothing_fits() -> None:
+        raise PlanError("nothing fits 8 x h100")
+
+    found = {"smallest_cluster": 16}
+    answer = SimpleNamespace(best=None, extra=found, to_dict=lambda: found, check_fits=nothing_fits)
+    monkeypatch.setattr(planner, "plan", lambda question, progress: answer)
+    asked = ["plan", "config.json", "--smallest-cluster", "--json"]
+    assert run(asked) == 0
+    assert json.loads(capsys.readouterr().out) == found
+    assert run([*asked, "--trace", "step.json"]) == 2
+    answer.extra = {"smallest_cluster": None}
+    assert run(asked) == 2
+    assert "nothing fits 8 x h100" in capsys.readouterr().err

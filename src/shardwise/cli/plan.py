@@ -179,6 +179,8 @@ def _show(answer: "Plan", options: Options) -> None:
     if options.html is not None:
         write_page(replace(answer.report, config=text), options.html)
         _say(f"page: {options.html}")
+    if answer.best is None and answer.extra.get("smallest_cluster") and not (options.trace or options.config):
+        return  # that was the question
     answer.check_fits()
     assert answer.best is not None
     if options.trace is not None:
@@ -187,7 +189,7 @@ def _show(answer: "Plan", options: Options) -> None:
         if refused is not None:
             raise refused
         options.config.write_text(text, encoding="utf-8")
-        _say(f"configuration: {options.config}; train with it: shardwise train {options.config}")
+        _say(f"configuration: {options.config}; train with it: shardwise train {options.config}{_still_to_set(text)}")
 
 
 def _calibrate(options: Options) -> int:
@@ -219,9 +221,18 @@ def _training_config(answer: "Plan", path: Path | None) -> tuple[str, PlanError 
     if answer.best is None:
         return "", None
     try:
-        return dump_toml(training_config(answer.source, answer.best.job, path.stem if path else "planned")), None
+        text = dump_toml(training_config(answer.source, answer.best.job, path.stem if path else "planned"))
+        hint = "# data.source is to be set: a file, folder or glob of texts, tables or instructions.\n"
+        return (hint + text if _still_to_set(text) else text), None
     except PlanError as error:
         return "", error
+
+
+def _still_to_set(configuration: str) -> str:
+    """What the user has to add to a written configuration's command line, or to it."""
+    from shardwise.train.config.schema import UNSET
+
+    return " data.source=..., which is not set in it" if f'source = "{UNSET}"' in configuration else ""
 
 
 def _check_counts(options: Options) -> None:

@@ -24,7 +24,9 @@ try:
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 except ImportError as error:
-    raise ImportError("shardwise.integrations.accelerate needs Accelerate: pip install accelerate") from error
+    raise ModuleNotFoundError(
+        "shardwise.integrations.accelerate needs Accelerate: pip install accelerate", name=error.name
+    ) from error
 
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.saving import save

@@ -15,7 +15,9 @@ try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
 except ImportError as error:
-    raise ImportError("shardwise.integrations.fabric needs Lightning: pip install lightning") from error
+    raise ModuleNotFoundError(
+        "shardwise.integrations.fabric needs Lightning: pip install lightning", name=error.name
+    ) from error
 
 from shardwise.engine.lookup import engine_of
 from shardwise.errors import UsageError

@@ -27,7 +27,9 @@ try:
     import transformers
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 except ImportError as error:
-    raise ImportError("shardwise.integrations.hf needs transformers and Accelerate: pip install accelerate") from error
+    raise ModuleNotFoundError(
+        "shardwise.integrations.hf needs transformers and Accelerate: pip install accelerate", name=error.name
+    ) from error
 
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.loading import load

@@ -21,7 +21,9 @@ try:
     from lightning.pytorch.strategies.strategy import _ForwardRedirection
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
-    raise ImportError("shardwise.integrations.lightning needs Lightning: pip install lightning") from error
+    raise ModuleNotFoundError(
+        "shardwise.integrations.lightning needs Lightning: pip install lightning", name=error.name
+    ) from error
 
 from shardwise.engine.lookup import engine_of
 from shardwise.errors import UsageError

@@ -271,7 +271,7 @@ def test_a_run_that_cannot_be_exported_fails_on_all_ranks(ranks: RankPools) -> N
 
 
 def fail_to_export(folder: str) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:

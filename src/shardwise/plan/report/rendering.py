@@ -27,7 +27,7 @@ def table_text(report: PlanReport) -> str:
         blocks.append(_breakdown(report))
     if report.fallen:
         blocks.append(
-            "\n".join(["Falls out:", *(_wrapped(f"{name}: {why}", "  ", "    ") for name, why in report.fallen)])
+            "\n".join(["Left out:", *(_wrapped(f"{name}: {why}", "  ", "    ") for name, why in report.fallen)])
         )
     closing = [report.counts, *report.answers]
     blocks.append("\n".join(_wrapped(line) for line in closing if line))

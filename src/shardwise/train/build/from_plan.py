@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,14 +11,17 @@ from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.source import ModelSource
 from shardwise.policy.precision import short_dtype_name
-from shardwise.train.config.schema import Config
+from shardwise.train.config.schema import UNSET, Config
 
 STEPS = 1000
 """Of a written configuration: a plan has no length of training."""
 
 
 def training_config(source: ModelSource, job: Job, name: str) -> Config:
-    """The configuration that trains a planned job; it runs as it is, on data that are already there.
+    """The configuration that trains a planned job.
+
+    Of a Hugging Face directory it goes on from the weights, and has the tokenizer, that are there; what to train on is
+    left to be named (`data.source` is "unset"). Any other model begins at random, on data that are already there.
 
     Args:
         source: the model, which must have a name.
@@ -32,8 +36,8 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
     precision = job.precision
     master = short_dtype_name(precision.master or "float32")
     tree: dict[str, Any] = {
-        "model": {**source.model_section(), "dtype": master},
-        "data": {"seq_len": job.seq_len},
+        "model": {**source.model_section(), **_weights(source), "dtype": master},
+        "data": {**_data(source), "seq_len": job.seq_len},
         "train": {
             "steps": STEPS,
             "micro_batch": job.micro_batch,
@@ -59,6 +63,25 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
         detail = error.errors(include_url=False)[0]
         place = ".".join(map(str, detail["loc"]))
         raise PlanError(f"no training configuration can hold this plan: {place}: {detail['msg']}") from None
+
+
+def _directory(source: ModelSource) -> Path | None:
+    """The Hugging Face directory that the model was given as."""
+    path = None if source.path is None else Path(source.path)
+    return path if path is not None and path.is_dir() else None
+
+
+def _weights(source: ModelSource) -> dict[str, Any]:
+    directory = _directory(source)
+    return {"weights": source.path} if directory is not None and any(directory.glob("*.safetensors")) else {}
+
+
+def _data(source: ModelSource) -> dict[str, Any]:
+    directory = _directory(source)
+    if directory is None:
+        return {}
+    has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return {"source": UNSET, **({"tokenizer": source.path} if has_tokenizer else {})}
 
 
 def check_model(source: ModelSource) -> None:

@@ -28,6 +28,9 @@ StrategyName = Literal[
 DtypeName = Literal["fp32", "bf16", "fp16"]
 HYBRID_STRATEGIES: frozenset[StrategyName] = frozenset({"hybrid_shard", "hybrid_shard_zero2"})
 
+UNSET = "unset"
+"""Of `data.source`, where only the user can know."""
+
 # TOML has no null: the word "none" unsets an optional key, which an override needs.
 NoneWord = BeforeValidator(lambda value: None if value == "none" else value)
 
@@ -80,7 +83,8 @@ class DataConfig(Section):
     """`[data]`: the text, and how it becomes sequences."""
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-stdlib"
-    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory or a glob."""
+    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory or a glob. "unset": has to be named
+    before training starts."""
     format: Annotated[Literal["text", "jsonl", "parquet", "csv", "tsv"] | None, NoneWord] = None
     """How the files are read; none = by suffix. Rows of tables (jsonl, parquet, csv, tsv) give their `text` field."""
     tokenizer: str = "bytes"

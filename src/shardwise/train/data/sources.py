@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
+from shardwise.train.config.schema import UNSET
 from shardwise.train.data.corpus import BUILTIN_PREFIX, builtin_documents
 from shardwise.train.data.documents import TEXT_ERRORS, Document, document_of_row
 
@@ -54,6 +55,8 @@ def find_files(source: str) -> list[Path]:
         ConfigError: there are none, and the message names the nearest existing name; or some cannot be looked at.
     """
     path = Path(source)
+    if source == UNSET and not path.exists():
+        raise ConfigError("data.source is not set: name what to train on, such as data.source=texts/*.jsonl")
     with reading("data.source", source):
         if path.is_file():
             return [path]
