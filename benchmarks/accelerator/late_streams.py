@@ -1,9 +1,11 @@
 """Two ranks on one device: the numbers must not depend on which stream is late.
 
 Collectives go over `Exchange`, which orders work by streams and events alone. Before each collective its stream is put
-to sleep, then, in turn, the stream that computes. A fault planted on purpose shows that this sees something.
+to sleep, then, in turn, the stream that writes slices and the one that computes. A fault planted on purpose shows that
+this sees something.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,12 +29,13 @@ from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, figure, imp
 from benchmarks.accelerator.twins import Course, Steps
 from benchmarks.gpt import GPT, GPTShape
 from shardwise.comm.backends import on_streams
+from shardwise.comm.backends.on_streams import StreamCollectives
 
 _CYCLES = 2_000_000
 """About a millisecond."""
 _STEPS = Steps(micro=2, quiet=True)
 _LIMIT_S = 75.0
-LATE = ("gather", "reduce", "compute")
+LATE = ("slices", "gather", "reduce", "compute")
 
 
 @dataclass
@@ -121,7 +124,8 @@ def _train(group: Exchange, device: torch.device, shape: GPTShape, late: str | N
     group.delay = lambda lane: _sleep(device) if lane == late else None
     hooks = [block.register_forward_hook(_late_compute(device)) for block in model.blocks if late == "compute"]
     try:
-        course = twins.train_sharded(model, optimizer, batches, _STEPS)
+        with _late_slices(device) if late == "slices" else contextlib.nullcontext():
+            course = twins.train_sharded(model, optimizer, batches, _STEPS)
     finally:
         group.delay = lambda lane: None
         for hook in hooks:
@@ -134,6 +138,21 @@ def _sleep(device: torch.device) -> None:
     """The current stream's, not the host's."""
     if device.type == "cuda":
         torch.cuda._sleep(_CYCLES)
+
+
+@contextlib.contextmanager
+def _late_slices(device: torch.device) -> Iterator[None]:
+    """What a gather starts from is late."""
+    usual = StreamCollectives.writing
+
+    @contextlib.contextmanager
+    def late(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with usual(*args, **kwargs):
+            _sleep(device)
+            yield
+
+    with mock.patch.object(StreamCollectives, "writing", late):
+        yield
 
 
 def _late_compute(device: torch.device) -> Callable[[nn.Module, object, Tensor], None]:

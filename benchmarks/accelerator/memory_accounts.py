@@ -1,8 +1,11 @@
-"""Three accounts of one training's memory: the allocator's, `sw.memory`'s and the forecast's."""
+"""Three accounts of one training's memory: the allocator's, `sw.memory`'s and the forecast's. At world 1, where nothing
+is missing from a step, its time beside the forecast's too."""
 
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,9 @@ _FORECAST = 0.05
 _APART_BYTES = 64 * MIB
 """Libraries' workspaces, which the allocator hands out as well."""
 _STEPS = 3
+_TIMED_STEPS = 10
+_FORECAST_TIME = 0.15
+"""Of a small model on one device, about the spread of published runs around their forecasts."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Measured:
     """What `sw.memory` says is there, its activations left out."""
     activations: int
     """What `sw.memory` says activations took at the peak."""
+    step_time_s: float
 
 
 def alone(bench: Bench) -> Iterator[Row]:
@@ -72,6 +79,8 @@ def _accounts(bench: Bench, world_size: int, name: str) -> Iterator[Row]:
         _train(bench, shape, precision)
         for what in ("sw.memory", "forecast of the peak", "forecast of what is reserved"):
             yield impossible(f"{name}: {what}", f"{NO_ACCELERATOR}; forecast for an H100: {told}")
+        if world_size == 1:
+            yield impossible(f"{name}: forecast of a step's time", NO_ACCELERATOR)
         return
     measured = _measure(bench, shape, precision)
     yield _close(f"{name}: sw.memory", measured.known, measured.after, _KNOWN, "state and slots, between steps")
@@ -80,6 +89,13 @@ def _accounts(bench: Bench, world_size: int, name: str) -> Iterator[Row]:
     reserved = forecast.reserved_memory_bytes
     yield _close(f"{name}: forecast of what is reserved", reserved, measured.reserved, 2 * _FORECAST, "")
     yield figure(f"{name}: activations at the peak", f"{measured.activations / MIB:.0f} MiB", "as sw.memory has them")
+    if world_size == 1:
+        yield _time_row(f"{name}: forecast of a step's time", forecast.step_time_s, measured.step_time_s)
+
+
+def _time_row(name: str, told_s: float, measured_s: float) -> Row:
+    value = f"{1e3 * told_s:.4g} of {1e3 * measured_s:.4g} ms"
+    return reached(name, abs(told_s / measured_s - 1) <= _FORECAST_TIME, value, f"within {_FORECAST_TIME:.0%}", "")
 
 
 def _close(name: str, told: int, measured: int, share: float, reason: str) -> Row:
@@ -96,7 +112,7 @@ def _measure(bench: Bench, shape: GPTShape, precision: sw.Precision) -> Measured
     handle.empty_cache()
     before = handle.memory_allocated(bench.device)
     handle.reset_peak_memory_stats(bench.device)
-    model, optimizer = _train(bench, shape, precision)
+    model, optimizer, times_s = _train(bench, shape, precision, _STEPS + _TIMED_STEPS)
     held = sw.memory(model)
     known = sum(nbytes for kind, nbytes in held.now.items() if kind != "activations")
     measured = Measured(
@@ -105,26 +121,33 @@ def _measure(bench: Bench, shape: GPTShape, precision: sw.Precision) -> Measured
         reserved=handle.max_memory_reserved(bench.device),
         known=known,
         activations=held.peak.get("activations", 0),
+        step_time_s=median(times_s[_STEPS:]),
     )
     del model, optimizer
     return measured
 
 
-def _train(bench: Bench, shape: GPTShape, precision: sw.Precision) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _train(
+    bench: Bench, shape: GPTShape, precision: sw.Precision, steps: int = _STEPS
+) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+    """Returns the time of each step as well, in seconds."""
     model = sw.shard(FedGPT(shape), precision=precision)
     optimizer = twins.adamw(model.parameters(), fused=True)
     batches = twins.batches_on(bench.device, shape, _BATCH)
-    for step in range(_STEPS):
+    times_s = []
+    for step in range(steps):
+        start = time.perf_counter()
         model(*batches(step)).backward()
         sw.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    synchronize(bench.device)
-    return model, optimizer
+        synchronize(bench.device)
+        times_s.append(time.perf_counter() - start)
+    return model, optimizer, times_s
 
 
 def _data_of(bench: Bench) -> str:
-    """The hardware data's name for the device; only its workspaces and capacity matter here."""
+    """The hardware data's name for the device."""
     name = "" if bench.on_cpu else torch.get_device_module(bench.device).get_device_name(bench.device).lower()
     return "h200-sxm" if "h200" in name else "h100-sxm-80gb"
 
