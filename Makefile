@@ -20,9 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/shardwise train recipes/quickstart.toml
 
-# Two files of tests at a time, each with ranks of its own. Plain pytest runs one.
+# Three files of tests at a time, the longest first, each with ranks of its own: tests wait for ranks as much as they work.
+# Plain pytest runs one.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 25 --ignore tests/integrations
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 --ignore tests/integrations
 
 # Beside the libraries that people bring, which it installs.
 test-integrations: setup-integrations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,12 +15,35 @@ from tests.ranks import RankPools
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+TESTS = Path(__file__).parent
+
 # Before anything imports torch: the same sums in a test's process as on its ranks.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("SHARDWISE_POISON", "1")
 os.environ.setdefault("SHARDWISE_PLAN_CACHE", tempfile.mkdtemp(prefix="shardwise-plan-"))  # of this suite alone
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job: runs would not hear it either
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+LONGEST = (
+    "checkpoint/publish/test_crashes.py",
+    "cli/test_failures.py",
+    "benchmarks/test_bench_scripts.py",
+    "cli/test_launch.py",
+    "plan/dry_run/test_repetition.py",
+    "cli/test_interrupt.py",
+    "programs/test_programs.py",
+    "cli/test_crashes.py",
+    "parity/test_architectures.py",
+    "benchmarks/test_bench_gpu.py",
+    "cli/test_plan.py",
+)
+"""Files that take a minute or more. They go first: whoever began one at the end would let the others wait."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {TESTS / name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")

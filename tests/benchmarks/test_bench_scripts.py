@@ -23,7 +23,7 @@ TINY_OVERHEAD = ["--units=2", "--parameters=3", "--repeats=2", "--rounds=1", "--
 
 def _run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / script), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
 
 
 def _result(directory: Path) -> dict[str, object]:
