@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.model_tools.describe import describe
     from shardwise.model_tools.forward_methods import register_forward_method
     from shardwise.model_tools.memory import memory
+    from shardwise.model_tools.release import release
     from shardwise.model_tools.unsharded import full_state_dict, no_sync, unsharded
     from shardwise.modules.deferred_init.materialize import init_on_device
     from shardwise.optim.clip import clip_grad_norm_
@@ -37,6 +38,7 @@ _HOMES = {
     "memory": "model_tools.memory",
     "no_sync": "model_tools.unsharded",
     "register_forward_method": "model_tools.forward_methods",
+    "release": "model_tools.release",
     "reshard": "model_tools.by_hand",
     "shard": "engine.shard",
     "unshard": "model_tools.by_hand",
@@ -60,6 +62,7 @@ __all__ = [
     "no_sync",
     "plan",
     "register_forward_method",
+    "release",
     "reshard",
     "shard",
     "unshard",
