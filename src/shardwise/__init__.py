@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise import checkpoint, plan
-    from shardwise.engine.shard import shard
+    from shardwise.engine.setup.shard import shard
     from shardwise.model_tools.by_hand import reshard, unshard
     from shardwise.model_tools.describe import describe
     from shardwise.model_tools.forward_methods import register_forward_method
@@ -40,7 +40,7 @@ _HOMES = {
     "register_forward_method": "model_tools.forward_methods",
     "release": "model_tools.release",
     "reshard": "model_tools.by_hand",
-    "shard": "engine.shard",
+    "shard": "engine.setup.shard",
     "unshard": "model_tools.by_hand",
     "unsharded": "model_tools.unsharded",
 }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise import accelerators
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.torch_patches import stepped
+from shardwise.engine.setup.torch_patches import stepped
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardwise.engine.lookup import engines_of
-from shardwise.engine.module_methods import give_up_interrupted
+from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
 
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.shard import shard
+from shardwise.engine.setup.shard import shard
 from shardwise.engine.units.arena import Slot, storage_key
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
