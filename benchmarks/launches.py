@@ -33,8 +33,8 @@ import shardwise as sw
 from benchmarks import facts, report
 from benchmarks.accelerator.meshes import FAKE_WORLD, fake_world
 from benchmarks.accelerator.models import LlamaShape, LlamaStack
-from shardwise.engine import building
 from shardwise.engine.mesh import Mesh
+from shardwise.engine.setup import building
 from shardwise.sharded.parameter import ShardedParameter
 
 DEVICE = torch.device("cpu")

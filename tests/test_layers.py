@@ -26,7 +26,7 @@ SELF = {"jax": {"errors", "layout", "policy", "checkpoint"}}  # beside the layer
 # What each folder or module of a package may import of that package; "." is the modules that are not named.
 ROOMS: dict[str, dict[str, set[str]]] = {
     "comm": {".": set(), "backends": {"."}},
-    "engine": {"units": set(), ".": {"units"}},
+    "engine": {"units": set(), ".": {"units"}, "setup": {"units", "."}},
     "checkpoint": {
         "io": set(),
         "names": {"io"},

@@ -106,7 +106,7 @@ def _shardwise(bench: Bench, work: Workload, mesh: Mesh) -> Side:
     model = sw.shard(work.build(), "full_shard", mesh=mesh, precision=precision)
     sw.memory(model)  # makes the slots
     engine = require_engine(model)
-    for slot in [*engine.unsharder.all_slots, *engine.reducer.slots]:
+    for slot in [*engine.unsharder.all_slots, *engine.reducer.slots.all]:
         slot.buffer.bytes.zero_()  # what no peer will ever send must not be NaN
     synchronize(bench.device)
     return _side("shardwise", model, lambda: sw.clip_grad_norm_(model, 1.0))

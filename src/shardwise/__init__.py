@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise import checkpoint, plan
-    from shardwise.engine.shard import shard
+    from shardwise.engine.setup.shard import shard
     from shardwise.model_tools.by_hand import reshard, unshard
     from shardwise.model_tools.describe import describe
     from shardwise.model_tools.forward_methods import register_forward_method
     from shardwise.model_tools.memory import memory
+    from shardwise.model_tools.release import release
     from shardwise.model_tools.unsharded import full_state_dict, no_sync, unsharded
     from shardwise.modules.deferred_init.materialize import init_on_device
     from shardwise.optim.clip import clip_grad_norm_
@@ -37,8 +38,9 @@ _HOMES = {
     "memory": "model_tools.memory",
     "no_sync": "model_tools.unsharded",
     "register_forward_method": "model_tools.forward_methods",
+    "release": "model_tools.release",
     "reshard": "model_tools.by_hand",
-    "shard": "engine.shard",
+    "shard": "engine.setup.shard",
     "unshard": "model_tools.by_hand",
     "unsharded": "model_tools.unsharded",
 }
@@ -60,6 +62,7 @@ __all__ = [
     "no_sync",
     "plan",
     "register_forward_method",
+    "release",
     "reshard",
     "shard",
     "unshard",

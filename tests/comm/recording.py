@@ -90,6 +90,10 @@ class RecordingCollectives:
         self._record("replace", buffer)
         return self.inner.replace(buffer)
 
+    def drop(self, buffer: Buffer) -> None:
+        self._record("drop", buffer)
+        self.inner.drop(buffer)
+
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         # Each rank sends every other the slice that is theirs, in the dtype that travels.
         nbytes = sum(r.out.numel() * r.flat.itemsize for r in reductions) * (self.world_size - 1)

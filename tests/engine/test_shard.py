@@ -530,7 +530,7 @@ def test_freezing_and_thawing_in_turn_goes_on_in_the_same_reduce_slots(strategy:
         for model in (twins.plain, twins.sharded):
             model.get_submodule("blocks.1").requires_grad_(flag)
         twins.train(1)
-        seen.append([slot.buffer.bytes.data_ptr() for slot in twins.engine.reducer.slots])
+        seen.append([slot.buffer.bytes.data_ptr() for slot in twins.engine.reducer.slots.all])
     assert seen[0]
     assert seen == seen[:1] * 5
 

@@ -174,7 +174,7 @@ def _shared(case: Case) -> tuple[int, int]:
             lines = group.world_size * (1 + JOURNAL_LINES)
             expected += _pages(lines * LINE_BYTES + 8) + group.world_size * 2 * STAGE_BYTES
     arenas = [(slot, 1) for slot in engine.unsharder.all_slots]
-    reduce = [(slot, slot.collectives.world_size) for slot in engine.reducer.slots]
+    reduce = [(slot, slot.collectives.world_size) for slot in engine.reducer.slots.all]
     for slot, parts in arenas + reduce:
         if slot.collectives.world_size > 1:
             expected += _pages(3 * slot.collectives.world_size * LINE_BYTES + 8) + parts * _pages(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, Finished
-from shardwise.engine.torch_patches import install
+from shardwise.engine.setup.torch_patches import install
 from shardwise.layout.flat import build_layout
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement

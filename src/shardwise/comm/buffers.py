@@ -65,6 +65,9 @@ class PrivateBuffers(NoStreams):
         """New memory in its place."""
         return self._buffer(buffer.bytes.numel(), buffer.kind, buffer.index)
 
+    def drop(self, buffer: Buffer) -> None:
+        """Nothing is kept of it."""
+
     def advance(self) -> None:
         """Nothing is left to do."""
 

@@ -157,6 +157,10 @@ class Collectives(Protocol):
         the holders of views of it on this rank. Not collective. Called between `wait` and `release`; the
         replacement is then the one to be released."""
 
+    def drop(self, buffer: Buffer) -> None:
+        """The buffer is not used any more, and nothing of it is under way: its memory goes with the last view. Not
+        collective, but every rank drops the same buffers between the same calls."""
+
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         """Sum each flat buffer over the ranks, each rank keeping its own slice in `out`."""
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise.engine.lookup import engine_of, engines_of
-from shardwise.engine.shard import shard
+from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
 from shardwise.model_tools.by_hand import reshard, unshard
 from shardwise.model_tools.forward_methods import register_forward_method

@@ -32,21 +32,17 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, BufferKind, Reduction, Work
+from shardwise.comm.protocol import FINISHED, Reduction, Work
 from shardwise.comm.summation import BatchedAddition, ScaledAddition
 from shardwise.engine.control import Control, Moment
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.units.arena import Arena, Slot, size_classes
+from shardwise.engine.reduce_slots import ReduceSlots
+from shardwise.engine.units.arena import Arena, Slot
 from shardwise.engine.units.gradients import Fate, Key
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.sharded.penalties import hooks_run
-
-REDUCE_SLOTS = 2
-"""One unit collects gradients while the one before is being reduced."""
-SLICE_SLOTS = 2
-"""Of the units reduced last, this rank's slices are being summed over replicas while two more units run backward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,18 +63,11 @@ class Reducer:
         """`keeps_full`: every unit has a full-size gradient buffer of its own (ZeRO-1)."""
         self._mesh = mesh
         self._control = control
-        self._keeps_full = keeps_full
         # Replicas exchange straight out of the slots when nothing is scattered before.
         self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
         addition = BatchedAddition if self._collectives.on_streams else ScaledAddition
         self._scaled = addition(1.0 / mesh.world_size)
-        self._arena: Arena[Unit] | None = None
-        self._slices: Arena[Unit] | None = None
-        """Where slices are summed over replicas after they were summed in the shard group, so that their reduce slot
-        is free again: shared with the replicas, as the reduce slot is with the shard group."""
-        self._largest: dict[Unit, int] = {}
-        """Bytes in a reduce slot that each unit has asked for so far, at most."""
-        self._own: dict[Unit, Slot[Unit]] = {}
+        self.slots = ReduceSlots(mesh, self._collectives, keeps_full)
         self._in_flight: deque[_InFlight] = deque()
         self._reduces = True
         """Off in `no_sync`."""
@@ -93,61 +82,9 @@ class Reducer:
             self._reduces = before
 
     @property
-    def total_bytes(self) -> int:
-        """Reduce slots, allocated."""
-        return sum(slot.buffer.bytes.numel() for slot in self.slots)
-
-    @property
-    def slots(self) -> list[Slot[Unit]]:
-        """Every reduce slot: the shared ones and those of one unit each."""
-        shared = [slot for arena in (self._arena, self._slices) if arena is not None for slot in arena.slots]
-        return [*shared, *self._own.values()]
-
-    @property
     def scratch_bytes(self) -> int:
         """Memory for sums of different dtypes."""
         return self._scaled.scratch_bytes
-
-    def allocate(self, units: Sequence[Unit], nesting: int) -> None:
-        """Allocate reduce slots and gradient shards for the parameters that are trainable now."""
-        for unit in units:
-            self._follow_trainable(unit)
-        if self._keeps_full:
-            for unit in units:
-                if unit.gradients.reduce_bytes and unit.gradients.own_slot is None:
-                    self._give_own_slot(unit)
-        else:
-            self._allocate_arena(units, nesting)
-
-    def _allocate_arena(self, units: Sequence[Unit], nesting: int) -> None:
-        """Slots for the most that each unit has had to reduce, so that freezing and thawing in turn (a GAN's two
-        halves) goes on in the slots that are there."""
-        largest = {unit: max(unit.gradients.reduce_bytes, self._largest.get(unit, 0)) for unit in units}
-        if self._arena is None or largest != self._largest:
-            classes = size_classes(list(largest.items()), lambda _: REDUCE_SLOTS + nesting)
-            self._arena = Arena(self._collectives, BufferKind.REDUCE, classes)
-            shards = self._mesh.shard.world_size
-            if shards > 1 and self._mesh.replicate.world_size > 1:
-                classes = size_classes([(unit, n // shards) for unit, n in largest.items()], lambda _: SLICE_SLOTS)
-                self._slices = Arena(self._mesh.replicate, BufferKind.REDUCE, classes)
-        self._largest = largest
-
-    def _follow_trainable(self, unit: Unit) -> None:
-        """Lay out the groups that are trainable now. A slot of the unit's own that has become too small is given up."""
-        gradients = unit.gradients
-        if gradients.forget_dropped():
-            raise UsageError(
-                f"requires_grad in unit {unit.fqn!r} changed while gradients of a sw.no_sync backward wait "
-                "to be reduced: run a backward outside sw.no_sync first"
-            )
-        gradients.close()  # it may be collecting what zero_grad() has dropped since
-        gradients.place()
-        for group in unit.groups:
-            group.allocate_gradients()
-        own = gradients.own_slot
-        if own is not None and own.buffer.bytes.numel() < gradients.reduce_bytes:
-            gradients.keep(None)
-            del self._own[unit]
 
     def open(self, unit: Unit) -> None:
         """Give the unit a slot for its gradients. Called in graph order, never because a gradient came: all ranks take
@@ -155,8 +92,8 @@ class Reducer:
         gradients = unit.gradients
         if gradients.slot is None and gradients.reduce_bytes:
             if gradients.own_slot is None and not self._reduces:
-                self._give_own_slot(unit)
-            gradients.open(self._claim(gradients.own_slot or self._free_slot(self._arena, unit), unit))
+                self.slots.give_own(unit)
+            gradients.open(self._claim(gradients.own_slot or self._free_slot(self.slots.shared, unit), unit))
 
     def add(self, unit: Unit, key: Key, grad: Tensor) -> None:
         """Take a gradient of this rank's."""
@@ -231,11 +168,6 @@ class Reducer:
         slot.take(unit)
         return slot
 
-    def _give_own_slot(self, unit: Unit) -> None:
-        buffer = self._collectives.allocate(unit.gradients.reduce_bytes, BufferKind.REDUCE)
-        slot = self._own[unit] = Slot[Unit](self._collectives, buffer)
-        unit.gradients.keep(slot)
-
     def _free_slot(self, arena: Arena[Unit] | None, unit: Unit) -> Slot[Unit]:
         assert arena is not None
         choices = arena.choices(unit)
@@ -263,7 +195,7 @@ class Reducer:
             self._control.note(label)
         scattered: Work = FINISHED
         if shard.world_size > 1 or replicate.world_size == 1:
-            sums = None if self._slices is None else self._claim(self._free_slot(self._slices, unit), unit)
+            sums = None if self.slots.slices is None else self._claim(self._free_slot(self.slots.slices, unit), unit)
             reductions = tuple(self._reduction(group, slot, sums) for group in groups)
             scattered = shard.reduce_scatter(slot.buffer, reductions, label)
             self._in_flight.append(_InFlight(unit, slot, [scattered]))

@@ -73,12 +73,21 @@ class Unsharder:
             self.slots[slot.key] = slot
 
     def hand_over(self, units: Sequence[Unit]) -> None:
-        """Give every slot up: another engine takes the units over."""
+        """Give everything up: another engine takes the units over."""
+        self.release(units)
+        for unit in units:
+            unit.leave()
+
+    def release(self, units: Sequence[Unit]) -> None:
+        """Give the memory of every slot up until `allocate`. Every rank must call this."""
         self.reshard_all(units)
+        for slot in self.all_slots:
+            slot.collectives.drop(slot.buffer)
         self._arena = self._secondary = None
         self._own.clear()
+        self.slots.clear()
         for unit in units:
-            unit.forget_slots()
+            unit.parameters.forget_slots()
 
     def begin(self, units: Sequence[Unit]) -> None:
         """An outermost forward begins: gathers wait for what was enqueued before, which may have written shards in ways

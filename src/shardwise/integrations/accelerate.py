@@ -31,7 +31,7 @@ except ImportError as error:
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.saving import save
 from shardwise.engine.lookup import engine_of
-from shardwise.engine.shard import shard
+from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
 from shardwise.integrations import fsdp_settings
 from shardwise.model_tools.activation_checkpointing import checkpoint_units

@@ -14,7 +14,7 @@ from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.saving import save
 from shardwise.engine.lookup import engine_of
-from shardwise.engine.shard import shard
+from shardwise.engine.setup.shard import shard
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.policy.precision import Precision
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise import accelerators
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.torch_patches import stepped
+from shardwise.engine.setup.torch_patches import stepped
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
@@ -71,7 +71,7 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
         "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units),
         "gathered_slots": sum(slot.buffer.bytes.numel() for slot in engine.unsharder.all_slots),
         "grad_shards": _held_bytes(group.grad_shard for group in groups if group.grad_shard is not None),
-        "reduce_slots": engine.reducer.total_bytes,
+        "reduce_slots": engine.reducer.slots.total_bytes,
         "optimizer": _held_bytes(_optimizer_state(engine)),
         "buffers": _held_bytes(model.buffers()),
         "temporaries": engine.reducer.scratch_bytes + sum(c.scratch_bytes for c in engine.mesh.groups),

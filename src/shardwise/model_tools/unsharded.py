@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_below, engines_of
-from shardwise.engine.module_methods import give_up_interrupted
+from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.modules.site import Site, foreign_parameter
 from shardwise.sharded.parameter import ShardedParameter

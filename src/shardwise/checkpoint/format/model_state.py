@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.format.local_tensor import Piece, piece_of
 from shardwise.checkpoint.names.transformers_names import places_to_write, stored_first
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.module_methods import give_up_interrupted
+from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
 

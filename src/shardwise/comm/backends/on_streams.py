@@ -144,6 +144,12 @@ class StreamCollectives(PrivateBuffers):
         self._free[buffer.index] = self._current().record_event()
         return replacement
 
+    def drop(self, buffer: Buffer) -> None:
+        """Order the current stream, whose block it is, after its last use."""
+        self._after_last_reader(buffer, self._current())
+        self._free.pop(buffer.index, None)
+        self._written.pop(buffer.index, None)
+
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         """On the reduce stream; several reductions are one launch. Sums that need nothing more are written where they

@@ -167,6 +167,11 @@ class Group:
         del piece
         self._unkept = max(self._references())
 
+    def release_gradients(self) -> None:
+        """Let go of the shard's gradient until it is allocated again, unless a parameter has one."""
+        if all(sharded.grad is None for sharded in self.sharded):
+            self.grad_shard, self.grads = None, []
+
     def prepare_sum(self) -> tuple[Tensor, bool]:
         """The shard's gradient, and whether a sum is to be added to it: the first sum of a backward overwrites it,
         unless some parameter still has a gradient of earlier backwards, and then it holds those gradients."""

@@ -139,10 +139,8 @@ class Unit:
         """Whether there is anything to do for it where it is not the root."""
         return bool(self.groups or self.settings.inputs or self.settings.output)
 
-    def forget_slots(self) -> None:
-        """Let go of everything that lies in an arena: another engine takes the unit over."""
-        self.parameters.forget_slots()
-        self.gradients.forget_slots()
+    def leave(self) -> None:
+        """Another engine takes the unit over, if there is anything to do for it."""
         if not self.is_needed:
             for handle in self._handles:
                 handle.remove()

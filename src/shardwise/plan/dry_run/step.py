@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
-from shardwise.engine.shard import shard
+from shardwise.engine.setup.shard import shard
 from shardwise.engine.units.arena import Slot, storage_key
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
@@ -231,7 +231,7 @@ def _trace_engine(engine: Engine, recorder: Recorder) -> None:
         key = storage_key(memory)
         if key not in slots:
             slots.clear()
-            for slot in (*engine.unsharder.all_slots, *engine.reducer.slots):
+            for slot in (*engine.unsharder.all_slots, *engine.reducer.slots.all):
                 slots[slot.key] = slot
         known = slots.get(key)
         return known.holder.fqn if known is not None and known.holder is not None else None
@@ -264,7 +264,7 @@ def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -
     put("param_shards", (piece for unit in engine.units for piece in unit.parameters.secondary))
     put("gathered_slots", (slot.buffer.bytes for slot in engine.unsharder.all_slots))
     put("grad_shards", (group.grad_shard for group in groups))
-    put("reduce_slots", (slot.buffer.bytes for slot in engine.reducer.slots))
+    put("reduce_slots", (slot.buffer.bytes for slot in engine.reducer.slots.all))
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
     put("optimizer", (value.local if isinstance(value, ShardedParameter) else value for value in state))
     put("buffers", iter(model.buffers()))

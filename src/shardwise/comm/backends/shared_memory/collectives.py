@@ -53,7 +53,8 @@ class ShmCollectives(NoStreams):
         self.labels: dict[int, str] = {}
         self._group = group
         self._watch = Watch(group, timeout_s(group))
-        self._shared: list[_SharedBuffer] = []
+        self._shared: dict[int, _SharedBuffer] = {}
+        self._allocated = 0
         self._reduce_buffers: dict[int, _SharedBuffer] = {}  # by the address of this rank's own memory
         self._scattering: list[_Deferred] = []
         """Reductions that can run without waiting once every rank has posted, in their order."""
@@ -74,8 +75,9 @@ class ShmCollectives(NoStreams):
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
         """Shared memory: one piece for all ranks of a gather buffer, one piece a rank of a reduce buffer."""
         self._meet(sign("allocate", 0, nbytes, kind))  # ranks that disagree here would map each other's memory wrong
-        shared = _SharedBuffer(self._group, self._watch, len(self._shared), nbytes, kind)
-        self._shared.append(shared)
+        shared = _SharedBuffer(self._group, self._watch, self._allocated, nbytes, kind)
+        self._shared[shared.index] = shared
+        self._allocated += 1
         buffer = self._map(shared)
         if self.poison:
             buffer.bytes.fill_(POISON_BYTE)
@@ -109,6 +111,12 @@ class ShmCollectives(NoStreams):
         self._reduce_buffers.pop(buffer.bytes.data_ptr(), None)
         make_private(buffer.bytes)
         return replacement
+
+    def drop(self, buffer: Buffer) -> None:
+        """Forget its segment. Peers that still read have mappings of their own."""
+        shared = self._shared.pop(buffer.index)
+        shared.pending.wait()
+        self._reduce_buffers.pop(buffer.bytes.data_ptr(), None)
 
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         """Post; once waited for, sum the own slice of every rank's buffer, in rank order."""
@@ -189,7 +197,7 @@ class ShmCollectives(NoStreams):
 
     def close(self) -> None:
         """Forget every segment. Memory and file descriptors go when the last view of a buffer does."""
-        for shared in self._shared:
+        for shared in self._shared.values():
             shared.expect(FINISHED)  # it refers back to its buffer
         self._shared.clear()
         self._reduce_buffers.clear()

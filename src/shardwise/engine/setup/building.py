@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from shardwise.engine.agreement import agree_on_init, agree_on_layout, agree_on_values
 from shardwise.engine.mesh import Mesh
+from shardwise.engine.setup.agreement import agree_on_init, agree_on_layout, agree_on_values
 from shardwise.engine.units.group import Dtypes, Group
 from shardwise.engine.units.settings import Settings
 from shardwise.engine.units.unit import Unit

@@ -8,14 +8,22 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.engine.adoption import check_mesh, clear_up, common_mesh, in_module_order, settle, take_over, units_of
-from shardwise.engine.building import build_units, prepare_buffers
-from shardwise.engine.copying import copy_deeply
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engine_of, engines_by_name, set_engine
 from shardwise.engine.mesh import Mesh, build_mesh
-from shardwise.engine.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
-from shardwise.engine.torch_patches import give_sharded_parameters, install
+from shardwise.engine.setup.adoption import (
+    check_mesh,
+    clear_up,
+    common_mesh,
+    in_module_order,
+    settle,
+    take_over,
+    units_of,
+)
+from shardwise.engine.setup.building import build_units, prepare_buffers
+from shardwise.engine.setup.copying import copy_deeply
+from shardwise.engine.setup.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
+from shardwise.engine.setup.torch_patches import give_sharded_parameters, install
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
 from shardwise.modules.late_parameters import LateParameters

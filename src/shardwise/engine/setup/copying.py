@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.module_methods import give_up_interrupted
+from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError

@@ -8,10 +8,10 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.engine.copying import refuse_to_copy
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import take_engine
 from shardwise.engine.mesh import Mesh, spans_of
+from shardwise.engine.setup.copying import refuse_to_copy
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.policy.precision import Precision
