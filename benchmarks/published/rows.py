@@ -64,6 +64,10 @@ _PRECISIONS = (
     ("^fp32", ("fp32", "fp32", "fp32")),
 )
 """Of words in a row: (param, reduce, master)."""
+_AUTOCAST = "autocast"
+"""In words about precision: torch's own over fp32 parameters, which are gathered in fp32."""
+_BUILT_WHOLE = ("ds-bf16mw",)
+"""Sources of before 2026 whose models are built outside `deepspeed.zero.Init`, so that linear layers stay torch's."""
 _SUMMER_2025 = ("2c8b594", "6fc499f", "775a486")
 """torchtitan's commits from August 2025 on that rows name. By then its loss is compiled with the model, and embeddings
 and head are units of their own (pytorch/torchtitan#1094), which the root held before."""
@@ -151,6 +155,7 @@ def _row_of(published: dict[str, Any]) -> Row:
         shard_group=_shard_group(published),
         units=_ends_apart if _is_of(published, _SUMMER_2025) else {block},
         precision=_precision(published),
+        autocast="bf16" if _AUTOCAST in published["precision"] else None,
         seq_len=published["seq_len"],
         micro_batch=published["micro_batch_per_gpu"],
         accumulation=published.get("grad_accum") or 1,
@@ -160,6 +165,7 @@ def _row_of(published: dict[str, Any]) -> Row:
         loss=_loss(published),
         segments=_segments(published),
         engine=_engine(published),
+        keeps_gathered_weights=published["source_key"] in _BUILT_WHOLE,
     )
     attention = "flash1" if published["source_key"] == "foundry" else "flash2"
     return Row(published, build, job, attention, tuple(_reasons(published)))
@@ -232,6 +238,8 @@ def _shard_group(published: dict[str, Any]) -> int | None:
 def _precision(published: dict[str, Any]) -> Precision:
     """Where nothing else is said, as of float8 compute: masters and reductions as in bf16."""
     text = published["precision"]
+    if _AUTOCAST in text:
+        return Precision()
     if text in _MIXED:
         return Precision(param="bf16", reduce="fp32")
     param, reduce, master = next(

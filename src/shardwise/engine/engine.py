@@ -101,6 +101,8 @@ class Engine:
         self.backward = Backward.NONE
         self.is_suspended = False
         """`sw.unsharded` is inside: modules hold full parameters and the hooks stand still."""
+        self.refuses_autocast = True
+        """Over fp32 units. Dry runs of engines that take it do not."""
         self._is_allocated = False
         self._passes = 0
         """Outermost forwards so far."""
@@ -209,7 +211,8 @@ class Engine:
             self.saved.check()
         if not recompute and (unit is self.root or not self.depth):
             self._begin_step(unit)
-        check_autocast(self.mesh.device.type, unit.parameters.compute_dtypes)
+        if self.refuses_autocast:
+            check_autocast(self.mesh.device.type, unit.parameters.compute_dtypes)
         self.allocate()
         forward, call = self._forward_pass(recompute), Call(unit, recompute)
         if torch.is_grad_enabled():

@@ -48,7 +48,7 @@ _FIELDS = {kind: tuple(known.name for known in fields(kind)) for kind in _KINDS}
 _UNSEEN = frozenset(
     {
         "gpu", "interconnect", "gpus_per_node", "nodes", "strategy", "shard_group", "units", "precision", "engine",
-        "segments", "context_bytes", "nccl_bytes", "price_per_hour",
+        "segments", "context_bytes", "nccl_bytes", "price_per_hour", "keeps_gathered_weights",
     }
 )  # fmt: skip
 """Of a job: what the engine does not see, or sees as something else that `recording_key` has."""
@@ -94,7 +94,7 @@ def recording_key(source: ModelSource, job: Job, rank: int = 0) -> str | None:
     if job.units is not None and not isinstance(job.units, int):
         return None
     seen = {known.name: getattr(job, known.name) for known in fields(Job) if known.name not in _UNSEEN}
-    ranks = [job.strategy.value, job.world_size, job.shard_ranks, rank, job.on_cpu]
+    ranks = [job.strategy.value, job.world_size, job.shard_ranks, rank, job.on_cpu, job.keeps_casts]
     everything = [model, seen, ranks, job.units, asdict(job.precision), _code()]
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:40]
 

@@ -23,6 +23,9 @@ OPTIMIZERS = ("adamw", "adamw-foreach", "adam", "sgd", "momentum")
 LOSSES = ("model", "fused", "chunked")
 """The model's own; log-softmax and its gradient in the logits' own dtype; logits of some tokens at a time."""
 
+AUTOCASTS = ("bf16", "fp16")
+"""Dtypes that autocast computes in."""
+
 SEGMENTS = ("fixed", "expandable")
 """PyTorch's default; or `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 
@@ -62,6 +65,9 @@ class Job:
     """As for `sw.shard`."""
     precision: Precision = _AS_STORED
     """As for `sw.shard`; None is the default."""
+    autocast: str | None = None
+    """Dtype ("bf16", "fp16") of a `torch.autocast` around forward. Parameters are gathered as `precision` says, and
+    cast where they are used. None: there is none."""
     reshard_after_forward: bool | int | None = None
     slots: int = 3
     seq_len: int = SEQ_LEN
@@ -88,6 +94,10 @@ class Job:
     """Of the device's context, outside the allocator. None: a usual one."""
     nccl_bytes: int | None = None
     """Of communicators' buffers, outside the allocator. None: usual ones."""
+    keeps_gathered_weights: bool = False
+    """Of DeepSpeed's ZeRO-3: linear layers keep what was gathered from forward to backward, unless they recompute. So
+    they did until the summer of 2026 where the model was built outside `deepspeed.zero.Init`, and still do with
+    `memory_efficient_linear=false`."""
     separate_reductions: bool = False
     """Reductions have a communicator of their own (`SHARDWISE_SEPARATE_REDUCTIONS=1`): they and gathers do not queue
     behind one another, but share the links."""
@@ -151,7 +161,12 @@ class Job:
     @property
     def compute_dtype(self) -> str:
         """Short name of the dtype that modules compute in; "fp32" where parameters keep their stored dtype."""
-        return short_dtype_name(self.precision.param or self.precision.master) or "fp32"
+        return self.autocast or short_dtype_name(self.precision.param or self.precision.master) or "fp32"
+
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether autocast keeps casts of parameters for a whole forward, as it does of leaves. FSDP1's are views."""
+        return self.autocast is not None and (self.engine != "fsdp1" or not self.strategy.sharded)
 
     @property
     def world_size(self) -> int:
@@ -190,7 +205,14 @@ class Job:
         price: object = self.price_per_hour
         if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
             raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")
-        for name in ("compile", "separate_reductions"):
+        if self.autocast is not None and self.autocast not in AUTOCASTS:
+            raise ConfigError(f"autocast={self.autocast!r}: one of {', '.join(AUTOCASTS)}, or None")
+        if self.autocast is not None and self.engine == "shardwise":
+            way = f"precision=sw.Precision(param={self.autocast!r})"
+            raise ConfigError(f"autocast={self.autocast!r}: engine 'shardwise' computes in {way} instead")
+        if self.autocast is not None and self.compile:
+            raise ConfigError(f"autocast={self.autocast!r} with compile=True is not forecast: leave one of them out")
+        for name in ("compile", "keeps_gathered_weights", "separate_reductions"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: True or False")
 

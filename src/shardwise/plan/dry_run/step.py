@@ -27,6 +27,7 @@ from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
+from shardwise.plan.dry_run.autocast import autocast
 from shardwise.plan.dry_run.compilation import kept_bytes
 from shardwise.plan.dry_run.depth import deepened
 from shardwise.plan.dry_run.forward import TrainingForward
@@ -135,6 +136,7 @@ class _DryRun:
             slots=job.slots,
         )
         self.engine = require_engine(model)
+        self.engine.refuses_autocast = job.autocast is None
         checkpoint_units(model, job.activation_checkpointing)
         self.optimizer = _optimizer(model, job.optimizer)
         self.blocks = _blocks(self.engine)
@@ -148,7 +150,8 @@ class _DryRun:
     def micro_batch(self) -> None:
         self.recorder.stage = StepPhase.FORWARD
         inputs = self.feed.inputs()
-        loss = self.feed.loss(self.model, inputs)
+        with autocast(self.job):
+            loss = self.feed.loss(self.model, inputs)
         if self.job.accumulation > 1:
             loss = loss / self.job.accumulation
         self.recorder.stage = StepPhase.BACKWARD

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.errors import ConfigError
 from shardwise.plan.dry_run.job import ENGINES, Job
 from shardwise.plan.dry_run.recording import Allocate, Free, Gradient, Kernel, Recording, StepPhase
 from shardwise.plan.dry_run.step import record
@@ -28,16 +29,25 @@ RANKS = 8
 
 
 @cache
-def recorded(engine: str, **_: Any) -> Recording:
+def recorded(engine: str, model: tuple[tuple[str, Any], ...] | None = None, **more: Any) -> Recording:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    job = Job(
-        engine=engine,
-        precision=sw.Precision(param="bf16", reduce="fp32"),
-        seq_len=64,
-        units=frozenset({LlamaDecoderLayer}),
-    )
-    return record(resolve(LLAMA).builder(), job)
+    usual = {"precision": sw.Precision(param="bf16", reduce="fp32"), "seq_len": 64}
+    job = Job(engine=engine, units=frozenset({LlamaDecoderLayer}), **{**usual, **more})
+    return record(resolve(LLAMA if model is None else dict(model)).builder(), job)
+
+
+def live_after_forward(recording: Recording, *kinds: str) -> int:
+    """Bytes of those kinds when backward begins."""
+    live: dict[int, Allocate] = {}
+    for event in engine_allocations(recording).events:
+        if isinstance(event, Allocate):
+            if event.phase is StepPhase.BACKWARD:
+                break
+            live[event.block] = event
+        elif isinstance(event, Free):
+            del live[event.block]
+    return sum(block.nbytes for block in live.values() if block.kind in kinds)
 
 
 def held(recording: Recording, layer: int, phase: StepPhase) -> dict[str, float]:
@@ -135,6 +145,47 @@ def test_deepspeed() -> None:
     assert forward["param_shards"] * unit == pytest.approx(3 * everything / RANKS, rel=0.01)
     assert forward["grad_shards"] * unit == pytest.approx(everything / RANKS, rel=0.01)
     assert forward["gathered_slots"] == pytest.approx(3, abs=0.01)
+
+
+def test_deepspeed_s_own_linear_layer_keeps_no_weights() -> None:
+    """Where activations are kept; what is soon used again stays gathered with either (all of this little model)."""
+    kept, let_go = (
+        live_after_forward(recorded("deepspeed", keeps_gathered_weights=kept), "gathered_slots")
+        for kept in (True, False)
+    )
+    assert kept == let_go
+    large = {**LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+    kept, let_go = (
+        live_after_forward(
+            recorded("deepspeed", keeps_gathered_weights=kept, model=tuple(large.items())), "gathered_slots"
+        )
+        for kept in (True, False)
+    )
+    assert kept > let_go
+
+
+def test_autocast_keeps_a_cast_copy_of_every_weight() -> None:
+    """From forward to backward, at any world size, unless blocks recompute."""
+    settings: dict[str, Any] = {"precision": sw.Precision(), "seq_len": 1}
+    weights = 6 * (4 * 64 * 64 + 3 * 64 * 172) + 128 * 64
+    for nodes in (1, 8):
+        plain, cast = (
+            live_after_forward(recorded("fsdp1", **settings, nodes=nodes, autocast=dtype), "activations")
+            for dtype in (None, "bf16")
+        )
+        assert cast - plain == pytest.approx(2 * weights, rel=0.03)  # what else is kept halves
+    recomputing = {**settings, "activation_checkpointing": "full"}
+    plain, cast = (
+        live_after_forward(recorded("fsdp1", **recomputing, autocast=dtype), "activations") for dtype in (None, "bf16")
+    )
+    assert cast - plain < 2 * 128 * 64 * 1.1  # the head's
+
+
+def test_autocast_is_for_peers() -> None:
+    with pytest.raises(ConfigError, match="engine 'shardwise' computes in precision="):
+        Job(autocast="bf16")
+    with pytest.raises(ConfigError, match="autocast='fp32': one of bf16, fp16, or None"):
+        Job(autocast="fp32", engine="fsdp1")
 
 
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])

@@ -345,9 +345,11 @@ class _DeepSpeed(_EngineReplay):
             self.live.remove(unit)
 
     def stays(self, unit: str) -> bool:
-        """Soon used again: at most so many parameters are used before it is. Where activations are kept, a linear layer
-        keeps its weight's transpose with them, and so the memory that was gathered."""
-        if self.recording.job.activation_checkpointing == "none":
+        """Soon used again: at most so many parameters are used before it is. Where activations are kept, torch's own
+        linear layer keeps its weight's transpose with them, and so the memory that was gathered; DeepSpeed's, which
+        takes its place in what `deepspeed.zero.Init` builds, does not (deepspeed/runtime/zero/linear.py)."""
+        job = self.recording.job
+        if job.keeps_gathered_weights and job.activation_checkpointing == "none":
             return True
         later = self.order[self.order.index(unit) + 1 :] if unit in self.order else []
         numel = 2 * sum(self.param_bytes(name) for name in later) // self.itemsize
