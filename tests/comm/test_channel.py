@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.comm.channel import CHILDREN, Channel
+from shardwise.comm.channel import Channel
+from shardwise.comm.tree import CHILDREN
 from shardwise.errors import CollectiveTimeout, MismatchError
 
 LABELS = {1: "the end of a forward", 2: "the end of a backward"}

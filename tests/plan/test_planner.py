@@ -12,6 +12,7 @@ from shardwise.plan import planner
 from shardwise.plan.planner import Question, explore
 from shardwise.plan.report.rendering import WIDTH, table_text
 from shardwise.plan.report.report import amount
+from shardwise.plan.simulate.trace import draw
 from tests.plan.simulate.test_scaling import LLAMA
 
 ARGUMENTS = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": [2, 4, 8]}
@@ -106,7 +107,7 @@ def test_what_an_answer_shows() -> None:
     assert "(assumed: " in assumed["context"]
     assert "https://" in assumed["NCCL"]
     assert any(name.startswith("between nodes") for name in names)
-    assert answer.report.timeline.startswith("<svg")
+    assert draw(answer.best_whole().timeline).startswith("<svg")
 
 
 @pytest.mark.parametrize(

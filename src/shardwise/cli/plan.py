@@ -28,6 +28,8 @@ Count = int | None
 File = Path | None
 _SEARCH = ("search", "auto")
 _WORKERS = 8
+_QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""In the environment: keeps progress bars and advice of transformers, if it comes to be needed, off the terminal."""
 _BYTES = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 
 
@@ -100,9 +102,8 @@ def plan(**given: Any) -> int:
     question = _question(options)
 
     from shardwise.plan import planner
-    from shardwise.plan.models.transformers_models import quiet_transformers
 
-    quiet_transformers()
+    os.environ.update(_QUIET)
     _check_outputs(options)
     progress = Progress("planning: {:,} of {:,} configurations".format, wanted=not options.json)
     try:
@@ -173,18 +174,19 @@ def _arguments(options: Options) -> dict[str, Any]:
 def _show(answer: "Plan", options: Options) -> None:
     """Print the answer and write the files that were asked for. Raises PlanError where nothing fits."""
     from shardwise.plan.report.rendering import table_text, write_page
+    from shardwise.plan.simulate.trace import draw
 
-    text, refused = _training_config(answer, options.config)
     print(json.dumps(answer.to_dict(), indent=2) if options.json else table_text(answer.report))
+    text, refused = _training_config(answer, options.config) if options.config or options.html else ("", None)
     if options.html is not None:
-        write_page(replace(answer.report, config=text), options.html)
+        timeline = draw(answer.best_whole().timeline) if answer.best is not None else ""
+        write_page(replace(answer.report, config=text, timeline=timeline), options.html)
         _say(f"page: {options.html}")
     if answer.best is None and answer.extra.get("smallest_cluster") and not (options.trace or options.config):
         return  # that was the question
     answer.check_fits()
-    assert answer.best is not None
     if options.trace is not None:
-        _say(f"timeline: {answer.best.trace(options.trace)}")
+        _say(f"timeline: {answer.best_whole().trace(options.trace)}")
     if options.config is not None:
         if refused is not None:
             raise refused
@@ -245,14 +247,15 @@ def _check_counts(options: Options) -> None:
 
 def _check_outputs(options: Options) -> None:
     """Before minutes of work: raise PlanError where something cannot be written that is asked for."""
-    from shardwise.plan.models.source import resolve
-    from shardwise.plan.simulate.trace import check_format
-    from shardwise.train.build.from_plan import check_model
-
     _check_writable(options.html, options.trace, options.config)
     if options.trace is not None:
+        from shardwise.plan.simulate.trace import check_format
+
         check_format(options.trace)
     if options.config is not None and options.model is not None:
+        from shardwise.plan.models.source import resolve
+        from shardwise.train.build.from_plan import check_model
+
         check_model(resolve(options.model))
 
 

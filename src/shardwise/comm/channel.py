@@ -25,10 +25,9 @@ from torch.distributed import distributed_c10d
 
 from shardwise.comm.protocol import Combine
 from shardwise.comm.signature import in_words, mismatch, sign
+from shardwise.comm.tree import CHILDREN, children_of, parent_of
 from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
 
-CHILDREN = 8
-"""Of a rank, at most: four levels for 4,000 ranks."""
 _TOKEN_BYTES = 16
 _CONNECT_S = 5.0
 """How long one address of a parent is tried."""
@@ -78,9 +77,9 @@ class Channel:
         self._timeout_s = timeout_s
         self._number = 0
         self._failure: ShardwiseError | None = None
-        children = range(CHILDREN * rank + 1, min(CHILDREN * (rank + 1) + 1, world_size))
+        children = children_of(rank, world_size)
         with _listening(store, rank, bool(children)) as (listener, token):
-            self._parent = _connect(store, rank, (rank - 1) // CHILDREN, timeout_s) if rank else None
+            self._parent = _connect(store, rank, parent_of(rank), timeout_s) if rank else None
             self._children = _accept(listener, token, children, timeout_s) if listener else []
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:

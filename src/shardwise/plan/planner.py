@@ -26,7 +26,6 @@ from shardwise.plan.search.exploration import (
 from shardwise.plan.search.processes import SearchSetting, explore_in_processes
 from shardwise.plan.search.space import SearchSpace, search_space
 from shardwise.plan.simulate.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Cost, Forecast
-from shardwise.plan.simulate.trace import draw
 from shardwise.policy.precision import short_dtype_name
 from shardwise.policy.strategy import Strategy
 
@@ -62,7 +61,7 @@ class Plan:
     source: ModelSource
     report: PlanReport
     best: Forecast | None
-    """With its timeline; None where nothing fits."""
+    """Without its events (`best_whole`); None where nothing fits."""
     extra: Mapping[str, Any]
     """Answers beyond the best forecast, as plain data."""
 
@@ -78,6 +77,12 @@ class Plan:
                 "left_out": [{**_sharding_dict(job), "why": why} for job, why in exploration.left_out],
             }
         return {**plain, **self.extra}
+
+    def best_whole(self) -> Forecast:
+        """The best one with its timeline. Raises PlanError where nothing fits."""
+        self.check_fits()
+        assert self.best is not None
+        return Evaluator(self.source).whole(self.best.job)
 
     def check_fits(self) -> None:
         """Raise PlanError where nothing fits; the message names what to change."""
@@ -95,7 +100,7 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
     exploration = explore(question, progress)
     nearest = exploration.candidates[0].job
     evaluate = Evaluator(source)
-    best = evaluate.whole(exploration.best.job) if exploration.best is not None else None
+    best = exploration.best
     answers, extra = _answers(question, evaluate, nearest, best)
     shown = best or evaluate(nearest)
     report = PlanReport(
@@ -104,7 +109,6 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
         exploration=exploration,
         assumptions=tuple(assumptions(shown)),
         answers=tuple(answers),
-        timeline=draw(best.timeline) if best is not None else "",
     )
     return Plan(source, report, best, extra)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.dry_run import cache, step
-from shardwise.plan.dry_run.cache import cache_directory, recorded, recording_key
+from shardwise.plan.dry_run import step
+from shardwise.plan.dry_run.cache import recorded, recording_name
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.kept import files
 from shardwise.plan.models.source import ModelSource, resolve
 from shardwise.policy.precision import Precision
 
@@ -67,41 +68,31 @@ def test_jobs_that_the_engine_cannot_tell_apart_share_one(runs: list[Job]) -> No
 )  # fmt: skip
 def test_what_the_engine_sees_has_a_name_of_its_own(change: dict[str, Any]) -> None:
     source = resolve(LLAMA)
-    assert recording_key(source, replace(JOB, **change)) != recording_key(source, JOB)
+    assert recording_name(source, replace(JOB, **change)) != recording_name(source, JOB)
 
 
 def test_models_ranks_and_code_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     source = resolve(LLAMA)
-    names = {recording_key(source, JOB), recording_key(source, JOB, 1)}
-    names.add(recording_key(resolve({**LLAMA, "vocab_size": 321}), JOB))
-    monkeypatch.setattr(cache, "_code", lambda: ["another version"])
-    names.add(recording_key(source, JOB))
+    names = {recording_name(source, JOB), recording_name(source, JOB, 1)}
+    names.add(recording_name(resolve({**LLAMA, "vocab_size": 321}), JOB))
+    monkeypatch.setattr(files, "code", lambda: ["another version"])
+    names.add(recording_name(source, JOB))
     assert len(names) == 4
-
-
-def test_our_own_code_is_part_of_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cache, "_OWN", tmp_path)
-    cache._code.cache_clear()
-    before = recording_key(resolve(LLAMA), JOB)
-    (tmp_path / "step.py").write_text("changed = True")
-    cache._code.cache_clear()
-    assert recording_key(resolve(LLAMA), JOB) != before
-    cache._code.cache_clear()
 
 
 def test_a_factory_is_known_by_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "kept_tower.py").write_text("def build():\n    return None\n")
     source = resolve("kept_tower:build")
-    before = recording_key(source, JOB)
+    before = recording_name(source, JOB)
     assert before is not None
     (tmp_path / "kept_settings.json").write_text("{}")  # code may read it
-    assert recording_key(source, JOB) not in {before, None}
+    assert recording_name(source, JOB) not in {before, None}
 
 
 def test_a_callable_has_no_name() -> None:
-    assert recording_key(ModelSource("a function", build=resolve(LLAMA).builder()), JOB) is None
-    assert recording_key(resolve(LLAMA), replace(JOB, units=lambda fqn, module: True)) is None
+    assert recording_name(ModelSource("a function", build=resolve(LLAMA).builder()), JOB) is None
+    assert recording_name(resolve(LLAMA), replace(JOB, units=lambda fqn, module: True)) is None
 
 
 def test_a_damaged_file_is_made_anew(runs: list[Job], tmp_path: Path) -> None:
@@ -113,28 +104,6 @@ def test_a_damaged_file_is_made_anew(runs: list[Job], tmp_path: Path) -> None:
         assert recorded(source, JOB) == first
     assert len(runs) == 4
     assert list((tmp_path / "kept").iterdir()) == [file]
-
-
-def test_room_is_made_for_new_ones(runs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = resolve(LLAMA)
-    recorded(source, JOB)
-    (file,) = (tmp_path / "kept").iterdir()
-    monkeypatch.setattr(cache, "LIMIT_BYTES", file.stat().st_size * 3 // 2)
-    recorded(source, replace(JOB, slots=4))
-    left = list((tmp_path / "kept").iterdir())
-    assert len(left) == 1
-    assert left != [file]
-
-
-def test_it_can_be_switched_off(runs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SHARDWISE_PLAN_CACHE", "0")
-    assert cache_directory() is None
-    for _ in range(2):
-        recorded(resolve(LLAMA), JOB)
-    assert len(runs) == 2
-    monkeypatch.setenv("SHARDWISE_PLAN_CACHE", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / "shardwise" / "plan"
 
 
 def test_a_directory_that_cannot_be_written_to_keeps_none(

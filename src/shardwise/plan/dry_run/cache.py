@@ -1,24 +1,13 @@
-"""Recordings kept in a directory: a dry run is made once for each model and settings, on each machine.
-
-A recording depends on the model, on what of a job the engine sees, and on code: torch's, transformers' and our own. The
-name of a file is a checksum of all of these, so one that is stale is never asked for. Files are written beside their
-place and renamed, so several processes may share a directory; one that cannot be read back is as good as none.
-"""
+"""Recordings kept: a dry run is made once for each model and settings, on each machine (`kept.files`)."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import os
 import sys
-import tempfile
-import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, fields
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,15 +20,9 @@ from shardwise.plan.dry_run.recording import (
     StepEvent,
     StepPhase,
 )
+from shardwise.plan.kept import files
 from shardwise.plan.models.source import ModelSource
 
-VARIABLE = "SHARDWISE_PLAN_CACHE"
-"""0: no cache. A directory: there. Else in the user's own directory for caches."""
-LIMIT_BYTES = 256 * 2**20
-"""Of a directory; the recordings longest unused go first."""
-_OWN = Path(__file__).parents[2]
-"""The package."""
-_SUFFIX = ".recording"
 _EDITED = (".py", ".json", ".toml", ".yaml", ".yml")
 _INSTALLED = frozenset({"site-packages", "node_modules", "venv"})
 _PROJECT_FILES = 2000
@@ -51,38 +34,24 @@ _UNSEEN = frozenset(
         "segments", "context_bytes", "nccl_bytes", "price_per_hour", "keeps_gathered_weights",
     }
 )  # fmt: skip
-"""Of a job: what the engine does not see, or sees as something else that `recording_key` has."""
+"""Of a job: what the engine does not see, or sees as something else that `recording_name` has."""
 
 
 def recorded(source: ModelSource, job: Job, rank: int = 0) -> Recording:
     """A job's recording, from the cache where it is there; else made, and kept there. Arguments and errors are those of
     `record_once`."""
-    from shardwise.plan.dry_run.step import record_once
-
-    directory = cache_directory()
-    key = None if directory is None else recording_key(source, job, rank)
-    if directory is None or key is None:
-        return record_once(source.builder(job.attention), job, rank)
-    path = directory / f"{key}{_SUFFIX}"
-    found = _read(path, job, rank)
+    name = None if files.cache_directory() is None else recording_name(source, job, rank)
+    found = None if name is None else _read(name, job, rank)
     if found is None:
+        from shardwise.plan.dry_run.step import record_once
+
         found = record_once(source.builder(job.attention), job, rank)
-        _write(path, found)
+        if name is not None:
+            _write(name, found)
     return found
 
 
-def cache_directory() -> Path | None:
-    """Where recordings are kept. None where they are not."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked == "0":
-        return None
-    if asked:
-        return Path(asked)
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - raises without a home
-    return Path(home) / "shardwise" / "plan"
-
-
-def recording_key(source: ModelSource, job: Job, rank: int = 0) -> str | None:
+def recording_name(source: ModelSource, job: Job, rank: int = 0) -> str | None:
     """A name for everything that a recording depends on. None for a model or units without one: a callable's code may
     depend on anything."""
     if source.config is not None:
@@ -95,24 +64,7 @@ def recording_key(source: ModelSource, job: Job, rank: int = 0) -> str | None:
         return None
     seen = {known.name: getattr(job, known.name) for known in fields(Job) if known.name not in _UNSEEN}
     ranks = [job.strategy.value, job.world_size, job.shard_ranks, rank, job.on_cpu, job.keeps_casts]
-    everything = [model, seen, ranks, job.units, asdict(job.precision), _code()]
-    return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:40]
-
-
-@cache
-def _code() -> list[str]:
-    """The code that makes recordings: our own by its text, others' by their versions."""
-    own = hashlib.sha256()
-    for path in sorted(_OWN.rglob("*.py")):
-        own.update(str(path.relative_to(_OWN)).encode() + b"\0" + path.read_bytes())
-    return [own.hexdigest(), sys.version, *map(_version, ("torch", "transformers"))]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
+    return files.name_of("recording", model, seen, ranks, job.units, asdict(job.precision))
 
 
 def _own_sources(factory: str) -> str | None:
@@ -134,42 +86,19 @@ def _own_sources(factory: str) -> str | None:
     return text.hexdigest()
 
 
-# Files ----------------------------------------------------------------------------------------------------------------
-
-
-def _read(path: Path, job: Job, rank: int) -> Recording | None:
+def _read(name: str, job: Job, rank: int) -> Recording | None:
     """The recording of a file. None where there is none, or a damaged one."""
+    plain = files.read(name)
     try:
-        plain = json.loads(zlib.decompress(path.read_bytes()))
         events = tuple(_event(*entry) for entry in plain["events"])
-        recording = Recording(job, Facts(**plain["facts"]), events, rank)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, zlib.error):
+        return Recording(job, Facts(**plain["facts"]), events, rank)
+    except (ValueError, KeyError, TypeError, IndexError):
         return None
-    with suppress(OSError):
-        os.utime(path)
-    return recording
 
 
-def _write(path: Path, recording: Recording) -> None:
-    """Keep a recording. A directory that cannot be written to keeps none."""
+def _write(name: str, recording: Recording) -> None:
     events = [[_KINDS.index(type(event)), *map(_plain, _values(event))] for event in recording.events]
-    text = json.dumps({"facts": asdict(recording.facts), "events": events})
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-            file.write(zlib.compress(text.encode(), 1))
-        Path(file.name).replace(path)
-        _make_room(path.parent)
-
-
-def _make_room(directory: Path) -> None:
-    known = sorted((path.stat().st_mtime, path) for path in directory.glob(f"*{_SUFFIX}"))
-    excess = sum(path.stat().st_size for _, path in known) - LIMIT_BYTES
-    for _, path in known:
-        if excess <= 0:
-            return
-        excess -= path.stat().st_size
-        path.unlink()
+    files.write(name, {"facts": asdict(recording.facts), "events": events})
 
 
 def _values(event: StepEvent) -> list[Any]:
@@ -181,17 +110,27 @@ def _plain(value: Any) -> Any:
 
 
 _PARSED: dict[str, Callable[[Any], Any]] = {
-    "kind": KernelKind,
-    "phase": StepPhase,
+    "kind": {kind.value: kind for kind in KernelKind}.__getitem__,
+    "phase": {phase.value: phase for phase in StepPhase}.__getitem__,
     "matmul": lambda value: None if value is None else tuple(value),
 }
 """Fields that JSON has no type for. The kind of an allocation is a word, of a kernel one of `KernelKind`."""
 
 
+_PARSERS = {
+    kind: [
+        (place, _PARSED[name])
+        for place, name in enumerate(_FIELDS[kind])
+        if name in _PARSED and not (name == "kind" and kind is Allocate)
+    ]
+    for kind in _KINDS
+}
+"""By kind of event: the places of such fields."""
+
+
 def _event(number: int, *values: Any) -> StepEvent:
     kind = _KINDS[number]
-    named = dict(zip(_FIELDS[kind], values, strict=True))
-    for name, parse in _PARSED.items():
-        if name in named and not (name == "kind" and kind is Allocate):
-            named[name] = parse(named[name])
-    return kind(**named)
+    parsed = list(values)
+    for place, parse in _PARSERS[kind]:
+        parsed[place] = parse(parsed[place])
+    return kind(*parsed)

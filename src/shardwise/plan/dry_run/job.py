@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from math import inf
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.hardware.devices import Hardware, Interconnect, find_device, find_interconnect
@@ -16,6 +14,9 @@ from shardwise.policy.precision import Precision, short_dtype_name
 from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
 from shardwise.suggest import did_you_mean, divisors
+
+if TYPE_CHECKING:
+    from torch import nn
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adam", "sgd", "momentum")
 """Fused kernels, but for "adamw-foreach": torch's default on GPUs, which needs a temporary of every tensor's size."""

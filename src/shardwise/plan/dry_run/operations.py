@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.plan.dry_run.recording import Kernel, KernelKind, StepPhase
+from shardwise.plan.dry_run.recording import GROUPED, Kernel, KernelKind, StepPhase
 from shardwise.policy.precision import short_dtype_name
 
 _NO_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"})
@@ -70,7 +70,7 @@ def operation_of(func: Any) -> Operation | None:
     flops: Callable[..., int] | None = flop_registry.get(packet)
     kind = KernelKind.MEMORY if matmul is None and flops is None else KernelKind.MATMUL
     if name in GROUPED:
-        kind, (matmul, flops) = KernelKind.MATMUL, GROUPED[name]
+        kind, (matmul, flops) = KernelKind.MATMUL, _GROUPED_COSTS[name]
     elif "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
         backward = "backward" in name
         kind, matmul, flops = KernelKind.ATTENTION, _attention_shape(backward), _attention_flops(backward)
@@ -148,12 +148,12 @@ def _both_gradients(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> M
     return 2 * groups, m, n, k
 
 
-GROUPED: dict[str, tuple[Callable[..., MatmulShape], Callable[..., int]]] = {
+_GROUPED_COSTS: dict[str, tuple[Callable[..., MatmulShape], Callable[..., int]]] = {
     "_grouped_mm": (_grouped, _grouped_flops),
     "grouped_mm_fallback": (_grouped, _grouped_flops),
     "grouped_mm_fallback_backward": (_both_gradients, lambda *args, **_: 2 * _grouped_flops(*args)),
 }
-"""Products of mixtures of experts, torch's and transformers': [rows, k] x [groups, k, n], where `offs` divides the
+"""Of every one of `GROUPED`: [rows, k] x [groups, k, n], where `offs` divides the
 rows; or with the columns, or the inner dim, divided."""
 
 

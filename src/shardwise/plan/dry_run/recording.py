@@ -32,6 +32,10 @@ class KernelKind(enum.Enum):
     """Pointwise, reductions, copies, gathers of rows: limited by bytes moved."""
 
 
+GROUPED = frozenset({"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"})
+"""Products of mixtures of experts, torch's and transformers'."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One operation."""

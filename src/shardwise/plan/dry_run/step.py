@@ -28,7 +28,6 @@ from shardwise.engine.units.unit import Unit
 from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
 from shardwise.plan.dry_run.autocast import autocast
-from shardwise.plan.dry_run.compilation import kept_bytes
 from shardwise.plan.dry_run.depth import deepened
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences
@@ -188,6 +187,8 @@ class _DryRun:
         whole = self.job.recomputation.every and not self.job.recomputation.selective
         if not self.job.compile or whole or not self.blocks or not (args or kwargs):
             return {}
+        from shardwise.plan.dry_run.compilation import kept_bytes  # brings torch's compiler along
+
         fqns = {id(unit.module): unit.fqn for unit in self.engine.units}
         dtype = next(group.dtypes.compute for unit in self.engine.units for group in unit.groups)
         nbytes = kept_bytes(self.blocks[0], args, kwargs, dtype, self.job.recomputation.selective)

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, one_line
-from shardwise.plan.models.factory import load_factory
-from shardwise.plan.models.transformers_models import (
-    build_transformer,
-    check_model_type,
-    complete_config,
-    normalised_config,
-)
+from shardwise.plan.models.description import Description, kept_description
+from shardwise.plan.models.transformers_models import build_transformer, check_model_type, described
 from shardwise.suggest import did_you_mean, nearest_path
 
-Builder = Callable[[], nn.Module]
+if TYPE_CHECKING:
+    from torch import nn
+
+Builder = Callable[[], "nn.Module"]
 ModelLike = str | Path | Mapping[str, Any] | Builder
 """What `sw.plan` takes for a model; see `resolve`."""
 
@@ -86,10 +83,12 @@ class ModelSource:
         Raises:
             PlanError: transformers cannot build the configuration.
         """
-        if self.config is None:
-            return None
-        longest = getattr(complete_config(self.config), "max_position_embeddings", None)
-        return longest if isinstance(longest, int) and longest > 0 else None
+        return None if self.description is None else self.description.positions
+
+    @property
+    def description(self) -> Description | None:
+        """Of `config`. Raises PlanError where transformers cannot build it."""
+        return None if self.config is None else described(self.config)
 
     def model_section(self) -> dict[str, Any]:
         """The section `[model]` of a training configuration that names the same model.
@@ -101,11 +100,11 @@ class ModelSource:
             return {"factory": self.factory}
         if self.path is not None:
             return {"path": self.path}
-        if self.config is None:
+        if self.description is None:
             raise PlanError(
                 f"{self.title} is a callable, which a configuration cannot name: give the model as module:function"
             )
-        return {"config": normalised_config(self.config)}
+        return {"config": self.description.normalised}
 
 
 @cache
@@ -130,7 +129,7 @@ def resolve(model: ModelLike) -> ModelSource:
     Raises:
         PlanError: it is none of these; the message names the nearest shape or file.
     """
-    if isinstance(model, nn.Module):
+    if _is_built(model):
         kind = type(model).__name__
         raise PlanError(
             f"the model is a {kind} that was built already: pass what builds it, such as lambda: {kind}(...), which "
@@ -148,6 +147,8 @@ def resolve(model: ModelLike) -> ModelSource:
     if os.path.exists(path):  # noqa: PTH110 - a name that is too long for a path is none
         return _from_path(path)
     if ":" in name and "/" not in name:
+        from shardwise.plan.models.factory import load_factory
+
         return ModelSource(title=name, build=load_factory(name, f"MODEL {name!r}", PlanError), factory=name)
     hint = did_you_mean(name.lower(), shapes()) or nearest_path(path)
     raise PlanError(
@@ -160,7 +161,7 @@ def _from_config(config: dict[str, Any]) -> ModelSource:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise PlanError('the model\'s configuration needs a "model_type", such as "llama"')
-    check_model_type(model_type, "the model's configuration")
+    _check_known(config, "the model's configuration")
     return ModelSource(title=f"a {model_type} configuration", config=config)
 
 
@@ -176,5 +177,16 @@ def _from_path(path: Path) -> ModelSource:
         raise PlanError(f"MODEL {str(path)!r}: {file} is no JSON: {one_line(error)}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise PlanError(f'MODEL {str(path)!r}: {file} has no "model_type", so transformers cannot tell what it is')
-    check_model_type(config["model_type"], str(file))
+    _check_known(config, str(file))
     return ModelSource(title=str(path), config=config, path=str(path))
+
+
+def _is_built(model: object) -> bool:
+    torch = sys.modules.get("torch")  # where it was not imported, nothing is of its types
+    return torch is not None and isinstance(model, torch.nn.Module)
+
+
+def _check_known(config: Mapping[str, Any], where: str) -> None:
+    """Raise PlanError for a type that transformers does not know."""
+    if kept_description(config) is None:
+        check_model_type(config["model_type"], where)

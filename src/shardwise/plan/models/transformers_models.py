@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, UserError, one_line
+from shardwise.plan.models.description import Description, keep_description, kept_description
 from shardwise.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # The head that training needs, for models whose configuration does not name their class, in order of preference.
 _AUTO_CLASSES = (
@@ -47,9 +49,29 @@ _NOT_THE_SHAPE = ("transformers_version", "dtype", "torch_dtype")
 """The dtype is decided by the precision, as in training."""
 
 
-def normalised_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's own keys, under the names that the installed transformers has for them."""
-    filled = complete_config(config).to_diff_dict()
+def described(config: Mapping[str, Any]) -> Description:
+    """What a plan has to know of a configuration, asked where it was not kept. Raises PlanError if transformers refuses
+    it."""
+    found = kept_description(config)
+    if found is None:
+        found = _described(config)
+        keep_description(config, found)
+    return found
+
+
+def _described(config: Mapping[str, Any]) -> Description:
+    from transformers import AutoModelForCausalLM
+
+    filled = complete_config(config)
+    longest = getattr(filled, "max_position_embeddings", None)
+    return Description(
+        positions=longest if isinstance(longest, int) and longest > 0 else None,
+        normalised=_normalised(config, filled.to_diff_dict()),
+        is_language_model=type(filled) in AutoModelForCausalLM._model_mapping,
+    )
+
+
+def _normalised(config: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {"rope_parameters"} if _ROTARY & config.keys() else set()
     given = [key for key in (*config, *renamed) if key not in _ROTARY and key not in _NOT_THE_SHAPE]
     values = {key: filled.get(key, config.get(key)) for key in given}

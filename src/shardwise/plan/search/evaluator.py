@@ -9,6 +9,7 @@ from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Recording
 from shardwise.plan.models.source import ModelSource
 from shardwise.plan.simulate.forecast import Forecast, forecast_of
+from shardwise.plan.simulate.kept_forecasts import keep_forecast, kept_forecast
 from shardwise.plan.simulate.scaling import SMALLEST, scaled
 
 STEADY = 3
@@ -36,9 +37,14 @@ class Evaluator:
         """Dry runs so far."""
 
     def __call__(self, job: Job) -> Forecast:
-        """A job's forecast, without the events that it was read off: of hundreds they would fill the memory."""
-        whole = self.whole(job)
-        return replace(whole, recording=replace(whole.recording, events=()))
+        """A job's forecast, without the events that it was read off: of hundreds they would fill the memory. Kept
+        from one question to the next."""
+        found = kept_forecast(self._source, job, self._scale)
+        if found is None:
+            whole = self.whole(job)
+            found = replace(whole, recording=replace(whole.recording, events=()))
+            keep_forecast(self._source, found, self._scale)
+        return found
 
     def whole(self, job: Job) -> Forecast:
         """A job's forecast, events and timeline included.

@@ -19,7 +19,6 @@ from typing import Any, Self
 
 from shardwise.errors import PlanError
 from shardwise.plan.models.source import ModelLike, resolve
-from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import Candidate, Objective, explore_family
 from shardwise.plan.search.space import Family
@@ -133,7 +132,6 @@ def main() -> None:
     are families; an exception is answered as itself."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the model's code may print: that must not be taken for an answer
-    quiet_transformers()
     setting: SearchSetting = pickle.load(sys.stdin.buffer)
     evaluator: Evaluator | None = None
     while True:

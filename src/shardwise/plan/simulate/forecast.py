@@ -11,8 +11,7 @@ from typing import Any
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.cache import recorded
 from shardwise.plan.dry_run.job import Job, with_sequences
-from shardwise.plan.dry_run.operations import GROUPED
-from shardwise.plan.dry_run.recording import Allocate, Kernel, Recording, StepEvent, StepPhase
+from shardwise.plan.dry_run.recording import GROUPED, Allocate, Kernel, Recording, StepEvent, StepPhase
 from shardwise.plan.hardware.devices import Hardware
 from shardwise.plan.models.source import ModelLike, resolve
 from shardwise.plan.simulate.allocator import ROUND_BYTES, Segments, peak_of, reserved_bytes

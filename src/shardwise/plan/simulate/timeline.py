@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.comm.channel import CHILDREN
+from shardwise.comm.tree import levels
 from shardwise.plan.dry_run.recording import (
     Collective,
     Exchange,
@@ -205,7 +205,7 @@ class _Simulation:
         elif isinstance(event, Fence):
             self._fence(event)
         elif isinstance(event, Exchange):
-            self.host_s += 2 * _levels(event.ranks) * usual_host().hop_s.value
+            self.host_s += 2 * levels(event.ranks) * usual_host().hop_s.value
         elif isinstance(event, HostWait):
             self.host_s = max(self.host_s, self.released_s.get(event.unit, 0.0))
 
@@ -328,12 +328,3 @@ class _Simulation:
     def _hand_out(self, cost: Figure) -> None:
         if self.roofline.hardware.overlaps:
             self.host_s += cost.value
-
-
-def _levels(ranks: int) -> int:
-    """Of the tree along which hosts exchange messages."""
-    levels, rank = 0, ranks - 1
-    while rank > 0:
-        rank = (rank - 1) // CHILDREN
-        levels += 1
-    return levels

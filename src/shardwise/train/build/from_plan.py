@@ -86,7 +86,7 @@ def _data(source: ModelSource) -> dict[str, Any]:
 
 def check_model(source: ModelSource) -> None:
     """Raise PlanError for a model that the trainer cannot train: one of transformers that is no language model."""
-    if source.config is not None and not _is_language_model(source.config):
+    if source.description is not None and not source.description.is_language_model:
         raise PlanError(
             f"{source.title}: `shardwise train` trains causal language models; plan it without --config and train it "
             "with sw.shard in a script of your own"
@@ -98,9 +98,3 @@ def _check_job(job: Job) -> None:
         raise PlanError(f"--config writes a configuration for shardwise, and the plan is for engine={job.engine!r}")
     if job.optimizer != "adamw":
         raise PlanError(f"`shardwise train` has adamw, not {job.optimizer}: plan with --optimizer adamw")
-
-
-def _is_language_model(config: Any) -> bool:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    return CONFIG_MAPPING[config["model_type"]] in AutoModelForCausalLM._model_mapping

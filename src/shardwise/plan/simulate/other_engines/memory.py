@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shardwise.plan.dry_run.compilation import with_kept_blocks
+from shardwise.plan.dry_run.kept_blocks import with_kept_blocks
 from shardwise.plan.dry_run.recording import Allocate, Free, Gradient, Recording, StepEvent, StepPhase, UnitMark
 from shardwise.policy.strategy import Strategy
 

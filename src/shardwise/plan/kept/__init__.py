@@ -1,0 +1,1 @@
+"""Answers kept between questions."""

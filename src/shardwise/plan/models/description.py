@@ -1,0 +1,36 @@
+"""What a plan has to know of a transformers configuration, kept so that transformers need not be asked again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwise.plan.kept import files
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Of one configuration."""
+
+    positions: int | None
+    """The longest sequence that the model is made for; None: any."""
+    normalised: dict[str, Any]
+    """The configuration's own keys, under the names that the installed transformers has for them."""
+    is_language_model: bool
+    """A causal one."""
+
+
+def kept_description(config: Mapping[str, Any]) -> Description | None:
+    """A configuration's description, if it was made before."""
+    found = files.read(_name(config))
+    return None if found is None else Description(**found)
+
+
+def keep_description(config: Mapping[str, Any], description: Description) -> None:
+    """Keep a configuration's description."""
+    files.write(_name(config), asdict(description))
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    return files.name_of("model", config)

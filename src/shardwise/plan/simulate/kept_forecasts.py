@@ -1,0 +1,53 @@
+"""Forecasts kept from one question to the next, without the events that they were read off."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from shardwise.plan.dry_run.cache import recording_name
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recording import Facts, Recording
+from shardwise.plan.hardware.host import usual_host
+from shardwise.plan.kept import files
+from shardwise.plan.models.source import ModelSource
+from shardwise.plan.simulate.forecast import Forecast
+
+_APART = frozenset({"job", "recording"})
+_FIELDS = [known.name for known in fields(Forecast) if known.name not in _APART]
+
+
+def kept_forecast(source: ModelSource, job: Job, scaled: bool) -> Forecast | None:
+    """A job's forecast without events, if it was made before.
+
+    Args:
+        source: the model.
+        job: the job.
+        scaled: whether its recording may have been made from others.
+    """
+    name = _name(source, job, scaled)
+    plain = None if name is None else files.read(name)
+    if plain is None:
+        return None
+    try:
+        facts = Facts(**plain.pop("facts"))
+        return Forecast(job=job, recording=Recording(job, facts, ()), **{**plain, "peak_at": tuple(plain["peak_at"])})
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
+def keep_forecast(source: ModelSource, forecast: Forecast, scaled: bool) -> None:
+    """Keep a forecast. Arguments as for `kept_forecast`."""
+    name = _name(source, forecast.job, scaled)
+    if name is not None:
+        plain: dict[str, Any] = {field: getattr(forecast, field) for field in _FIELDS}
+        files.write(name, {**plain, "facts": asdict(forecast.recording.facts)})
+
+
+def _name(source: ModelSource, job: Job, scaled: bool) -> str | None:
+    """For everything that a forecast depends on: the recording, and what recordings do not know of."""
+    recording = None if files.cache_directory() is None else recording_name(source, job)
+    if recording is None:
+        return None
+    machines = [repr(job.hardware), repr(job.node_interconnect), repr(usual_host())]
+    return files.name_of("forecast", recording, repr(job), machines, scaled)
