@@ -18,9 +18,11 @@ from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.io.storage import Location, check_location
 from shardwise.checkpoint.names.index_map import Place
+from shardwise.checkpoint.names.transformers_names import find, find_adapter
 from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError
+from shardwise.modules.adapters import adapter_names
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
 
     Args:
         path: a committed checkpoint, or its URL; saved by any number of ranks under any strategy.
-        model: sharded. Its parameters and buffers are overwritten, cast to the dtypes that it keeps them in.
+        model: sharded. Its parameters and buffers are overwritten, cast to the dtypes that it keeps them in. From a
+            checkpoint of an adapter those of the model's adapter are, and no others.
         optimizer: of the model's parameters, in any groups and order: state and options are matched by fqn. Of the
             class that was saved; with strict=False one of another class is left as it is. With one, this is taken as a
             resumption: at the world size of the save, random states (Python's, numpy's and torch's) are restored too.
@@ -121,8 +124,10 @@ class _Reading:
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
         self.training = training_json.read(contents)
-        self.model_files = tensor_files.find(contents, "model")
-        self.optimizer_files = tensor_files.find(contents, "optimizer")
+        self.model_files = tensor_files.find_model(contents)
+        self.of_adapter = self.model_files.stem == tensor_files.ADAPTER
+        """Whether it was saved without the base."""
+        self.optimizer_files = tensor_files.find(contents, tensor_files.OPTIMIZER)
         self.by_rank_files = tensor_files.find(contents, per_rank_buffers.STEM)
         self.optimizer_pieces: Wanted = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -132,9 +137,10 @@ class _Reading:
 
     def expect_model(self, model: nn.Module) -> Matched:
         """Match the model's state_dict with the files by name. Further differences are added to the result."""
-        self._matched = match(model, self.model_files.tensors)
+        self._matched = match(model, self.model_files.tensors, find_adapter if self.of_adapter else find)
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        self._matched.missing = [name for name in self._matched.missing if name not in ignored]
+        expected = adapter_names(model) if self.of_adapter else self._matched.missing
+        self._matched.missing = [name for name in self._matched.missing if name in expected and name not in ignored]
         return self._matched
 
     def expect_optimizer(self, model: nn.Module, optimizer: Optimizer, strict: bool) -> None:

@@ -21,10 +21,11 @@ from shardwise.checkpoint.format.matching import Matched, match, shown
 from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
-from shardwise.checkpoint.names.transformers_names import find, is_transformers
+from shardwise.checkpoint.names.transformers_names import find_base, is_transformers
 from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError
+from shardwise.modules.adapters import base_names, base_of
 from shardwise.modules.deferred_init.materialize import left_blank
 
 _DISAGREE = (
@@ -61,6 +62,8 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
             dtypes that it keeps them in.
         strict: False loads what fits and reports the rest in the result, instead of raising.
 
+    Of a model with adapters of PEFT it is the base that is read; adapters stay as they are.
+
     Of a transformers model names are those that its `from_pretrained` would understand: old ones, those of the model
     inside or around, split and stacked tensors, either one of two that are tied; what its class declares as not needed
     is neither missing nor unexpected. A directory that another class wrote may lack the head or have another one: that
@@ -81,8 +84,9 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     where = os.fspath(path)
     with peers.together(f"{where} cannot be loaded"):
         weights = _Weights.at(path)
-        matched = match(model, weights.files.tensors)
-        heads = _excuse(model, weights, matched)
+        matched = match(model, weights.files.tensors, find_base)
+        matched.missing = list(base_names(model, dict.fromkeys(matched.missing)))
+        heads = _excuse(base_of(model), weights, matched)
         if strict:
             matched.raise_differences(where, "strict=False loads what fits and reports the rest")
         matched.check_dtypes(where, weights.files.tensors)
@@ -90,7 +94,8 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     headers = [(name, file.nbytes, file.header) for name, file in weights.files.files.items()]
     peers.agree(f"{headers}|{weights.sums}|{strict}", _DISAGREE)
     if heads and peers.is_first:
-        warnings.warn(f"{where} was written by another class than {type(model).__name__}: {heads}", stacklevel=3)
+        class_name = type(base_of(model)).__name__
+        warnings.warn(f"{where} was written by another class than {class_name}: {heads}", stacklevel=3)
     with peers.together(f"{where} cannot be loaded"):
         engine.reshard_all()
         read = tensor_files.read(weights.opened, weights.files, matched.wanted)  # next time from the cache
@@ -122,7 +127,7 @@ def blank_for(path: Location, model: nn.Module) -> Iterator[None]:
             named.setdefault(id(value), []).append(name)
             shapes[name] = tuple(value.shape)
     stored = {name: tensor.shape for name, tensor in _Weights.at(path).files.tensors.items()}
-    found = find(model, shapes, stored).shapes
+    found = find_base(model, shapes, stored).shapes
     read = [names for names in named.values() if any(found.get(name) == shapes[name] for name in names)]
     with left_blank(name for names in read for name in names):
         yield
@@ -154,7 +159,7 @@ class _Weights:
             _refuse_quantized(directory, configuration)
             if directory.has(manifest.NAME):  # one of ours
                 contents = Contents.of(path)
-                return cls(directory, contents, tensor_files.find(contents, "model"), configuration)
+                return cls(directory, contents, tensor_files.find(contents, tensor_files.MODEL), configuration)
             _refuse_pickles(directory)
             return cls(directory, directory, weights_of(directory), configuration)
 

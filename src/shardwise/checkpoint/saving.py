@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import secrets
+import sys
 import tempfile
 import time
 import weakref
@@ -25,7 +26,7 @@ from shardwise.checkpoint.format import (
     training_json,
 )
 from shardwise.checkpoint.format.local_tensor import Piece
-from shardwise.checkpoint.format.model_state import pieces_to_write
+from shardwise.checkpoint.format.model_state import adapter_to_write, pieces_to_write
 from shardwise.checkpoint.format.optimizer_state import optimizer_state
 from shardwise.checkpoint.io.remote import RemoteDirectory
 from shardwise.checkpoint.io.storage import Location, check_location, is_url
@@ -41,6 +42,7 @@ from shardwise.checkpoint.staging import HostMemory
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.modules.adapters import adapter_config
 
 _SIGHT_S = 5.0
 """How long a rank waits for rank 0's token to come in sight: network file systems cache names for a moment."""
@@ -64,6 +66,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     *,
     files: Mapping[str, bytes] | None = None,
     overwrite: bool = False,
+    adapter: bool = False,
 ) -> None:
     """Write a checkpoint that any number of ranks under any strategy can load. Every rank must call this.
 
@@ -84,6 +87,8 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
         files: small ones to go along, by name: a tokenizer's, for example. Rank 0's are saved.
         overwrite: a checkpoint that is at `path` is replaced, in one step, when the new one is on disk: until then
             both need room. Not for URLs.
+        adapter: of the model only its adapter of PEFT, as files that PEFT loads (`adapter_model.safetensors`,
+            `adapter_config.json`). `load` leaves the base as it is.
 
     Raises:
         CheckpointError: `path` exists (with `overwrite`: and is no checkpoint), it cannot be written, or not all ranks
@@ -100,7 +105,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     with peers.together("the checkpoint cannot be saved"):
         _check(step, extra, max_file_bytes)
         target = _target(path, overwrite)
-        writing = _prepare(target, model, optimizer, peers, max_file_bytes)
+        writing = _prepare(target, model, optimizer, peers, max_file_bytes, adapter)
         _take_along(files or {}, writing)
         writing.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
     peers.agree(f"{target.name}|{step}|{bool(asynchronous)}|{bool(overwrite)}|{writing.describe()}", _DISAGREE)
@@ -224,18 +229,25 @@ def _target(path: Location, overwrite: bool) -> Target:
 
 
 def _prepare(
-    target: Target, model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int
+    target: Target, model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int, adapter: bool
 ) -> _Writing:
     """Collect everything to write; tensors share their memory with the model."""
-    pieces = {"model": pieces_to_write(model)}
+    stem, own = (
+        (tensor_files.ADAPTER, adapter_to_write(model)) if adapter else (tensor_files.MODEL, pieces_to_write(model))
+    )
+    pieces = {stem: own}
+    most_bytes = {tensor_files.ADAPTER: sys.maxsize}  # PEFT looks for one file
     state = None if optimizer is None else optimizer_state(model, optimizer)
     if state is not None:
-        pieces["optimizer"] = state.pieces
+        pieces[tensor_files.OPTIMIZER] = state.pieces
     file_sets = [
-        FileSet(tensor_files.files_for(stem, found, max_file_bytes), _own(found, peers))
+        FileSet(tensor_files.files_for(stem, found, most_bytes.get(stem, max_file_bytes)), _own(found, peers))
         for stem, found in pieces.items()
     ]
-    documents = {**_configuration(model), **_names(model, pieces["model"])} if peers.is_first else {}
+    documents: dict[str, bytes] = {}
+    if peers.is_first:
+        documents.update(_adapter_configuration(model) if adapter else _configuration(model))
+        documents.update(_names(model, own))
     for file_set in file_sets:
         documents.update(file_set.files.index)
     document = None if state is None else state.document
@@ -296,6 +308,15 @@ def _start(writing: _Writing, peers: Peers, memory: HostMemory) -> None:
         discard=target.discard if peers.is_first else lambda: None,
     )
     save_thread.start(task, peers.together(f"{target} cannot be written"))
+
+
+def _adapter_configuration(model: nn.Module) -> dict[str, bytes]:
+    """`adapter_config.json`, as PEFT writes it."""
+    config = copy.copy(adapter_config(model))
+    config.inference_mode = True  # whoever loads it to train says so
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as directory:
+        config.save_pretrained(directory)
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
 def _configuration(model: nn.Module) -> dict[str, bytes]:

@@ -142,16 +142,27 @@ def convert(  # noqa: PLR0913, PLR0917 - one for each option
     files_from: Annotated[
         Path | None, typer.Option("--files-from", help="A directory whose config.json and tokenizer go along.")
     ] = None,
+    base: Annotated[
+        Path | None, typer.Option("--base", help="Of a LoRA adapter, the directory that it is merged into.")
+    ] = None,
     max_file_bytes: Annotated[int, typer.Option("--max-file-bytes", min=1, help="Of one safetensors file.")] = 5
     * 10**9,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of mistakes too.")] = False,
 ) -> int:
-    """Convert a checkpoint: torch DCP (FSDP2, torchtitan), full .pt files, Hugging Face, shardwise. Needs no ranks."""
+    """Convert a checkpoint: torch DCP (FSDP2, torchtitan), full .pt files, Hugging Face, shardwise; merge an adapter of
+    PEFT into its base. Needs no ranks."""
     from shardwise import checkpoint
     from shardwise.cli.convert import report
 
     converted = checkpoint.convert(
-        source, target, to, flat=flat, model_only=model_only, files_from=files_from, max_file_bytes=max_file_bytes
+        source,
+        target,
+        to,
+        flat=flat,
+        model_only=model_only,
+        files_from=files_from,
+        base=base,
+        max_file_bytes=max_file_bytes,
     )
     print(report(target, converted))
     return Exit.DONE

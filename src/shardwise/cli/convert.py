@@ -9,6 +9,7 @@ KINDS = {
     "dcp": "a torch DCP directory",
     "pt": "a full .pt file",
     "hf": "a Hugging Face directory",
+    "peft": "an adapter of PEFT",
 }
 _SHOWN = 6
 
@@ -23,8 +24,9 @@ def report(target: str, converted: Converted) -> str:
     optimizer = "no optimizer"
     if converted.optimizer_parameters is not None:
         optimizer = f"optimizer state of {counted(converted.optimizer_parameters, 'parameter')}"
+    merged = ", merged into its base" if converted.source.value == "peft" else ""
     lines = [
-        f"{target}: {KINDS[converted.target.value]}, from {KINDS[converted.source.value]}",
+        f"{target}: {KINDS[converted.target.value]}, from {KINDS[converted.source.value]}{merged}",
         f"{counted(converted.tensors, 'tensor')}, {optimizer}, {format_bytes(converted.nbytes)}, step {converted.step}",
     ]
     shown = converted.left_out[:_SHOWN]

@@ -50,7 +50,7 @@ def _described(config: Config, text: TextShape, ranks: Ranks) -> str:
     dist.init_process_group("fake", rank=ranks.rank, world_size=ranks.world_size)
     try:
         with torch.device("meta"):  # a factory builds its module here too
-            model = build_model(blank, text)
+            model = build_model(blank, text, config.lora)
         shard_model(model, config.parallel, ranks)
         return str(sw.describe(model))
     finally:

@@ -33,8 +33,8 @@ from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_
 from shardwise.train.data.tokenizer import files_of
 from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
 from shardwise.train.output.checkpoints import Checkpoints, Resumed
-from shardwise.train.output.console import RunConsole, compared_with_ddp
-from shardwise.train.output.export import export
+from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp
+from shardwise.train.output.export import Form, export
 from shardwise.train.output.out_of_memory import explained
 from shardwise.train.output.sample import sample_text
 from shardwise.train.process.interruption import Interrupted, Interruption
@@ -42,7 +42,13 @@ from shardwise.train.process.ranks import Ranks, started
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics
+from shardwise.train.run.preflight import check_wishes
 
+_IN_FORM = {
+    Form.WHOLE: "",
+    Form.MERGED: ", with the adapter merged in",
+    Form.ADAPTER: ", the adapter for PEFT; `shardwise convert` merges it",
+}
 _FEW_TARGETS = 0.5
 """Share of tokens that are targets below which the run prints a note."""
 
@@ -57,7 +63,7 @@ def run(config: Config) -> None:
         UserError: something in the configuration cannot be done, or the loss stopped being finite. The same on every
             rank.
     """
-    _refuse_what_cannot_be(config)
+    check_wishes(config)
     with started() as ranks:
         config = config.for_ranks(ranks.world_size)
         directory = RunDirectory(config.run_directory)
@@ -143,7 +149,7 @@ class Trainer:
         self.resumes = ranks.on_first(lambda: saved.has_any)
         """Whether the numbers are a checkpoint's."""
         torch.manual_seed(train.seed)  # the same on every rank: all build the same weights
-        model = build_model(config.model, self.text)
+        model = build_model(config.model, self.text, config.lora)
         self.loss_function = LossFunction(model)
         self.model = self._shard(model)
         checkpoint_units(self.model, train.activation_checkpointing)
@@ -164,17 +170,18 @@ class Trainer:
         """Also read `model.weights`, each rank its own bytes. Nothing is drawn that these, or a checkpoint, overwrite.
         Every rank must call this."""
         weights = self.config.model.weights
+        saved_whole = self.resumes and not self.config.lora.r  # else a checkpoint has the adapter alone
         with ExitStack() as stack:
             stack.enter_context(told_to(self.console.say))
             if self.config.model.init == "device":
                 stack.enter_context(init_on_device())
-            if self.resumes:
+            if saved_whole:
                 stack.enter_context(left_blank([fqn for fqn, _ in model.named_parameters()]))
             elif weights is not None:
                 with self.ranks.together():  # sharding is collective: a rank without the directory must stop all
                     stack.enter_context(blank_for(weights, model))
             sharded = shard_model(model, self.config.parallel, self.ranks)
-        if self.resumes or weights is None:
+        if saved_whole or weights is None:
             return sharded
         report = sw.checkpoint.load_pretrained(weights, sharded)
         self.console.say(
@@ -222,8 +229,9 @@ class Trainer:
                     self._save(checkpoints, taken, evaluated)
                 if self.interruption.agreed and not last:
                     self._leave(checkpoints, taken)
-        export(self.model, self.data.tokenizer, directory, self.ranks, max(self.first_step, train.steps))
-        self._sum_up(directory)
+        footprint = self._footprint()
+        export(self.model, self.data.tokenizer, directory, self.ranks, max(self.first_step, train.steps), self.form)
+        self._sum_up(directory, footprint)
 
     def _checkpoints(self, directory: RunDirectory) -> Checkpoints:
         """Each has the tokenizer beside the model, as `final/` has. Every rank must call this."""
@@ -231,7 +239,7 @@ class Trainer:
         with self.ranks.together():
             if self.ranks.is_first and self.config.checkpoint.every:
                 files = files_of(self.data.tokenizer)
-        return Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks, files)
+        return Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks, files, bool(self.config.lora.r))
 
     def _go_on(self, resumed: Resumed | None) -> None:
         """Take up the data, and the loss scale, where a checkpoint left them."""
@@ -427,26 +435,26 @@ class Trainer:
         if train.truncated:
             self.console.say(f"{train.truncated} examples are longer than seq_len={seq_len} and lose their end")
 
-    def _sum_up(self, directory: RunDirectory) -> None:
-        """A sample and the table. Every rank takes part in the sample and the count of bytes."""
+    @property
+    def form(self) -> Form:
+        """Of `final/`. An adapter alone needs a base that others have too."""
+        if not self.config.lora.r:
+            return Form.WHOLE
+        return Form.MERGED if self.config.model.weights is None else Form.ADAPTER
+
+    def _footprint(self) -> Footprint:
+        """Every rank must call this."""
+        own = sw.memory(self.model).peak
+        return compared_with_ddp(self.ranks.hear({kind: own[kind] for kind in STATE_KINDS}), replicated(self.model))
+
+    def _sum_up(self, directory: RunDirectory, footprint: Footprint) -> None:
+        """A sample and the table. Every rank takes part in the sample."""
         rows = self.data.held_out if len(self.data.held_out) else self.data.train
         sample = sample_text(self.model, rows, self.data.tokenizer, self.config.train.seed, self.ranks)
         if sample is not None:
             self.console.sample(sample)
-        own = sw.memory(self.model).peak
-        by_rank = self.ranks.hear({kind: own[kind] for kind in STATE_KINDS})
-        footprint = compared_with_ddp(by_rank, replicated(self.model))
         step_time_s = statistics.median(self.step_times_s) if self.step_times_s else None  # resumed at its end
         self.console.summary(self.config.parallel.strategy, self.ranks.world_size, footprint, step_time_s)
         if self.outlook is not None and step_time_s is not None:
-            self.console.beside_plan(self.outlook, own, step_time_s)
-        self.console.say(f"done: {directory.final}")
-
-
-def _refuse_what_cannot_be(config: Config) -> None:
-    """Nothing that was asked for is left out in silence."""
-    if config.model.dtype == "fp16":
-        raise ConfigError(
-            'model.dtype="fp16" would update the weights in fp16, which loses small steps; '
-            'set model.dtype="fp32" and parallel.param_dtype="fp16"'
-        )
+            self.console.beside_plan(self.outlook, sw.memory(self.model).peak, step_time_s)
+        self.console.say(f"done: {directory.final}{_IN_FORM[self.form]}")

@@ -96,7 +96,7 @@ def test_the_last_override_wins(path: Path) -> None:
         ("parallel.stratgy=no_shard", "unknown key parallel.stratgy; did you mean parallel.strategy?"),
         ("train.strategy=no_shard", "unknown key train.strategy; did you mean parallel.strategy?"),
         ("trian.lr=1", "unknown section [trian]; did you mean [train]?"),
-        ("xyz.q=1", "unknown section [xyz]; the sections are model, data, train, parallel, checkpoint, log"),
+        ("xyz.q=1", "unknown section [xyz]; the sections are model, lora, data, train, parallel, checkpoint, log"),
         ("log.xyz=1", "unknown key log.xyz; [log] has directory, name, every, tensorboard"),
         ("lr=1", "override 'lr=1': unknown section [lr]; did you mean train.lr?"),
         ("train=1", "override 'train=1': train is a section; set one of its keys"),
@@ -219,3 +219,11 @@ def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFacto
 def test_other_trainers_names_lead_to_keys_that_exist() -> None:
     assert set(files._OTHERS_NAMES.values()) <= set(files._known_names())
     assert not {dotted.partition(".")[2] for dotted in files._known_names()} & set(files._OTHERS_NAMES)
+
+
+def test_an_adapter_needs_its_rank(path: Path) -> None:
+    assert load(path).lora.r == 0
+    assert load(path, ["lora.r=8", "lora.alpha=4", 'lora.targets=["q_proj"]']).lora.targets == ["q_proj"]
+    assert load(path, ["lora.r=0", "lora.alpha=4"]).lora.r == 0
+    with pytest.raises(ConfigError, match=r"\[lora\] alpha is given and r is not: set r"):
+        load(path, ["lora.alpha=4"])

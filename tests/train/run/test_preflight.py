@@ -13,6 +13,7 @@ from shardwise.errors import ConfigError, MeshError
 from shardwise.train.config.files import load
 from shardwise.train.data.sources import find_files, read_documents
 from shardwise.train.data.tokenizer import load_tokenizer
+from shardwise.train.run import preflight
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.preflight import check, check_devices, check_devices_of_rank, crowding
@@ -94,3 +95,10 @@ def test_a_rank_may_see_its_own_gpu_alone() -> None:
         check_devices_of_rank(4, gpus)
     with pytest.raises(MeshError, match="this machine has 3 GPUs"):
         check_devices_of_rank(4, 3)
+
+
+def test_an_adapter_needs_peft(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    check(load(room / "tiny.toml"), 0)
+    with pytest.raises(ConfigError, match=r"^lora\.r=4 needs PEFT, which is not installed: pip install peft$"):
+        check(load(room / "tiny.toml", ["lora.r=4"]), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,12 +12,13 @@ from shardwise.checkpoint.format.local_tensor import DTYPES, Piece
 from shardwise.checkpoint.format.model_state import pieces_to_read
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.names.index_map import Place
-from shardwise.checkpoint.names.transformers_names import find
+from shardwise.checkpoint.names.transformers_names import Found, Shape, find
 from shardwise.errors import CheckpointError, UsageError
 
 _SHOWN = 8
 
 Wanted = list[tuple[Piece, Place]]
+Find = Callable[[nn.Module, Mapping[str, Shape], Mapping[str, Shape]], Found]
 
 
 @dataclass
@@ -69,8 +70,11 @@ class Matched:
             raise CheckpointError(f"{where} does not fit: {'; '.join(parts)}. {instead}")
 
 
-def match(model: nn.Module, stored: Mapping[str, StoredTensor]) -> Matched:
+def match(model: nn.Module, stored: Mapping[str, StoredTensor], find: Find = find) -> Matched:
     """Match a sharded model's state_dict with stored tensors. No communication.
+
+    Args:
+        find: how names and shapes are matched.
 
     Raises CheckpointError for a tensor that would have to be computed from stored ones, UsageError for an entry that
     is no tensor or cannot be written to.

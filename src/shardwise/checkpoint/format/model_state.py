@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.format.local_tensor import Piece, piece_of
+from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import places_to_write, stored_first
 from shardwise.engine.lookup import require_engine
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
+from shardwise.modules.adapters import adapter_names
 from shardwise.sharded.parameter import ShardedParameter
 
 _EXTRA_STATE = "_extra_state"
@@ -29,6 +31,16 @@ def pieces_to_write(model: nn.Module) -> list[Piece]:
     tensors = _tensors(model, set(getattr(model, "_keys_to_ignore_on_save", None) or ()))
     places = places_to_write(model, {names[0]: tuple(tensor.shape) for names, tensor in tensors})
     return [piece_of(names, tensor, places[names[0]]) for names, tensor in tensors]
+
+
+def adapter_to_write(model: nn.Module) -> list[Piece]:
+    """What `pieces_to_write` has of the model's adapter, with places in PEFT's files.
+
+    Raises UsageError as that does, and where the model has not exactly one adapter.
+    """
+    theirs = adapter_names(model)
+    kept = [(names, tensor) for names, tensor in _tensors(model, set()) if names[0] in theirs]
+    return [piece_of(names, tensor, (Place.whole(theirs[names[0]], tuple(tensor.shape)),)) for names, tensor in kept]
 
 
 def pieces_to_read(model: nn.Module) -> list[Piece]:

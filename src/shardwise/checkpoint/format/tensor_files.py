@@ -31,6 +31,8 @@ from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.errors import CheckpointError, UsageError
 
 METADATA = {"format": "pt"}
+MODEL, ADAPTER, OPTIMIZER = "model", "adapter_model", "optimizer"
+"""Stems. PEFT's own is the second, of adapters without their base."""
 
 
 class WritablePiece(Protocol):
@@ -207,6 +209,12 @@ def find(contents: Contents, stem: str) -> TensorFiles:
         with manifest.reading(f"{contents}/{name}"), contents.open(name) as source:
             files[name] = read_layout(f"{contents}/{name}", source, sizes[name])
     return TensorFiles(stem, files)
+
+
+def find_model(contents: Contents) -> TensorFiles:
+    """The files of a checkpoint's model, or of its adapter where it was saved without its base. Raises as `find`."""
+    adapter = find(contents, ADAPTER)
+    return adapter if adapter.files else find(contents, MODEL)
 
 
 def stem_of(name: str) -> str:

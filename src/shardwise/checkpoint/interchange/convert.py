@@ -10,7 +10,8 @@ from pathlib import Path
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.interchange.carried import Carried
 from shardwise.checkpoint.interchange.dcp_files import read_dcp, write_dcp
-from shardwise.checkpoint.interchange.kinds import Kind, kind_of, target_kind
+from shardwise.checkpoint.interchange.kinds import Kind, is_adapter, kind_of, target_kind
+from shardwise.checkpoint.interchange.merging import read_adapter, read_merged
 from shardwise.checkpoint.interchange.nested import sort_out
 from shardwise.checkpoint.interchange.pt_files import read_pt, write_pt
 from shardwise.checkpoint.interchange.safetensors_files import (
@@ -52,6 +53,7 @@ def convert(  # noqa: PLR0913 - options of a command
     flat: bool = False,
     model_only: bool = False,
     files_from: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> Converted:
     """Write a checkpoint as another kind. No communication: one process, no process group.
@@ -59,13 +61,15 @@ def convert(  # noqa: PLR0913 - options of a command
     Args:
         source: a checkpoint of `sw.checkpoint.save` (or its URL), a torch DCP directory, a `.pt` file or a Hugging Face
             directory: told apart by their files. A checkpoint that was saved to a URL is joined to ordinary files.
+            A LoRA adapter of PEFT's (a directory with `adapter_model.safetensors`) is merged into its base.
             Pickles are read with `weights_only=True`, DCP's metadata through an allow-list.
         target: must not exist. It appears complete, or not at all.
-        to: "shardwise", "dcp", "pt" or "hf". None: "pt" for a name that ends so, otherwise "shardwise"; from a
-            checkpoint of shardwise it must be given.
+        to: "shardwise", "dcp", "pt" or "hf". None: "pt" for a name that ends so, otherwise "shardwise", of an adapter
+            "hf"; from a checkpoint of shardwise it must be given.
         flat: for "dcp": the model's tensors at the top level, as torchtitan has them, and not below "model".
         model_only: leave the optimizer out.
         files_from: a directory whose configuration and tokenizer files go along, for sources without.
+        base: of an adapter, a Hugging Face directory; None = the one that its configuration names.
         max_file_bytes: for "shardwise" and "hf": of tensors in one file.
 
     Tensors keep the names that the source has for them. Optimizer state is carried by fqn; state that is known by
@@ -82,8 +86,14 @@ def convert(  # noqa: PLR0913 - options of a command
     end = Path(os.path.abspath(target))  # noqa: PTH100 - not through links
     with manifest.reading(source):
         kind = kind_of(source)
+        if kind is Kind.SHARDWISE and is_adapter(Path(source)):
+            kind = Kind.ADAPTER  # of which there is a checkpoint
         goal = target_kind(kind, end, to)
-        carried = read(source, kind, model_only)
+        if kind is Kind.ADAPTER:
+            carried = read_merged(Path(source), None if base is None else Path(base))
+        else:
+            _refuse_base(source, base)
+            carried = read(source, kind, model_only)
     if files_from is not None:
         carried = dataclasses.replace(carried, files=_given_files(Path(files_from)))
     try:
@@ -103,12 +113,21 @@ def read(source: Location, kind: Kind, model_only: bool = False) -> Carried:
         carried = read_checkpoint(source)
     elif kind is Kind.HUGGING_FACE:
         carried = read_hugging_face(path)
+    elif kind is Kind.ADAPTER:
+        carried = read_adapter(path)
     else:
         try:
             carried = sort_out(read_dcp(path) if kind is Kind.DCP else read_pt(path), not model_only)
         except CheckpointError as error:
             raise error if str(source) in str(error) else CheckpointError(f"{source}: {error}") from None
     return dataclasses.replace(carried, optimizer=None) if model_only else carried
+
+
+def _refuse_base(source: Location, base: object) -> None:
+    if base is not None:
+        raise CheckpointError(
+            f"{source} is no adapter of PEFT's, and only those are merged into a base (--base {base})"
+        )
 
 
 def _given_files(directory: Path) -> dict[str, bytes]:

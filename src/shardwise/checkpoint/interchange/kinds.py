@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 
-from shardwise.checkpoint.format import hugging_face, manifest
+from shardwise.checkpoint.format import hugging_face, manifest, tensor_files
 from shardwise.checkpoint.interchange import dcp_metadata
 from shardwise.checkpoint.io.storage import LocalDirectory, Location, directory_of, is_url
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError
 
 PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = f"{tensor_files.ADAPTER}.safetensors"
 _PICKLE = b"\x80"
 _ZIP = b"PK\x03\x04"
 """What torch.save writes; before 1.6 it was a pickle."""
@@ -30,6 +32,9 @@ class Kind(enum.Enum):
     """A full file of torch.save."""
     HUGGING_FACE = "hf"
     """A directory of `model.safetensors`, or of files and their index, as `save_pretrained` writes it."""
+
+    ADAPTER = "peft"
+    """A directory of PEFT's. To convert it is to merge it into its base."""
 
     @property
     def is_own(self) -> bool:
@@ -57,9 +62,21 @@ def kind_of(location: Location) -> Kind:
     if (path / dcp_metadata.NAME).is_file() and _begins(path / dcp_metadata.NAME, _PICKLE):
         return Kind.DCP
     hugging_face.refuse_uncommitted(LocalDirectory(path))
+    return _of_others(path)
+
+
+def _of_others(path: Path) -> Kind:
+    """Of a directory of ordinary safetensors files."""
     if (path / hugging_face.SINGLE).is_file() or (path / hugging_face.INDEX).is_file():
         return Kind.HUGGING_FACE
+    if is_adapter(path):
+        return Kind.ADAPTER
     raise CheckpointError(f"{path} {_instead(path)}")
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory has an adapter in it, as PEFT writes it; a checkpoint of ours may."""
+    return (path / ADAPTER_CONFIG).is_file() and (path / ADAPTER_WEIGHTS).is_file()
 
 
 def _own(location: Location) -> Kind:
@@ -98,12 +115,14 @@ def _begins(path: Path, magic: bytes) -> bool:
 def target_kind(source: Kind, target: Path, asked: str | None) -> Kind:
     """The kind that a conversion writes. Raises CheckpointError if it is ambiguous or makes no sense."""
     if asked is not None:
-        known = {kind.value: kind for kind in Kind if kind is not Kind.PARTS}
+        known = {kind.value: kind for kind in Kind if kind not in {Kind.PARTS, Kind.ADAPTER}}
         if asked not in known:
             raise CheckpointError(f"--to {asked}: one of {', '.join(known)}")
         kind = known[asked]
     elif target.suffix in PT_SUFFIXES:
         kind = Kind.PT
+    elif source is Kind.ADAPTER:
+        kind = Kind.HUGGING_FACE
     elif source is Kind.SHARDWISE:
         raise CheckpointError(f"what is {target} to be? Say --to dcp or --to hf, or name a .pt file")
     else:

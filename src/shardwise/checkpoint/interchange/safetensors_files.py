@@ -120,7 +120,7 @@ def read_checkpoint(path: Location) -> Carried:
     contents = Contents.of(path)
     training = training_json.read(contents)
     return Carried(
-        SafetensorsTensors(contents, tensor_files.find(contents, "model").files),
+        SafetensorsTensors(contents, tensor_files.find_model(contents).files),
         SafetensorsTensors(contents, tensor_files.find(contents, "optimizer").files),
         training["optimizer"],
         training["step"],

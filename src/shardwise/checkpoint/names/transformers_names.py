@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.names.copy_tracing import CopyTracer
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.errors import CheckpointError, UsageError, one_line
+from shardwise.modules.adapters import adapter_names, base_names, base_of
 
 Shape = tuple[int, ...]
 
@@ -138,6 +139,27 @@ def find(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Sha
             found.places[name], found.shapes[name] = (Place.whole(name, shape),), shape
         else:
             found.unexpected[name] = name
+    return found
+
+
+def find_base(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
+    """As `find`, in files of the model that adapters were put into. Of a model without any it is `find`."""
+    ours = base_names(model, {name: name for name in shapes})
+    found = find(base_of(model), {name: shapes[own] for name, own in ours.items()}, stored)
+    return Found(
+        {ours[name]: places for name, places in found.places.items()},
+        {ours[name]: shape for name, shape in found.shapes.items()},
+        found.unexpected,
+    )
+
+
+def find_adapter(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
+    """As `find`, in files of the model's adapter alone, as PEFT writes them."""
+    ours = {theirs: name for name, theirs in adapter_names(model).items() if name in shapes}
+    found = Found(unexpected={name: name for name in stored if name not in ours})
+    for name, own in ours.items():
+        if name in stored:
+            found.places[own], found.shapes[own] = (Place.whole(name, stored[name]),), stored[name]
     return found
 
 

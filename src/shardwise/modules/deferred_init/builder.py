@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import LayoutError, one_line
+from shardwise.modules import adapters
 from shardwise.modules.deferred_init.constructors import is_transformer, plain_constructor, transformer_again
 from shardwise.modules.deferred_init.tape import Tape
 from shardwise.sharded.parameter import ShardedParameter
@@ -26,7 +27,7 @@ def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
         for slot in slots:
             slot.put(blanks.setdefault(id(slot.tensor), _stand_in(slot.tensor)))
         try:
-            builder = _Builder(tape, {id(slot.module) for slot in slots if slot.tensor.is_meta})
+            builder = _Builder(model, tape, {id(slot.module) for slot in slots if slot.tensor.is_meta})
             builder.build(model, _by_reset)
             recorded: dict[int, Tensor] = {}
             for slot in slots:
@@ -94,7 +95,8 @@ def _stand_in(tensor: Tensor) -> Tensor:
 class _Builder:
     """Records modules' construction: by their constructor where that can be called again, else children first."""
 
-    def __init__(self, tape: Tape, blank: set[int]) -> None:
+    def __init__(self, model: nn.Module, tape: Tape, blank: set[int]) -> None:
+        self._model = model
         self._tape = tape
         self._blank = blank
         """Modules with meta tensors of their own; others that have tensors are left as they are."""
@@ -108,11 +110,21 @@ class _Builder:
     ) -> None:
         """Record one module with all below it. `quiet`: a warning was given for a module around it. `before`: modules
         that stand beside it, recorded already."""
-        if id(module) in self._cloned or not any(id(below) in self._blank for below in module.modules()):
+        if id(module) in self._cloned or not self._is_blank(module):
             return
+        if (inner := adapters.wrapped_by(module)) is not None:
+            self.build(inner, initialise, quiet)
+            self._adapt(module)
+        else:
+            self._build_plain(module, initialise, quiet, before)
+
+    def _build_plain(self, module: nn.Module, initialise: Initialise, quiet: bool, before: Sequence[nn.Module]) -> None:
+        """`build` of a module that is not PEFT's."""
         if is_transformer(module):
             error = self._construct(module, partial(transformer_again, module))
             if error is None:
+                for layer in adapters.layers_of(module).values():  # PEFT put them in afterwards
+                    self._adapt(layer)
                 return
             if not quiet:
                 _warn(module, error)
@@ -144,10 +156,22 @@ class _Builder:
         constructor = None if has_numbers else plain_constructor(module)
         return constructor is not None and self._construct(module, constructor) is None
 
+    def _is_blank(self, module: nn.Module) -> bool:
+        return any(id(below) in self._blank for below in module.modules())
+
+    def _adapt(self, layer: nn.Module) -> None:
+        """Record the adapters in one of PEFT's layers, whose inner module is recorded."""
+        inner = adapters.wrapped_by(layer)
+        added = [child for child in layer.children() if child is not inner and self._is_blank(child)]
+        for child in added:
+            self.build(child, _by_reset)
+        if added:
+            self._initialise(layer, lambda layer: adapters.reset(layer, self._model))
+
     def _clone(self, module: nn.Module, initialise: Initialise, before: Sequence[nn.Module]) -> None:
         """Record the layers of a module that deep-copies the one it is given: that one draws, once."""
         layers: list[nn.Module] = list(module.layers)  # type: ignore[arg-type]
-        if not any(id(below) in self._blank for layer in layers for below in layer.modules()):
+        if not any(self._is_blank(layer) for layer in layers):
             return
         given = [other for other in before if type(other) is type(layers[0]) and _shapes(other) == _shapes(layers[0])]
         if given:
@@ -203,13 +227,13 @@ def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
 
 
 def _adopt(module: nn.Module, built: nn.Module) -> None:
-    """Put the tensors of a model that was built again in the places of the first one's."""
+    """Put the tensors of a model that was built again in the places of the first one's, but for its adapters."""
     ours, theirs = _shapes(module), _shapes(built)
     if ours != theirs:
         different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
         raise ValueError(f"it has changed since it was built: {', '.join(different[:3])}")
     again = dict(built.named_modules(remove_duplicate=False))
-    for prefix, below in module.named_modules(remove_duplicate=False):
+    for prefix, below in adapters.base_modules(module).items():
         for slot in list(places_of(below)):
             tensor = slot.of(again[prefix])
             if tensor is not None:
@@ -217,8 +241,9 @@ def _adopt(module: nn.Module, built: nn.Module) -> None:
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Of all but adapters."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: tensor.shape for name, tensor in named}
+    return {name: tensor.shape for name, tensor in adapters.base_names(model, dict(named)).items()}
 
 
 def _by_reset(module: nn.Module) -> None:

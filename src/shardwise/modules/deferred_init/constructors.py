@@ -17,7 +17,8 @@ _MISSING = object()
 
 def is_transformer(module: nn.Module) -> bool:
     """Whether it is a model of transformers, which its configuration builds again."""
-    return all(hasattr(module, name) for name in ("_init_weights", "initialize_weights", "_from_config", "config"))
+    own = all(hasattr(type(module), name) for name in ("_init_weights", "initialize_weights", "_from_config"))
+    return own and hasattr(module, "config")  # PEFT's modules answer for the model that they are around
 
 
 def transformer_again(module: nn.Module) -> nn.Module:

@@ -58,7 +58,7 @@ def job_of(config: Config, ranks: Ranks, hardware: Hardware) -> Job:
 def source_of(config: Config, text: TextShape) -> ModelSource:
     """The run's model, built on the meta device and without its weights."""
     blank = config.model.model_copy(update={"weights": None, "init": "meta"})
-    return ModelSource(title=config.log.name, build=lambda: build_model(blank, text))
+    return ModelSource(title=config.log.name, build=lambda: build_model(blank, text, config.lora))
 
 
 def hardware_here(config: Config, device: torch.device) -> Hardware:

@@ -15,12 +15,14 @@ from shardwise.errors import ConfigError, one_line
 from shardwise.plan.models.factory import load_factory
 from shardwise.plan.models.transformers_models import check_sizes
 from shardwise.suggest import did_you_mean, nearest_path
+from shardwise.train.build.lora import add_adapter
 from shardwise.train.config.files import reading
-from shardwise.train.config.schema import ModelConfig
+from shardwise.train.config.schema import LoraConfig, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+NO_ADAPTER = LoraConfig()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,8 +37,8 @@ class TextShape:
     seq_len: int
 
 
-def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
-    """The model that a configuration names, in training mode. Not collective.
+def build_model(config: ModelConfig, text: TextShape, lora: LoraConfig = NO_ADAPTER) -> nn.Module:
+    """The model that a configuration names, in training mode, with the adapter that it asks for. Not collective.
 
     Unless `init="cpu"`, parameters are on the meta device and `sw.shard` gives them storage and initial values, so no
     rank ever holds the whole model; a factory's model is where the factory builds it. `weights` are not read here: they
@@ -46,6 +48,7 @@ def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
         config: the section `[model]`.
         text: the vocabulary and length that the data has. An inline configuration takes from it what it leaves out:
             `vocab_size`, the ids of the special tokens and, where smaller than `seq_len`, `max_position_embeddings`.
+        lora: the section `[lora]`.
 
     Raises:
         ConfigError: a path, model type, key or factory that does not exist (with the nearest that does), a model too
@@ -54,12 +57,17 @@ def build_model(config: ModelConfig, text: TextShape) -> nn.Module:
     """
     if config.weights is not None:
         _check_directory("model.weights", config.weights)
+    model = _build_base(config, text)
+    return (add_adapter(model, lora, config) if lora.r else model).train()
+
+
+def _build_base(config: ModelConfig, text: TextShape) -> nn.Module:
     if config.factory is not None:
         build = load_factory(config.factory, f"model.factory={config.factory!r}", ConfigError)
-        return _stored_in(_without_numbers(build(), config), DTYPES[config.dtype]).train()
+        return _stored_in(_without_numbers(build(), config), DTYPES[config.dtype])
     hf_config = _read_config(config, text)
     _check_fits(hf_config, text)
-    return _build_transformer(hf_config, config).train()
+    return _build_transformer(hf_config, config)
 
 
 def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.Module:

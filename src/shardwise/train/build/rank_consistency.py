@@ -37,6 +37,6 @@ def check(config: Config, data: Datasets, ranks: Ranks) -> None:
 
 
 def _keys(config: Config) -> dict[str, Any]:
-    sections = config.model_dump(include={"train", "parallel", "checkpoint"})
+    sections = config.model_dump(include={"lora", "train", "parallel", "checkpoint"})
     keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {"data.seed": config.data.seed, **{key: value for key, value in keys.items() if key not in _OWN}}

@@ -192,7 +192,8 @@ def _unknown(keys: Sequence[str]) -> str:
         sections = list(Config.model_fields)
         near = difflib.get_close_matches(name, sections, n=1)
         theirs = [_OTHERS_NAMES[name]] if name in _OTHERS_NAMES else []
-        suggestions = theirs or ([f"[{near[0]}]"] if near else [one for one in known if one.endswith(f".{name}")])
+        keys_so_called = [one for one in known if one.endswith(f".{name}")]
+        suggestions = theirs or keys_so_called or [f"[{section}]" for section in near]
         message = f"unknown section [{name}]"
         fallback = f"the sections are {', '.join(sections)}"
     else:

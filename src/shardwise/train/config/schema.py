@@ -79,6 +79,26 @@ class ModelConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """`[lora]`: adapters of low rank beside frozen weights; they alone are trained, in fp32, and saved. Needs PEFT."""
+
+    r: NonNegativeInt = 0
+    """The rank of the adapters; 0 = none, and every weight is trained."""
+    alpha: PositiveFloat = 16.0
+    """What adapters add is scaled by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The part of an adapter's inputs that is dropped in training."""
+    targets: Annotated[list[str] | None, NoneWord] = None
+    """Names of the linear layers that get adapters, such as "q_proj"; none = all but the head."""
+
+    @model_validator(mode="after")
+    def _has_rank(self) -> Self:
+        given = [key for key in ("alpha", "dropout", "targets") if key in self.model_fields_set]
+        if given and "r" not in self.model_fields_set:
+            raise ValueError(f"{given[0]} is given and r is not: set r, such as r = 16, or leave the section out")
+        return self
+
+
 class DataConfig(Section):
     """`[data]`: the text, and how it becomes sequences."""
 
@@ -196,6 +216,7 @@ class Config(Section):
     """A whole run. Frozen: `for_ranks` returns a new one."""
 
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig
     parallel: ParallelConfig = ParallelConfig()

@@ -55,6 +55,8 @@ class Checkpoints:
     ranks: Ranks
     files: Mapping[str, bytes] = field(default_factory=dict)
     """That go along with each: the tokenizer's. Rank 0's."""
+    of_adapter: bool = False
+    """Whether they hold the model's adapter alone."""
 
     def is_due(self, step: int) -> bool:
         """Whether to save after so many steps."""
@@ -81,8 +83,16 @@ class Checkpoints:
             extra: what else a resumed run needs; `resume` does not interpret it.
         """
         everything = {**extra, "data": asdict(position)}
-        asynchronous = self.config.asynchronous
-        sw.checkpoint.save(self.path(step), model, optimizer, step, everything, asynchronous, files=self.files)
+        sw.checkpoint.save(
+            self.path(step),
+            model,
+            optimizer,
+            step,
+            everything,
+            self.config.asynchronous,
+            files=self.files,
+            adapter=self.of_adapter,
+        )
         self._on_first("old checkpoints cannot be removed", self._drop_old)
 
     def finish(self, model: nn.Module) -> None:

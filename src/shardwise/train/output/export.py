@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,29 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint.format.model_state import pieces_to_write
+from shardwise.checkpoint.format.tensor_files import ADAPTER
 from shardwise.errors import UsageError
+from shardwise.model_tools.merging import merge_adapter
+from shardwise.modules.adapters import adapter_config, adapter_names
 from shardwise.train.data.tokenizer import Tokenizer, files_of
 from shardwise.train.process.ranks import Ranks
 from shardwise.train.run.claim import NAME
 from shardwise.train.run.directory import RunDirectory
 
 
-def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks, step: int) -> None:
+class Form(enum.Enum):
+    """What `final/` is of a model."""
+
+    WHOLE = enum.auto()
+    MERGED = enum.auto()
+    """Whole, with the adapter added to the weights: the model is not to be trained on."""
+    ADAPTER = enum.auto()
+    """The adapter alone, as PEFT has it."""
+
+
+def export(
+    model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks, step: int, form: Form = Form.WHOLE
+) -> None:
     """Write `final/`, a checkpoint of the model alone. Every rank must call this; each writes its own part.
 
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` and
@@ -30,14 +46,17 @@ def export(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, rank
     Args:
         step: how many were taken.
     """
-    if not (_has_ranges(model) and _is_shared(directory.path, ranks)):
-        _export_gathered(model, tokenizer, directory, ranks)
+    if form is Form.MERGED:
+        merge_adapter(model)
+    is_adapter = form is Form.ADAPTER
+    if not (_is_shared(directory.path, ranks) and (is_adapter or _has_ranges(model))):
+        _export_gathered(model, tokenizer, directory, ranks, is_adapter)
         return
     files: dict[str, bytes] = {}
     with ranks.together():
         if ranks.is_first:
             files = files_of(tokenizer)
-    sw.checkpoint.save(directory.final, model, step=step, files=files, overwrite=True)
+    sw.checkpoint.save(directory.final, model, step=step, files=files, overwrite=True, adapter=is_adapter)
 
 
 def _is_shared(run: Path, ranks: Ranks) -> bool:
@@ -59,13 +78,35 @@ def _has_ranges(model: nn.Module) -> bool:
     return True
 
 
-def _export_gathered(model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks) -> None:
-    state = sw.full_state_dict(model, cpu=True, rank0_only=True)
+def _export_gathered(
+    model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks, is_adapter: bool
+) -> None:
+    write = write_adapter if is_adapter else write_model
+    state = _adapter_of(model) if is_adapter else sw.full_state_dict(model, cpu=True, rank0_only=True)
     with ranks.together():  # nobody leaves before the files are there, or waits for files that cannot be
         if ranks.is_first:
             with directory.writing_final() as partial:
-                write_model(model, state, partial)
+                write(model, state, partial)
                 tokenizer.save(partial)
+
+
+def _adapter_of(model: nn.Module) -> dict[str, Tensor]:
+    """The adapter's full tensors by PEFT's names, on the CPU. Every rank must call this."""
+    state: dict[str, Any] = model.state_dict()
+    return {theirs: state[own].full_tensor().cpu() for own, theirs in adapter_names(model).items()}
+
+
+def write_adapter(model: nn.Module, state: dict[str, Tensor], directory: Path) -> None:
+    """Write an adapter as PEFT does. Not collective.
+
+    Args:
+        model: gives the configuration; its own parameters are not read.
+        state: PEFT's name -> the full tensor, on the CPU.
+    """
+    config = copy.copy(adapter_config(model))
+    config.inference_mode = True
+    config.save_pretrained(directory)
+    _write_safetensors(state, directory / f"{ADAPTER}.safetensors")
 
 
 def write_model(model: nn.Module, state: dict[str, Tensor], directory: Path) -> None:

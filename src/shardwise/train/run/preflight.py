@@ -1,6 +1,7 @@
 """Mistakes found before any rank is started: missing files, too few devices, a number of ranks that does not fit."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from shardwise.checkpoint.format import manifest
@@ -27,9 +28,21 @@ def check(config: Config, gpus: int) -> Config:
             an UnreadableError, and UsageError if fsspec is not installed.
         MeshError: more ranks than GPUs, or a number of ranks that does not fit the strategy.
     """
+    check_wishes(config)
     fitted = config.for_ranks(_ranks(config, gpus))
     _check_files(fitted)
     return fitted
+
+
+def check_wishes(config: Config) -> None:
+    """Raise ConfigError for what cannot be done, or not with what is installed: nothing is left out in silence."""
+    if config.model.dtype == "fp16":
+        raise ConfigError(
+            'model.dtype="fp16" would update the weights in fp16, which loses small steps; '
+            'set model.dtype="fp32" and parallel.param_dtype="fp16"'
+        )
+    if config.lora.r and find_spec("peft") is None:
+        raise ConfigError(f"lora.r={config.lora.r} needs PEFT, which is not installed: pip install peft")
 
 
 def crowding(config: Config, gpus: int) -> str | None:

@@ -1,0 +1,56 @@
+"""Adapters of PEFT added into the weights that they are for, shard by shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine.lookup import require_engine
+from shardwise.errors import UsageError
+from shardwise.modules.adapters import layers_of, low_rank, only_adapter, wrapped_by
+from shardwise.sharded.parameter import ShardedParameter
+
+
+@torch.no_grad()
+def merge_adapter(model: nn.Module) -> None:
+    """Add a sharded model's LoRA adapter to its weights, and take PEFT's layers out again: what is left is a model as
+    it was before PEFT, which is not to be trained on. Collective: every rank must call this.
+
+    Each rank adds to its own shards; whole are, one at a time, the two factors of a layer.
+
+    Raises UsageError for adapters that are not plain LoRA. Nothing has changed then.
+    """
+    adapter = only_adapter(model)
+    layers = layers_of(model)
+    for name, layer in layers.items():
+        _check_plain(name, layer, adapter)
+    require_engine(model).reshard_all()
+    for name, layer in layers.items():
+        _merge(layer, adapter)
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, wrapped_by(layer))
+
+
+def _check_plain(name: str, layer: Any, adapter: str) -> None:
+    plain = adapter in getattr(layer, "lora_A", {}) and adapter not in layer.lora_variant
+    if not plain or layer.lora_bias[adapter]:
+        raise UsageError(f"{name}: adapters other than plain LoRA cannot be merged into shards: save them with PEFT")
+
+
+def _merge(layer: Any, adapter: str) -> None:
+    left, right = (_whole(layer.lora_B[adapter].weight), _whole(layer.lora_A[adapter].weight))
+    if getattr(layer, "fan_in_fan_out", False):  # stored transposed, as GPT-2's
+        left, right = right.T, left.T
+    weight = layer.get_base_layer().weight
+    if isinstance(weight, ShardedParameter):
+        piece = weight.fragment
+        weight.local.add_(low_rank(left, right, layer.scaling[adapter], piece.start, piece.stop))
+    else:
+        weight.view(-1).add_(low_rank(left, right, layer.scaling[adapter], 0, weight.numel()))
+
+
+def _whole(parameter: Any) -> torch.Tensor:
+    whole: torch.Tensor = parameter.full_tensor() if isinstance(parameter, ShardedParameter) else parameter
+    return whole

@@ -1,0 +1,58 @@
+"""`[lora]`: PEFT's adapters in a model whose own weights are frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError, one_line
+from shardwise.suggest import did_you_mean
+from shardwise.train.config.schema import LoraConfig, ModelConfig
+
+
+def add_adapter(model: nn.Module, lora: LoraConfig, config: ModelConfig) -> nn.Module:
+    """Freeze a model and put an adapter in fp32 beside the layers that `[lora]` names, in place. Not collective.
+
+    On the meta device the adapter is there too: `sw.shard` gives it its numbers.
+
+    Args:
+        lora: with a rank.
+        config: the section that the model was built from; its weights are what the adapter is for.
+
+    Raises:
+        ConfigError: a target that the model has not, or one that PEFT has no adapters for.
+    """
+    import peft
+
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    adapter = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets if lora.targets is not None else "all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(Path(config.weights).resolve()) if config.weights is not None else None,
+    )
+    _check_targets(model, lora)
+    model.requires_grad_(False)
+    try:
+        with torch.device("meta" if is_meta else "cpu"):
+            adapted: Any = peft.inject_adapter_in_model(adapter, model)
+    except ValueError as error:
+        raise ConfigError(f"[lora]: PEFT cannot put adapters in: {one_line(error)}") from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    result: nn.Module = adapted
+    return result
+
+
+def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if not list(module.children())}
+    for target in lora.targets or ():
+        if target not in names and not any(name.endswith(f".{target}") for name, _ in model.named_modules()):
+            hint = did_you_mean(target, names) or f"; it has {', '.join(sorted(names - {''}))}"
+            raise ConfigError(f"lora.targets: the model has no module {target!r}{hint}")

@@ -1,0 +1,327 @@
+"""PEFT's adapters: from the meta device, in the trainer (`[lora]`), in checkpoints, merged."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.cli.app import run as command
+from shardwise.errors import ConfigError, LayoutError, UsageError
+from shardwise.train import trainer
+from shardwise.train.config.files import load
+from shardwise.train.config.schema import Config, LoraConfig, ModelConfig
+from shardwise.train.data.batches import Batches, Share, evaluation_batches, load_datasets
+from shardwise.train.loss import next_token_nll
+from tests.engine.rig import on_ranks
+from tests.integrations.models import llama
+
+CONFIG = """
+[data]
+source = "{0}/*.txt"
+seq_len = 32
+eval_fraction = 0.2
+
+[train]
+steps = 6
+micro_batch = 2
+global_batch = 8
+lr = 1e-2
+schedule = "constant"
+
+[checkpoint]
+every = 3
+keep = 9
+
+[log]
+directory = "{0}/runs"
+"""
+INLINE = """
+[model.config]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+"""
+
+
+def adapted(device: str, wrap: bool = True, **options: Any) -> Any:
+    config = peft.LoraConfig(r=4, target_modules="all-linear", **options)
+    with torch.device(device):
+        model = llama()
+        return peft.get_peft_model(model, config) if wrap else peft.inject_adapter_in_model(config, model)
+
+
+def configured(folder: Path, *overrides: str, model: str = INLINE) -> Config:
+    file = folder / "run.toml"
+
+    def write() -> None:
+        file.write_text(model + CONFIG.format(folder))
+        for i in range(20):
+            (folder / f"{i}.txt").write_text(f"the {i} quick brown foxes jump over {i} lazy dogs. " * (1 + i % 5))
+
+    once(write)
+    return load(file, ["lora.r=4", *overrides])
+
+
+def once(write: Callable[[], None]) -> None:
+    """On the first rank, if there are several."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        write()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def base_in(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    base = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    once(lambda: base.save_pretrained(folder / "base"))
+    return folder / "base"
+
+
+def on_base(base: Path, dtype: str = "bf16") -> str:
+    return f'[model]\npath = "{base}"\nweights = "{base}"\ndtype = "{dtype}"\n'
+
+
+def tensors_in(file: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+@pytest.mark.parametrize("init", [True, "gaussian"])
+def test_numbers_from_the_meta_device_are_those_of_the_plain_build(wrap: bool, init: Any) -> None:
+    expected = adapted("cpu", wrap, init_lora_weights=init).state_dict()
+    model = adapted("meta", wrap, init_lora_weights=init)
+    torch.manual_seed(0)
+    sw.shard(model)
+    same(sw.full_state_dict(model), expected)
+
+
+def test_adapters_of_the_base_s_numbers_are_refused_on_the_meta_device() -> None:
+    model = adapted("meta")
+    model.peft_config["default"].init_lora_weights = "pissa"
+    with pytest.raises(LayoutError, match=r"init_lora_weights='pissa'.*real device"):
+        sw.shard(model)
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_peft_model_reads_its_base_and_saves_its_adapter(tmp_path: Path) -> None:
+    plain = llama(seed=3)
+    once(lambda: plain.save_pretrained(tmp_path / "base"))
+    model = adapted("meta")
+    sw.shard(model)
+    report = sw.checkpoint.load_pretrained(tmp_path / "base", model)
+    assert not report.missing
+    assert not report.unexpected
+    found = sw.full_state_dict(model, rank0_only=False)
+    same({k: found[f"base_model.model.{_inside(k)}"] for k in plain.state_dict()}, plain.state_dict())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.5)
+    sw.checkpoint.save(tmp_path / "adapter", model, adapter=True)
+    other = adapted("meta")
+    sw.shard(other)
+    sw.checkpoint.load(tmp_path / "adapter", other)
+    ours, theirs = (sw.full_state_dict(m, rank0_only=False) for m in (model, other))
+    assert all(torch.equal(ours[k], theirs[k]) == ("lora_" in k or "norm" in k) for k in ours)
+    loaded = peft.PeftModel.from_pretrained(llama(seed=3), tmp_path / "adapter")
+    same(dict(loaded.state_dict()), ours)
+    with pytest.raises(UsageError, match="0 adapters"):
+        sw.checkpoint.save(tmp_path / "none", sw.shard(llama()), adapter=True)
+
+
+def _inside(name: str) -> str:
+    """The name of a base's tensor in an adapted model."""
+    return name.replace("_proj.", "_proj.base_layer.")
+
+
+def reference(config: Config, base: Path) -> list[float]:
+    """Losses of PEFT's own model in a plain loop on the whole batches."""
+    torch.manual_seed(config.train.seed)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.get_peft_model(plain, peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear")).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.copy_(_constant(parameter.shape))
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    data = load_datasets(config.data)
+    batches = Batches(data.train, Share(0, 1, 8), 8, config.data.seed)
+    losses = []
+    for step in range(config.train.steps):
+        [batch] = batches.batch(step)
+        logits = model(input_ids=torch.from_numpy(batch.input_ids)).logits
+        loss = next_token_nll(logits, torch.from_numpy(batch.labels)) / batch.target_tokens
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def _constant(shape: torch.Size) -> Tensor:
+    return torch.linspace(-0.1, 0.1, shape.numel()).view(shape)
+
+
+@on_ranks(2, timeout_s=200)
+def test_the_trainer_trains_as_a_plain_loop_of_peft_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_in(tmp_path, torch.float32)
+    config = configured(tmp_path, model=on_base(base, "fp32"))
+    made = trainer.Trainer._shard
+
+    def with_known_adapters(self: Any, model: Any) -> Any:
+        sharded = made(self, model)
+        with torch.no_grad():
+            for name, parameter in sharded.named_parameters():
+                if "lora_A" in name:
+                    flat = _constant(parameter.shape).flatten()
+                    parameter.local.copy_(flat[parameter.fragment.start : parameter.fragment.stop])
+        return sharded
+
+    monkeypatch.setattr(trainer.Trainer, "_shard", with_known_adapters)
+    seen: list[float] = []
+    report = trainer.Trainer._read
+    monkeypatch.setattr(trainer.Trainer, "_read", lambda self, taken: _kept(seen, report(self, taken)))
+    trainer.run(config)
+    assert seen == pytest.approx(reference(config, base), rel=1e-5)
+
+
+def _kept(seen: list[float], metrics: Any) -> Any:
+    seen.append(metrics.loss)
+    return metrics
+
+
+@on_ranks(2, timeout_s=200)
+def test_a_run_that_goes_on_ends_bit_for_bit_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+    base = base_in(tmp_path)
+    for overrides in (["log.name=whole"], ["log.name=half", "train.steps=3"], ["log.name=half"]):
+        trainer.run(configured(tmp_path, *overrides, model=on_base(base)))
+    runs = tmp_path / "runs"
+    for place in ("final", "checkpoints/step-000006"):
+        file = f"{place}/adapter_model.safetensors"
+        found = tensors_in(runs / "half" / file)
+        same(found, tensors_in(runs / "whole" / file))
+        assert {value.dtype for value in found.values()} == {torch.float32}
+    assert not list((runs / "half").rglob("model.safetensors"))  # never the base
+    for place in ("final", "checkpoints/step-000006"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(base)
+        loaded = peft.PeftModel.from_pretrained(model, runs / "half" / place)
+        kept = peft.get_peft_model_state_dict(loaded)
+        same(kept, tensors_in(runs / "half" / place / "adapter_model.safetensors"))
+    assert peft.PeftConfig.from_pretrained(runs / "half" / "final").base_model_name_or_path == str(base)
+
+
+def held_out_loss(config: Config, model: Any) -> float:
+    batches = evaluation_batches(load_datasets(config.data).held_out, Share(0, 1, 1))
+    with torch.no_grad():
+        nll = [
+            next_token_nll(model(input_ids=torch.from_numpy(batch.input_ids)).logits, torch.from_numpy(batch.labels))
+            for batch in batches
+        ]
+    return float(sum(nll)) / sum(batch.target_tokens for batch in batches)
+
+
+def last_evaluation(config: Config) -> float:
+    return float(json.loads((config.run_directory / "evaluations.jsonl").read_text().splitlines()[-1])["loss"])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_convert_merges_as_peft_does(tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    base = base_in(tmp_path, getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype]))
+    config = configured(tmp_path, 'parallel.param_dtype="fp32"', model=on_base(base, dtype))
+    trainer.run(config)
+    final = config.run_directory / "final"
+    assert command(["convert", str(final), str(tmp_path / "merged")]) == 0
+    assert "merged into its base" in capsys.readouterr().out
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    theirs = peft.PeftModel.from_pretrained(plain, final).merge_and_unload()
+    same(dict(merged.state_dict()), dict(theirs.state_dict()))
+    if dtype == "fp32":
+        assert held_out_loss(config, merged) == pytest.approx(last_evaluation(config), rel=1e-5)
+    before = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert held_out_loss(config, merged) < held_out_loss(config, before) - 0.1
+
+
+@on_ranks(2, timeout_s=120)
+def test_without_weights_final_is_whole(tmp_path: Path) -> None:
+    config = configured(tmp_path, 'model.dtype="fp32"')
+    trainer.run(config)
+    dist.barrier()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(config.run_directory / "final")
+    assert held_out_loss(config, merged) == pytest.approx(last_evaluation(config), rel=1e-5)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"base_model_name_or_path": "/nowhere/at/all"}, r"names '/nowhere/at/all', which is not here.*--base"),
+        ({"base_model_name_or_path": None}, r"names none: give its base's directory with --base"),
+        ({"use_dora": True}, r"use_dora=True.*merge_and_unload"),
+    ],
+)
+def test_what_convert_cannot_merge(
+    tmp_path: Path, change: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = adapted("cpu")
+    model.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    assert command(["convert", str(tmp_path / "adapter"), str(tmp_path / "out")]) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_refuses_another_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapted("cpu").save_pretrained(tmp_path / "adapter")
+    assert command(["inspect", str(tmp_path / "adapter")]) == 0
+    assert "adapter: an adapter of PEFT\n" in capsys.readouterr().out
+    arguments = ["convert", str(tmp_path / "adapter"), str(tmp_path / "out"), "--base", str(base_in(tmp_path))]
+    assert command(arguments) == 2
+    assert "which the base has not" in capsys.readouterr().err
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    from shardwise.train.build.models import TextShape, build_model
+
+    inline = ModelConfig(config={"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32})
+    with pytest.raises(ConfigError, match="no module 'q_prj'; did you mean q_proj"):
+        build_model(inline, TextShape(320, 256, 32), LoraConfig(r=2, targets=["q_prj"]))
+    with pytest.raises(ConfigError, match="PEFT cannot put adapters in"):
+        build_model(inline, TextShape(320, 256, 32), LoraConfig(r=2, targets=["norm"]))
+
+
+def test_the_recipe(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "lora.toml"
+    source = f'data.source="{recipe}"'
+    config = load(
+        recipe, [source, "data.seq_len=64", "data.eval_fraction=0", "train.steps=3", f"log.directory={tmp_path}"]
+    )
+    trainer.run(config)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "lora" / "final")
