@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from shardwise.model_tools.describe import describe
     from shardwise.model_tools.forward_methods import register_forward_method
     from shardwise.model_tools.memory import memory
+    from shardwise.model_tools.reduction import no_sync
     from shardwise.model_tools.release import release
-    from shardwise.model_tools.unsharded import full_state_dict, no_sync, unsharded
+    from shardwise.model_tools.unsharded import full_state_dict, unsharded
     from shardwise.modules.deferred_init.materialize import init_on_device
     from shardwise.optim.clip import clip_grad_norm_
     from shardwise.optim.scaler import GradScaler
@@ -36,7 +37,7 @@ _HOMES = {
     "full_state_dict": "model_tools.unsharded",
     "init_on_device": "modules.deferred_init.materialize",
     "memory": "model_tools.memory",
-    "no_sync": "model_tools.unsharded",
+    "no_sync": "model_tools.reduction",
     "register_forward_method": "model_tools.forward_methods",
     "release": "model_tools.release",
     "reshard": "model_tools.by_hand",

@@ -46,6 +46,7 @@ class RecordingCollectives:
         self.device = inner.device
         self.on_streams = inner.on_streams
         self.labels = inner.labels
+        self.process_group = inner.process_group
         self.events: list[Event] = []
 
     @property

@@ -72,6 +72,42 @@ def test_in_bf16() -> None:
     assert script(ours, bf16=True) == pytest.approx(script(torchs, bf16=True), rel=2e-2)
 
 
+def accumulating(fsdp: types.ModuleType, replicas: bool) -> list[float]:
+    """Gradients wait for other backwards, of some modules or for the replicas alone; sums are of a user's making."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    options: dict[str, Any] = {"mesh": mesh if replicas else None}
+    model: Any = seeded(Net)
+    for block in model.blocks:
+        fsdp.fully_shard(block, **options)
+    fsdp.fully_shard(model, **options)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(3.0)
+    model.blocks[0].set_all_reduce_hook(lambda reduced: reduced.mul_(2.0))
+    model.set_reshard_after_forward(False, recurse=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for step in range(3):
+        for micro in range(3):
+            model.set_requires_all_reduce(micro == 2)
+            model.blocks[1].set_requires_gradient_sync(micro == 2)
+            model.set_requires_gradient_sync(micro != 1, recurse=False)
+            if micro == 2:
+                model.set_reshard_after_forward(step == 0) if step < 2 and not replicas else None
+            squares(model, batch(3 * step + micro)).backward()
+        for parameter in model.parameters():
+            full = parameter.grad.full_tensor()
+            found.append(float(full.norm()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@on_ranks(4, timeout_s=120)
+def test_reductions_of_a_users_making() -> None:
+    for replicas in (False, True):
+        assert accumulating(ours, replicas) == pytest.approx(accumulating(torchs, replicas), rel=1e-5)
+
+
 def sharded() -> Any:
     model = seeded(Net)
     for block in model.blocks:
@@ -137,16 +173,11 @@ def test_what_has_no_effect_warns_once_and_what_cannot_be_had_raises() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.set_modules_to_forward_prefetch([model.blocks[1]])
-        model.set_requires_all_reduce(True)
-        model.set_gradient_divide_factor(2.0)
         model.reset_iter_state()
-        ours.share_comm_ctx([model])
+        ours.share_comm_ctx([model, model.blocks[0]])
     for call, said in (
-        (lambda: model.set_gradient_divide_factor(1.0), r"gradients are the mean over 2 ranks; multiply the loss by 2"),
-        (lambda: model.set_requires_all_reduce(False), r"FSDPNet\.set_requires_all_reduce\(False\) cannot be had"),
-        (lambda: model.set_reshard_after_forward(True), "pass reshard_after_forward= to fully_shard"),
-        (lambda: model.set_all_reduce_hook(print), "change gradients after backward"),
-        (lambda: model.blocks[0].set_requires_gradient_sync(False), "call it on the root"),
+        (lambda: model.set_custom_all_gather(None), "the engine's collectives cannot be exchanged"),
+        (lambda: model.set_gradient_divide_factor(0.0), "a positive number"),
         (lambda: ours.fully_shard(Net(), offload_policy=ours.CPUOffloadPolicy()), "CPUOffloadPolicy is not there yet"),
     ):
         with pytest.raises(UsageError, match=said):

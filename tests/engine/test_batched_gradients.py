@@ -159,7 +159,8 @@ def test_a_units_gradients_are_one_copy() -> None:
     """And nothing scales them: their mean is what is reduced."""
     with doubled():
         model = sw.shard(seeded(lambda: Net(depth=3)), units={Block}, precision=MIXED)
-        addition = require_engine(model).reducer._scaled
+        require_engine(model).allocate()
+        addition = require_engine(model).root.gradients.scaled
         assert type(addition) is BatchedAddition
         _, names = unit_copies(model)
         assert not addition._sources, "nothing outlives a backward"
@@ -175,7 +176,8 @@ def test_a_units_gradients_are_one_copy() -> None:
 @on_ranks(2)
 def test_cpu_ranks_scale_each_gradient_as_it_comes() -> None:
     model = sw.shard(seeded(Net), precision=MIXED)
-    assert type(require_engine(model).reducer._scaled) is ScaledAddition
+    require_engine(model).allocate()
+    assert type(require_engine(model).root.gradients.scaled) is ScaledAddition
     _, names = unit_copies(model)
     assert "_foreach_copy_.default" not in names
 

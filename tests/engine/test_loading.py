@@ -89,15 +89,24 @@ def test_torchs_checkpoint_functions_load_full_dicts(broadcast: bool) -> None:
 
 
 @on_ranks(2)
-def test_assigning_is_refused_before_anything_is_written() -> None:
+def test_assigning_writes_the_pieces_where_they_lie() -> None:
     model: Any = sw.shard(seeded(Net))
-    before = sw.full_state_dict(model, rank0_only=False)
-    for part, name in ((model, "this Net"), (model.blocks[0].up, "this Linear"), (model.blocks[0], "'up'|'norm'")):
-        for state in (copy.deepcopy(part.state_dict()), other_numbers(part)):
-            with pytest.raises(UsageError, match=rf"assign=True.*shards of ({name}).*leave assign out"):
-                part.load_state_dict(state, assign=True)
-    same(model, before)
-    squares(copy.deepcopy(model), batch(0)).backward()
+    optimizer = adamw(model.parameters())
+    shards = [parameter.local.data_ptr() for parameter in model.parameters()]
+    for part in (model, model.blocks[0].up, model.blocks[0]):
+        weights = {name: torch.rand(value.shape) for name, value in part.state_dict().items()}
+        for value in weights.values():
+            dist.broadcast(value, 0)
+        part.load_state_dict(weights, assign=True)
+        same(part, weights)
+        handles = copy.deepcopy(part.state_dict())
+        with torch.no_grad():
+            next(part.parameters()).zero_()
+        part.load_state_dict(handles, assign=True)
+        same(part, weights)
+    assert [parameter.local.data_ptr() for parameter in model.parameters()] == shards
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    squares(model, batch(0)).backward()
 
 
 @on_ranks(2)

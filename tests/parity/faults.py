@@ -52,7 +52,8 @@ def skipped_replicas(engine: Engine, optimizer: torch.optim.Optimizer) -> Abstra
 
 def unscaled_gradients(engine: Engine, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     """The sum over ranks instead of the mean."""
-    return patch.object(engine.reducer, "_scaled", ScaledAddition(1.0))
+    engine.allocate()
+    return patch.object(ScaledAddition, "write", lambda self, target, source: target.copy_(source))
 
 
 def stale_slots(engine: Engine, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:

@@ -149,11 +149,12 @@ def overwritten_gradient() -> AbstractContextManager[Any]:
 
 def wrong_world_size() -> AbstractContextManager[Any]:
     """Gradients are scaled by the size of the shard group."""
+    from shardwise.comm.summation import ScaledAddition
 
     def change(original: Change) -> Change:
         def init(self: Any, mesh: Any, *more: Any, **named: Any) -> None:
             original(self, mesh, *more, **named)
-            self._scaled = type(self._scaled)(1.0 / mesh.shard.world_size)
+            self._additions[float(mesh.world_size)] = ScaledAddition(1.0 / mesh.shard.world_size)
 
         return init
 

@@ -6,6 +6,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Reduction, Work
@@ -40,6 +41,7 @@ class PrivateBuffers(NoStreams):
         self.device = torch.device(device)
         self.on_streams = self.device.type != "cpu"
         self.poison = poison_asked() if poison is None else poison
+        self.process_group: dist.ProcessGroup | None = None
         self.labels: dict[int, str] = {}
         self._allocated = 0
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -118,6 +119,8 @@ class Collectives(Protocol):
     device: torch.device
     on_streams: bool
     """Work is enqueued for a device, so that each operation costs a launch, whatever its size."""
+    process_group: dist.ProcessGroup | None
+    """Torch's group of these ranks, if there is one."""
     labels: dict[int, str]
     """The labels in words, for errors; filled by the user of the labels."""
 

@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
-from shardwise.engine.lookup import engine_of, engines_of
+from shardwise.engine.lookup import engine_of
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
 from shardwise.model_tools.by_hand import reshard, unshard
 from shardwise.model_tools.forward_methods import register_forward_method
-from shardwise.model_tools.unsharded import no_sync
+from shardwise.model_tools.reduction import divide_gradients, hook_gradients, sync_gradients, sync_replicas
+from shardwise.model_tools.release import reshard_after_forward as resharding
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import ShardedParameter
 
@@ -46,7 +45,6 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
-_SYNC = "_shardwise_fsdp2_no_sync"
 
 
 def fully_shard(  # noqa: PLR0913 - FSDP2's signature
@@ -160,38 +158,37 @@ class FSDPModule:
             reshard(self._module)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backwards reduce gradients or accumulate them locally. On a root. Every rank must call this."""
-        if not self._is_sharded:
-            return
-        if engine_of(self._module, below=False) is None or not recurse:
-            raise UsageError(
-                "set_requires_gradient_sync: gradients wait or are reduced in a whole model; call it on the root "
-                "module, with recurse=True"
-            )
-        waiting: ExitStack | None = self._module.__dict__.pop(_SYNC, None)
-        if waiting is not None:
-            waiting.close()
-        if not requires_gradient_sync:
-            stack = self._module.__dict__[_SYNC] = ExitStack()
-            stack.enter_context(no_sync(self._module))
+        """Whether backwards reduce gradients of the module's units or accumulate them. Every rank must do so."""
+        if self._is_sharded:
+            sync_gradients(self._module, requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """True is what is done anyway."""
-        if not requires_all_reduce:
-            self._refuse("set_requires_all_reduce(False)", "accumulate with set_requires_gradient_sync(False)")
+        """Whether backwards sum gradients over replicas too, or in the shard group alone, where they accumulate. Every
+        rank must do so."""
+        if self._is_sharded:
+            sync_replicas(self._module, requires_all_reduce, recurse)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """The number of ranks is what is done anyway: gradients are the mean."""
-        world_size = self._world_size
-        if factor != world_size:
-            self._refuse(
-                f"set_gradient_divide_factor({factor:g})",
-                f"gradients are the mean over {world_size} ranks; multiply the loss by {world_size / factor:g}",
-            )
+        """What sums of the module's own unit are divided by. Every rank must do so."""
+        if self._is_sharded:
+            divide_gradients(self._module, factor, recurse=False)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """As `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Have `hook` called with this rank's slice of every reduction of the module's own unit: the mean over ranks,
+        1-D. Each group of parameters of one dtype has a call of its own. Every rank must do so."""
+        if stream is not None:
+            _without_effect("set_all_reduce_hook(stream=)", "the hook runs on the stream that computes")
+        if self._is_sharded:
+            hook_gradients(self._module, hook, recurse=False)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the module's units give their memory back after forward. Every rank must do so, between steps."""
+        if self._is_sharded:
+            resharding(self._module, reshard_after_forward, recurse)
 
     # Without effect ---------------------------------------------------------------------------------------------------
 
@@ -247,14 +244,6 @@ class FSDPModule:
 
     # Refused ----------------------------------------------------------------------------------------------------------
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Raises UsageError."""
-        self._refuse("set_reshard_after_forward", "pass reshard_after_forward= to fully_shard")
-
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Raises UsageError."""
-        self._refuse("set_all_reduce_hook", "change gradients after backward, in place")
-
     def set_custom_all_gather(self, comm: Any) -> None:
         """Raises UsageError."""
         self._refuse("set_custom_all_gather", "the engine's collectives cannot be exchanged")
@@ -277,12 +266,6 @@ class FSDPModule:
             engine_of(self._module) is not None
         )
 
-    @property
-    def _world_size(self) -> int:
-        if self._is_sharded:
-            return engines_of(self._module)[0].mesh.world_size
-        return dist.get_world_size() if dist.is_initialized() else 1
-
     def _refuse(self, what: str, instead: str) -> NoReturn:
         raise UsageError(f"{type(self).__name__}.{what} cannot be had: {instead}")
 
@@ -294,7 +277,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Nothing to do: what an outer call adopts shares streams and slots."""
+    """Have models of their own share slots, streams and one order of units. Every rank must call this."""
+    if not all(isinstance(module, FSDPModule) for module in modules):
+        raise ValueError("share_comm_ctx: modules that were given to fully_shard")
+    roots = [module._module for module in modules if engine_of(module._module, below=False) is not None]
+    first = next((engine for root in roots if (engine := engine_of(root)) is not None), None)
+    if first is not None and len({engine_of(root) for root in roots}) > 1:
+        shard(roots, first.strategy, precision=first.precision, reshard_after_forward=first.resharding)
 
 
 @cache

@@ -139,28 +139,18 @@ class Engine:
             return
         with torch.inference_mode(False), torch.no_grad():
             self.unsharder.allocate(self.units)
-            self.reducer.slots.allocate(self.units, self.nesting)
+            self.reducer.allocate(self.units, self.nesting)
         self._is_allocated = True
 
     def hand_over(self) -> None:
         """Give up everything but the units: another engine takes them over."""
-        self._forget_backward()
-        self.reducer.slots.release(self.units)
-        self.unsharder.hand_over(self.units)
+        self.release()
+        for unit in self.units:
+            unit.leave()
 
     def release(self) -> None:
-        """Give slots and reduce slots up until the next forward or backward. Only between steps; every rank must call
-        this.
-
-        Raises:
-            UsageError: gradients of a `no_sync` backward wait in some.
-        """
-        for unit in self.units:
-            if unit.gradients.forget_dropped():
-                raise UsageError(
-                    f"sw.release while gradients of unit {unit.fqn!r} wait to be reduced since a backward inside "
-                    "sw.no_sync: run a backward outside sw.no_sync first, or drop them with zero_grad()"
-                )
+        """Give slots and reduce slots up until the next forward or backward. Only between steps, where no gradient
+        waits to be reduced; every rank must call this."""
         self.reshard_all()
         self.unsharder.release(self.units)
         self.reducer.slots.release(self.units)

@@ -61,6 +61,16 @@ def engines_of(model: nn.Module) -> list[Engine]:
     return list(engines)
 
 
+def units_at(engine: Engine, module: nn.Module) -> list[Unit]:
+    """The engine's units with a parameter that stands at or below the module."""
+    within = {id(below) for below in module.modules()}
+    return [
+        unit
+        for unit in engine.units
+        if any(id(site.module) in within for group in unit.groups for sites in group.sites for site in sites)
+    ]
+
+
 def require_engine(model: nn.Module) -> Engine:
     """As `engine_of`. Raises UsageError if there is none."""
     engine = engine_of(model)

@@ -11,7 +11,7 @@ A reduce slot is *free* (no holder), *collecting* (its holder's `gradients.slot`
 
 - Only a free slot is taken. One that is reducing is finished first: a slot that a unit has for itself is taken
   again by the unit's next call, while the sum of the one before may still lie in it.
-- Only `_start` takes a slot from collecting to reducing, and only `_complete` frees it then, when its sum has been
+- Only `_start` takes a slot from collecting to reducing, and only `InFlight` frees it then, when its sum has been
   added to the shard's gradient. Nobody else waits for a reduction.
 - Reductions of one unit are finished in the order in which they were started: the first of a backward overwrites the
   shard's gradient and later ones add to it.
@@ -23,10 +23,7 @@ A reduce slot is *free* (no holder), *collecting* (its holder's `gradients.slot`
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
@@ -35,25 +32,16 @@ from torch import Tensor
 from shardwise.comm.protocol import FINISHED, Reduction, Work
 from shardwise.comm.summation import BatchedAddition, ScaledAddition
 from shardwise.engine.control import Control, Moment
+from shardwise.engine.in_flight import Flight, InFlight
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.reduce_slots import ReduceSlots
 from shardwise.engine.units.arena import Arena, Slot
 from shardwise.engine.units.gradients import Fate, Key
 from shardwise.engine.units.group import Group
+from shardwise.engine.units.settings import MEAN, Reducing
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.sharded.penalties import hooks_run
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """Sums under way and the slot that is theirs until they are there."""
-
-    unit: Unit
-    slot: Slot[Unit]
-    works: Sequence[Work]
-    slices: Sequence[Tensor] = ()
-    """By trainable group: this rank's sum over all replicas, still to be added to the shard's gradient."""
 
 
 class Reducer:
@@ -65,33 +53,35 @@ class Reducer:
         self._control = control
         # Replicas exchange straight out of the slots when nothing is scattered before.
         self._collectives = mesh.replicate if mesh.shard.world_size == 1 else mesh.shard
-        addition = BatchedAddition if self._collectives.on_streams else ScaledAddition
-        self._scaled = addition(1.0 / mesh.world_size)
+        self._additions: dict[float, ScaledAddition] = {}
+        """By what gradients are divided by."""
         self.slots = ReduceSlots(mesh, self._collectives, keeps_full)
-        self._in_flight: deque[_InFlight] = deque()
-        self._reduces = True
-        """Off in `no_sync`."""
-
-    @contextmanager
-    def postponed(self) -> Iterator[None]:
-        """Backwards inside accumulate; the first one outside reduces the sum."""
-        before, self._reduces = self._reduces, False
-        try:
-            yield
-        finally:
-            self._reduces = before
+        self._in_flight = InFlight()
 
     @property
     def scratch_bytes(self) -> int:
         """Memory for sums of different dtypes."""
-        return self._scaled.scratch_bytes
+        return sum(scaled.scratch_bytes for scaled in self._additions.values())
+
+    def allocate(self, units: Sequence[Unit], nesting: int) -> None:
+        """Allocate what reductions of parameters that are trainable now need. Every rank must call this."""
+        self.slots.allocate(units, nesting)
+        for unit in units:
+            self.reduce_as(unit, unit.gradients.reducing)
+
+    def reduce_as(self, unit: Unit, reducing: Reducing) -> None:
+        """From now on. Every rank must do so alike, outside backward."""
+        divisor = reducing.divisor or float(self._mesh.world_size)
+        addition = BatchedAddition if self._collectives.on_streams else ScaledAddition
+        self._additions.setdefault(divisor, addition(1.0 / divisor))
+        unit.gradients.reduce_as(reducing, self._additions[divisor])
 
     def open(self, unit: Unit) -> None:
         """Give the unit a slot for its gradients. Called in graph order, never because a gradient came: all ranks take
         slots in one order, whichever gradients come to them."""
         gradients = unit.gradients
         if gradients.slot is None and gradients.reduce_bytes:
-            if gradients.own_slot is None and not self._reduces:
+            if gradients.own_slot is None and not gradients.reducing.now:
                 self.slots.give_own(unit)
             gradients.open(self._claim(gradients.own_slot or self._free_slot(self.slots.shared, unit), unit))
 
@@ -103,7 +93,7 @@ class Reducer:
                 f"backward(create_graph=True) reached {fqn!r}: a reduced gradient cannot be differentiated again. "
                 "Use torch.autograd.grad over sw.unsharded(model) for second derivatives"
             )
-        unit.gradients.add(key, grad, self._scaled)
+        unit.gradients.add(key, grad)
         self._collectives.advance()
 
     def add_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
@@ -115,28 +105,36 @@ class Reducer:
         if replicate.world_size > 1:
             replicate.all_reduce(piece, label=self._control.reduce_label(unit.index)).wait()
             piece.div_(replicate.world_size)
+        if unit.gradients.reducing.divisor is not None:
+            piece.mul_(self._mesh.world_size / unit.gradients.reducing.divisor)
         unit.gradients.add_penalty(key, piece)
 
     def reduce(self, unit: Unit) -> None:
         """Start reducing the unit's slot, if it has one; missing gradients count as zeros. It is waited for when the
         slot is wanted again or backward ends. `no_sync` leaves everything in the slot."""
-        self._scaled.flush()
-        if unit.gradients.slot is not None and self._reduces:
-            self._start(unit, unit.gradients.complete())
+        gradients = unit.gradients
+        gradients.scaled.flush()
+        if gradients.slot is not None and gradients.reducing.now:
+            self._start(unit, gradients.complete())
 
     def finish(self, units: Sequence[Unit]) -> None:
         """Backward is over: agree on the fate of each gradient, reduce late ones and hand out the sums.
 
         Ranks must agree although this one used every parameter: another may not have, and no rank knows of the others.
         """
-        self._scaled.flush()
-        if not self._reduces:
+        self._flush()
+        reduced = [unit for unit in units if unit.gradients.reducing.now and unit.gradients.keys]
+        for unit in units:
+            if not unit.gradients.reducing.now:
+                unit.gradients.show_waiting()
+        if not reduced:
             if not all(unit.keeps_params for unit in units):
                 # Else nothing was issued, and ranks may well do different numbers of such backwards.
                 self._control.agree(Moment.BACKWARD_END)
-            for unit in units:
-                unit.gradients.show_waiting()
             return
+        self._finish_reduced(reduced)
+
+    def _finish_reduced(self, units: Sequence[Unit]) -> None:
         own = b"".join(unit.gradients.fates() for unit in units)
         agreed = iter(self._control.agree(Moment.BACKWARD_END, own))
         of_units = [list(islice(agreed, len(unit.gradients.keys))) for unit in units]
@@ -146,25 +144,31 @@ class Reducer:
                 self.reduce(unit)
             else:
                 unit.gradients.close()
-        self._finish_all()
-        for unit in units:
-            unit.gradients.add_penalties()
+        self._in_flight.finish_all()
         with hooks_run():
             for unit, fates in zip(units, of_units, strict=True):
-                unit.gradients.hand_out(fates)
+                if unit.gradients.apart is not None and unit.gradients.apart.is_waiting:
+                    unit.gradients.keep_apart(fates)
+                else:
+                    unit.gradients.add_penalties()
+                    unit.gradients.hand_out(fates)
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Backward raised: finish the reductions that peers may be waiting for and forget the rest."""
-        self._scaled.flush()  # while the slots are still those units'
-        self._finish_all()
+        self._flush()  # while the slots are still those units'
+        self._in_flight.finish_all()
         for unit in units:
             unit.gradients.abandon()
+
+    def _flush(self) -> None:
+        for scaled in self._additions.values():
+            scaled.flush()
 
     # Slots ------------------------------------------------------------------------------------------------------
 
     def _claim(self, slot: Slot[Unit], unit: Unit) -> Slot[Unit]:
-        for flight in [flight for flight in self._in_flight if flight.slot is slot]:
-            self._finish(flight)
+        if slot.holder is not None:  # a slot of its own, which its last reduction has
+            self._in_flight.finish_in(slot)
         slot.take(unit)
         return slot
 
@@ -175,10 +179,8 @@ class Reducer:
             for slot in choices:
                 if slot.holder is None:
                     return slot
-            oldest = next((flight for flight in self._in_flight if flight.slot in choices), None)
-            if oldest is not None:
-                self._finish(oldest)
-            else:  # units whose gradients are still incomplete hold them all: reduce the first one's in part
+            if not self._in_flight.finish_oldest(choices):
+                # Units whose gradients are still incomplete hold them all: reduce the first one's in part.
                 victim = choices[0].holder
                 assert victim is not None
                 self.reduce(victim)
@@ -193,46 +195,43 @@ class Reducer:
         label = self._control.reduce_label(unit.index)
         if self._mesh.world_size > 1:
             self._control.note(label)
+        if unit.gradients.reducing is not MEAN and self._wants_apart(unit):
+            self._start_apart(unit, slot, label)
+            return
         scattered: Work = FINISHED
         if shard.world_size > 1 or replicate.world_size == 1:
             sums = None if self.slots.slices is None else self._claim(self._free_slot(self.slots.slices, unit), unit)
-            reductions = tuple(self._reduction(group, slot, sums) for group in groups)
+            reductions = tuple(self._reduction(unit, group, slot, sums) for group in groups)
             scattered = shard.reduce_scatter(slot.buffer, reductions, label)
-            self._in_flight.append(_InFlight(unit, slot, [scattered]))
+            self._in_flight.append(Flight(unit, slot, [scattered]))
             slot = sums or slot
         if replicate.world_size > 1:
             slices = [group.slice_in(slot) for group in groups]
             works = [replicate.all_reduce(own, after=scattered, label=label) for own in slices]
-            self._in_flight.append(_InFlight(unit, slot, works, slices))
+            self._in_flight.append(Flight(unit, slot, works, slices))
 
-    def _reduction(self, group: Group, slot: Slot[Unit], sums: Slot[Unit] | None) -> Reduction:
+    def _reduction(self, unit: Unit, group: Group, slot: Slot[Unit], sums: Slot[Unit] | None) -> Reduction:
         if sums is not None:
             return Reduction(group.flat_gradients(slot), group.slice_in(sums), accumulate=False)
-        return Reduction(
-            group.flat_gradients(slot), *group.prepare_sum(), scale=self._scaled.scale_of_sum(group.dtypes.reduce)
-        )
+        scale = unit.gradients.scaled.scale_of_sum(group.dtypes.reduce)
+        return Reduction(group.flat_gradients(slot), *group.prepare_sum(), scale=scale)
 
-    def _finish_all(self) -> None:
-        while self._in_flight:
-            self._finish(self._in_flight[0])
+    def _wants_apart(self, unit: Unit) -> bool:
+        """Whether the sums in the shard group are to lie in memory of their own."""
+        if self._mesh.replicate.world_size == 1:
+            return unit.gradients.reducing.hook is not None
+        waits = unit.gradients.apart is not None and unit.gradients.apart.is_waiting
+        return self._mesh.shard.world_size > 1 and (waits or not unit.gradients.reducing.over_replicas)
 
-    def _finish(self, flight: _InFlight) -> None:
-        # In order within a unit: the first sum of a backward overwrites the shard's gradient, later ones add to it.
-        for earlier in list(self._in_flight):
-            if earlier is flight:
-                break
-            if earlier.unit is flight.unit:
-                self._complete(earlier)
-        self._complete(flight)
-
-    def _complete(self, flight: _InFlight) -> None:
-        self._in_flight.remove(flight)
-        for work in flight.works:
-            work.wait()
-        if flight.slices:
-            groups = [group for group in flight.unit.groups if group.trainable]
-            for group, own in zip(groups, flight.slices, strict=True):
-                total, accumulate = group.prepare_sum()
-                self._scaled.settle(total, own, accumulate)
-        assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
-        flight.slot.free()
+    def _start_apart(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
+        """Likewise, with this rank's slices in memory of their own, where they may wait for the replicas."""
+        self._in_flight.finish_of(unit)  # the slices may be on their way
+        apart, replicate = unit.gradients.collect_apart(), self._mesh.replicate
+        alone = replicate.world_size == 1
+        waits = not unit.gradients.reducing.over_replicas and not alone
+        scattered = self._mesh.shard.reduce_scatter(slot.buffer, apart.reductions(slot), label)
+        self._in_flight.append(Flight(unit, slot, [scattered], apart.slices if alone else ()))
+        if not alone and not waits:
+            works = [replicate.all_reduce(own, after=scattered, label=label) for own in apart.slices]
+            self._in_flight.append(Flight(unit, None, works, apart.slices))
+        apart.wait(waits)

@@ -72,12 +72,6 @@ class Unsharder:
         for slot in (*self.all_slots, *pinned):
             self.slots[slot.key] = slot
 
-    def hand_over(self, units: Sequence[Unit]) -> None:
-        """Give everything up: another engine takes the units over."""
-        self.release(units)
-        for unit in units:
-            unit.leave()
-
     def release(self, units: Sequence[Unit]) -> None:
         """Give the memory of every slot up until `allocate`. Every rank must call this."""
         self.reshard_all(units)

@@ -35,7 +35,8 @@ from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
 from shardwise.integrations import fsdp_settings
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
-from shardwise.model_tools.unsharded import full_state_dict, no_sync
+from shardwise.model_tools.reduction import no_sync
+from shardwise.model_tools.unsharded import full_state_dict
 from shardwise.modules.wrapping import Units
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.scaler import GradScaler

@@ -22,7 +22,7 @@ except ImportError as error:
 from shardwise.engine.lookup import engine_of
 from shardwise.errors import UsageError
 from shardwise.integrations import lightning_common
-from shardwise.model_tools.unsharded import no_sync
+from shardwise.model_tools.reduction import no_sync
 from shardwise.optim.scaler import GradScaler
 
 __all__ = ["ShardwiseStrategy"]

@@ -9,10 +9,9 @@ from torch import nn
 
 from shardwise.engine.control import Moment
 from shardwise.engine.engine import Backward, Engine
-from shardwise.engine.lookup import engines_of
+from shardwise.engine.lookup import engines_of, units_at
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.modules.site import Site
 
 
 def unshard(module: nn.Module) -> None:
@@ -82,15 +81,10 @@ def _give_back(engine: Engine, units: Sequence[Unit]) -> str | None:
 
 def _units_at(module: nn.Module, what: str) -> dict[Engine, list[Unit]]:
     """The units with a parameter that stands at or below the module, by engine."""
-    within = {id(below) for below in module.modules()}
     found = {}
     for engine in engines_of(module):
         if engine.is_suspended or engine.backward is Backward.RUNNING:
             inside = "sw.unsharded" if engine.is_suspended else "a backward"
             raise UsageError(f"{what} inside {inside} of the same model: leave that first")
-        found[engine] = [unit for unit in engine.units if any(id(site.module) in within for site in _sites(unit))]
+        found[engine] = units_at(engine, module)
     return found
-
-
-def _sites(unit: Unit) -> list[Site]:
-    return [site for group in unit.groups for sites in group.sites for site in sites]

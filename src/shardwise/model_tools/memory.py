@@ -67,11 +67,12 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
     groups = [group for unit in engine.units for group in unit.groups]
     whole = [p for p in model.parameters() if not isinstance(p, ShardedParameter) and outer_face(p) is None]
     whole_gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
+    aparts = [unit.gradients.apart for unit in engine.units]
     return {
         "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units),
         "gathered_slots": sum(slot.buffer.bytes.numel() for slot in engine.unsharder.all_slots),
         "grad_shards": _held_bytes(group.grad_shard for group in groups if group.grad_shard is not None),
-        "reduce_slots": engine.reducer.slots.total_bytes,
+        "reduce_slots": engine.reducer.slots.total_bytes + sum(a.nbytes for a in aparts if a is not None),
         "optimizer": _held_bytes(_optimizer_state(engine)),
         "buffers": _held_bytes(model.buffers()),
         "temporaries": engine.reducer.scratch_bytes + sum(c.scratch_bytes for c in engine.mesh.groups),

@@ -1,4 +1,4 @@
-"""Full parameters outside forward and backward: to look at, to change, to save; and backwards without reduction.
+"""Full parameters outside forward and backward: to look at, to change, to save.
 
 The model may be a sharded one, a module inside one, or one around several: what is at or below it is meant.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.lookup import engines_below, engines_of
+from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.modules.site import Site, foreign_parameter
@@ -125,18 +125,3 @@ def full_state_dict(model: nn.Module, cpu: bool = True, rank0_only: bool = True)
             if wanted:
                 result[name] = full
     return result
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards inside accumulate gradients locally, unreduced; the first one outside reduces the sum.
-
-    Costs a full gradient buffer per unit from then on (SHARD_OPTIMIZER has them anyway). Every rank must do so alike.
-    What waits is not in `.grad` yet, where a placeholder stands for it. `zero_grad()` of an optimizer or of any module
-    drops it, and so does `p.grad = None`; every rank must drop the same. Clipping and `optimizer.step()` before
-    the sum are errors. `model` is a sharded model, or a module around several.
-    """
-    with ExitStack() as stack:
-        for engine in engines_below(model):
-            stack.enter_context(engine.reducer.postponed())
-        yield

@@ -27,6 +27,10 @@ class Together(nn.ModuleList):
     """Modules of a model that are to be one unit."""
 
 
+class SideBySide(nn.ModuleList):
+    """Modules that were sharded one by one, which go on in one order and with one arena."""
+
+
 @dataclass
 class UnitPlan:
     """A module that is to be a unit, with the parameters that are its own: (fqn, parameter, sites)."""

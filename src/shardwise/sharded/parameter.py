@@ -19,13 +19,14 @@ from typing import Any, NoReturn, Protocol, Self
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.layout.fragment import Fragment
-from shardwise.sharded import dcp_chunks, penalties
-from shardwise.sharded.placement import Placement
+from shardwise.sharded import dcp_chunks, penalties, whole
+from shardwise.sharded.placement import FlatPieces, Placement, device_mesh, flat_pieces
 
 SHARDED_FACE = "_shardwise_sharded"
 """Attribute of a plain parameter that was sharded: its outer face."""
@@ -43,6 +44,14 @@ class Owner(Protocol):
     @property
     def is_running(self) -> bool:
         """Whether a forward of the model that it is in is under way."""
+
+    @property
+    def version(self) -> int:
+        """Grows whenever its weights are written, on every rank alike."""
+
+    @property
+    def ancestors(self) -> Sequence[Owner]:
+        """The units around it."""
 
     def about_to_step(self) -> None:
         """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""
@@ -144,18 +153,11 @@ class ShardedParameter(Tensor):
     def full_tensor(self) -> Tensor:
         """The whole, as a new plain tensor of the global shape. Every rank of the shard group must call this.
 
-        Each rank's fragment is broadcast, so this is for looking at a tensor, not for training;
-        `sw.unsharded(model)` gathers unit by unit.
+        For looking at a tensor, not for training. A model's parameters that are asked for in the order of
+        `named_parameters` cost one collective a unit, and the memory of one unit and those around it meanwhile; a
+        tensor alone costs one for each rank that has some of it.
         """
-        placement, group = self.placement, self.placement.shard_group
-        local = self.local.detach()
-        flat = torch.empty(self.numel(), dtype=local.dtype, device=local.device)
-        flat[self.fragment.start : self.fragment.stop].copy_(local)
-        for rank in range(group.world_size):
-            piece = placement.layout.fragment(placement.index, rank)
-            if piece.numel:
-                group.broadcast(flat[piece.start : piece.stop], rank)
-        return flat.view(placement.shape)
+        return whole.full_tensor(self)
 
     def receive_grad(self, grad: ShardedParameter) -> None:
         """Make `grad` the reduced gradient and run the post-accumulate hooks. Called by the engine."""
@@ -310,6 +312,25 @@ class ShardedParameter(Tensor):
         """Raises UsageError."""
         self._no("data_ptr()", _ADDRESS)
 
+    def storage(self) -> NoReturn:
+        """Raises UsageError: safetensors, and what saves through it, asks for it."""
+        self._no("storage()", _STORAGE)
+
+    def to_local(self) -> Tensor:
+        """`local`, by DTensor's name."""
+        return self.local
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks that hold pieces, as a mesh of one axis. No communication. Raises UsageError where there is no
+        process group."""
+        return device_mesh(self.placement)
+
+    @property
+    def placements(self) -> tuple[FlatPieces]:
+        """How the mesh's ranks hold it: in consecutive ranges of the flattened tensor, of any length."""
+        return (flat_pieces(self.placement),)
+
     def _no(self, operation: str, way_out: str) -> NoReturn:
         raise UsageError(_refusal(operation, self.fqn, way_out))
 
@@ -321,6 +342,11 @@ def _give_back(face: Tensor) -> None:
 
 
 _SAVE = "call sw.checkpoint.save, or save sw.full_state_dict(model, cpu=True, rank0_only=True) (collective)"
+_STORAGE = (
+    "each rank holds only a piece. To save: safetensors.torch.save_file(sw.full_state_dict(model), file) and "
+    "model.save_pretrained(directory, state_dict=sw.full_state_dict(model)), PEFT's too, the dict made on every rank "
+    "and saved on rank 0; or sw.checkpoint.save on every rank, whose files are safetensors"
+)
 _ADDRESS = (
     ".local.data_ptr() is the address of this rank's piece. torch.distributed.checkpoint.async_save, which asks for "
     "it, cannot copy pieces: call torch.distributed.checkpoint.save, or sw.checkpoint.save(asynchronous=True)"

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
 from shardwise.comm.protocol import Collectives
+from shardwise.errors import UsageError
 from shardwise.layout.flat import FlatLayout
 from shardwise.layout.fragment import Fragment
 
@@ -18,7 +22,9 @@ class Placement:
     index: int
     """Entry of `layout` that is this parameter."""
     shard_group: Collectives
-    """The ranks that hold the slices. Replicas (a hybrid's other groups) hold equal ones."""
+    """The ranks that hold the slices."""
+    replicas: Collectives | None = None
+    """The ranks that hold the same slice of other copies; None until that is known."""
 
     @property
     def fqn(self) -> str:
@@ -41,7 +47,7 @@ class Placement:
         entry = self.layout.entries[self.index]
         pairs = replace(entry, shape=(*entry.shape, 2), start=2 * entry.start, numel=2 * entry.numel)
         layout = replace(self.layout, entries=(pairs,), numel=2 * self.layout.numel)
-        return Placement(layout, 0, self.shard_group)
+        return Placement(layout, 0, self.shard_group, self.replicas)
 
     @cached_property
     def as_complex(self) -> Placement:
@@ -49,7 +55,7 @@ class Placement:
         entry = self.layout.entries[self.index]
         whole = replace(entry, shape=entry.shape[:-1], start=entry.start // 2, numel=entry.numel // 2)
         layout = replace(self.layout, entries=(whole,), numel=self.layout.numel // 2)
-        return Placement(layout, 0, self.shard_group)
+        return Placement(layout, 0, self.shard_group, self.replicas)
 
 
 def same_cut(a: Placement, b: Placement) -> bool:
@@ -61,3 +67,41 @@ def same_cut(a: Placement, b: Placement) -> bool:
         return False
     start_a, start_b = (placement.layout.entries[placement.index].start for placement in (a, b))
     return a.layout.world_size == 1 or (start_a == start_b and a.layout.shard_numel == b.layout.shard_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPieces:
+    """How a tensor is cut: rank r of the mesh holds the elements `ranges[r]`, [start, stop), of the flattened tensor.
+
+    Not one of DTensor's placements, which cut whole rows: code that looks for those finds none.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    """By rank; many may be empty."""
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """False: not along a dim."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Whether there is one rank."""
+        return len(self.ranges) == 1
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """False."""
+        return False
+
+
+def flat_pieces(placement: Placement) -> FlatPieces:
+    """The cut of a tensor. No communication."""
+    ranks = range(placement.shard_group.world_size)
+    fragments = [placement.layout.fragment(placement.index, rank) for rank in ranks]
+    return FlatPieces(tuple((fragment.start, fragment.stop) for fragment in fragments))
+
+
+def device_mesh(placement: Placement) -> DeviceMesh:
+    """The ranks of its shard group. No communication. Raises UsageError where there is no process group."""
+    group = placement.shard_group.process_group
+    if group is None or not dist.is_initialized():
+        raise UsageError(f"{placement.fqn!r} lies on one rank without a process group: it has no device_mesh")
+    return DeviceMesh.from_group(group, placement.shard_group.device.type, mesh_dim_names=("shard",))

@@ -47,6 +47,7 @@ class GlooCollectives(PrivateBuffers):
     def __init__(self, group: dist.ProcessGroup, poison: bool | None = None) -> None:
         """Every rank of the group must call this, in the same order as its other uses of the group."""
         super().__init__(group.rank(), group.size(), "cpu", poison)
+        self.process_group = group
         number = _made[group] = _made.get(group, 0) + 1
         self._line = _Line(group, number, timedelta(seconds=timeout_s(group)), self.labels)
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]

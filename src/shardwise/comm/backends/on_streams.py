@@ -66,6 +66,7 @@ class StreamCollectives(PrivateBuffers):
             poison: fill released buffers with 0xFF; None asks the environment.
         """
         super().__init__(group.rank(), group.size(), device, poison)
+        self.process_group = group
         self.on_streams = True
         self._group = group
         self._reduce_group = group

@@ -3,7 +3,7 @@ get it wrong, and transformers' `generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ def watch_state_dicts(model: nn.Module) -> None:
     """Hook the model and every module in it that holds a sharded parameter, once.
 
     What a backward that raised left gathered is given up before anything is read or written: modules would hold the
-    copies that they computed with. Loading with `assign=True` raises.
+    copies that they computed with. `assign=True` is as without it for modules that hold
+    shards: pieces are written, and cast, where they lie.
     """
     for module in model.modules():
         holds = any(isinstance(parameter, ShardedParameter) for parameter in module._parameters.values())
@@ -68,13 +69,9 @@ def _before_saving(module: nn.Module, *_: object) -> None:
     _is_between_steps(module)
 
 
-def _before_loading(module: nn.Module, state: object, prefix: str, metadata: Mapping[str, Any], *_: object) -> None:
+def _before_loading(module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *_: object) -> None:
+    metadata.pop("assign_to_params_buffers", None)
     where = repr(prefix.removesuffix(".")) if prefix else f"this {type(module).__name__}"
-    if metadata.get("assign_to_params_buffers"):
-        raise UsageError(
-            f"load_state_dict(assign=True) would put other tensors in the place of the shards of {where}: leave assign "
-            "out, and each rank's pieces are written (and cast) in place"
-        )
     if not _is_between_steps(module):
         raise UsageError(
             f"load_state_dict of {where} inside a forward or backward of the sharded model: leave that first"

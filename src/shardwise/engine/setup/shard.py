@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
@@ -27,7 +28,7 @@ from shardwise.engine.setup.torch_patches import give_sharded_parameters, instal
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
 from shardwise.modules.late_parameters import LateParameters
-from shardwise.modules.wrapping import Together, UnitPlan, Units, assign_parameters, choose_units, nesting
+from shardwise.modules.wrapping import SideBySide, Together, UnitPlan, Units, assign_parameters, choose_units, nesting
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
 from shardwise.sharded.parameter import ShardedParameter
@@ -78,7 +79,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     Ranks whose initial parameters or buffers differ get rank 0's, with a warning. A second call on an ancestor adopts
     the units below it, which keep their precision and resharding: the inputs and outputs of the module that was given
     to the first call go on being cast. What the second call leaves out it has from them, unless they differ. Strategy
-    and mesh are one for all. `slots` are the last call's.
+    and mesh are one for all. `slots` are the last call's. A call with a list of modules that are sharded already makes
+    one model of them: blocks without a root, which then share slots and one recorded order.
     Source: ZeRO (arXiv:1910.02054), PyTorch FSDP (arXiv:2304.11277).
     """
     install()
@@ -119,6 +121,9 @@ def _put_in_charge(model: nn.Module, engine: Engine) -> None:
     for unit in engine.units:
         for own in unit.modules:
             refuse_conversions(own)
+        for sharded in (sharded for group in unit.groups for sharded in group.sharded):
+            if sharded.placement.replicas is not engine.mesh.replicate:
+                sharded.placement = replace(sharded.placement, replicas=engine.mesh.replicate)
     watch_state_dicts(model)
     tell_transformers(model, engine)
     copy_deeply(model, engine, _put_in_charge)
@@ -131,7 +136,10 @@ def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
     modules: list[nn.Module] = list(model) if isinstance(model, (list, tuple)) else [model]  # type: ignore[list-item]
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         raise ConfigError(f"sw.shard takes an nn.Module or a list of them, not a {type(model).__name__}")
-    if any(engine_of(module, below=False) is not None for module in modules):
+    are_sharded = [engine_of(module, below=False) is not None for module in modules]
+    if modules[0] is not model and units is None and all(are_sharded):
+        return SideBySide(modules)
+    if any(are_sharded):
         raise UsageError("this module is sharded already; sw.shard it once, or shard an ancestor to adopt it")
     if modules[0] is model:
         return modules[0]
@@ -147,7 +155,7 @@ def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
 def _plans(model: nn.Module, units: Units, ignored: Sequence[nn.Parameter], adopts: bool) -> list[UnitPlan]:
     """Which unit each parameter goes to. Raises LayoutError if one cannot be sharded or there is nothing to shard."""
     skipped = {id(parameter) for parameter in ignored}
-    chosen = [] if isinstance(model, Together) else choose_units(model, units)
+    chosen = [] if isinstance(model, Together | SideBySide) else choose_units(model, units)
     plans = assign_parameters(model, chosen, lambda p: id(p) in skipped or isinstance(p, ShardedParameter))
     check_admissible(model, plans)
     if not adopts and not any(plan.parameters for plan in plans):

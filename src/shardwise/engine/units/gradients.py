@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.summation import ScaledAddition
+from shardwise.engine.units.apart import Apart
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.group import Group
+from shardwise.engine.units.settings import MEAN, Reducing
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.waiting import WaitingGradient
 
@@ -51,6 +53,11 @@ class UnitGradients:
         """Kept by strategies with full-size gradients and by `no_sync`."""
         self.reduce_bytes = 0
         """In a slot, in the reduce dtype."""
+        self.reducing = MEAN
+        self.scaled: ScaledAddition
+        """How they are added. Set before the first one comes."""
+        self.apart: Apart | None = None
+        """Where this rank's slices of sums lie that wait for the replicas, or for a user's hook."""
         self._written: set[Key] = set()
         self._late: dict[Key, Tensor] = {}
         """Gradients that came while there was no slot: as in a slot."""
@@ -71,18 +78,20 @@ class UnitGradients:
         self.reduce_bytes = 0
         for group in self.groups:
             self.reduce_bytes = group.place_gradients(self.reduce_bytes)
+        self.apart = None
         self._views.clear()
 
     def forget_dropped(self) -> bool:
         """Forget gradients of a `no_sync` backward that users have dropped; whether others wait to be reduced."""
-        if not (self._written or self._late or self._penalties):  # asked for every unit in every step
+        if not (self._written or self._late or self._penalties or self.apart):  # asked for every unit in every step
             return False
         self.forget([key for key in self.keys if WaitingGradient.was_dropped(self._face(key))])
         return bool(self._waiting)
 
     @property
     def _waiting(self) -> set[Key]:
-        return self._written | self._late.keys() | self._penalties.keys()
+        apart = self.apart.keys if self.apart is not None else ()
+        return {*self._written, *self._late, *self._penalties, *apart}
 
     def _face(self, key: Key) -> ShardedParameter:
         return self.groups[key[0]].sharded[key[1]]
@@ -119,10 +128,20 @@ class UnitGradients:
 
     def forget_slots(self) -> None:
         """Let go of everything that lies in an arena."""
-        self.slot = self.own_slot = None
+        self.slot = self.own_slot = self.apart = None
         self._views.clear()
 
-    def add(self, key: Key, grad: Tensor, scaled: ScaledAddition) -> None:
+    def reduce_as(self, reducing: Reducing, scaled: ScaledAddition) -> None:
+        """From now on. No communication."""
+        self.reducing, self.scaled = reducing, scaled
+
+    def collect_apart(self) -> Apart:
+        """Have the memory for slices apart."""
+        if self.apart is None:
+            self.apart = Apart(self.groups)
+        return self.apart
+
+    def add(self, key: Key, grad: Tensor) -> None:
         """Add grad, cast, to its place in the slot, or beside if there is none; the first one overwrites. On a device
         it need not be there before `scaled.flush()`."""
         if self._observer is not None:
@@ -140,9 +159,9 @@ class UnitGradients:
             view = self._views_of(self.slot)[key[0]][key[1]]
             is_first = key not in self._written
             self._written.add(key)
-        (scaled.write if is_first else scaled.add)(view, grad)
+        (self.scaled.write if is_first else self.scaled.add)(view, grad)
         if self.slot is None:
-            scaled.flush()  # it may join a slot at any time
+            self.scaled.flush()  # it may join a slot at any time
 
     def add_penalty(self, key: Key, piece: Tensor) -> None:
         """Add a penalty's gradient: this rank's piece, the mean over all ranks already."""
@@ -189,6 +208,8 @@ class UnitGradients:
     def _fate(self, key: Key) -> Fate:
         if key in self._written or key in self._late:
             return Fate.WAITS
+        if self.apart is not None and key in self.apart.keys:
+            return Fate.WAITS if self.apart.is_waiting and self.reducing.over_replicas else Fate.REDUCED
         return Fate.REDUCED if key in self._used or key in self._penalties else Fate.UNUSED
 
     def add_penalties(self) -> None:
@@ -208,14 +229,25 @@ class UnitGradients:
             if fate != Fate.UNUSED and group.grads:
                 group.sharded[i].receive_grad(group.grads[i])
         self._used.clear()
+        if self.apart is not None:
+            self.apart.keys.clear()
         for group in self.groups:
             group.end_backward()
+
+    def keep_apart(self, fates: Sequence[int]) -> None:
+        """What was reduced in the shard group waits for the replicas. No communication."""
+        assert self.apart is not None
+        self.apart.keys.update(key for key, fate in zip(self.keys, fates, strict=True) if fate != Fate.UNUSED)
+        self._used.clear()
+        self.show_waiting()
 
     def forget(self, keys: Sequence[Key]) -> None:
         """Drop these gradients, as far as they are not handed out. No communication."""
         for key in keys:
             self._late.pop(key, None)
             self._penalties.pop(key, None)
+            if self.apart is not None:
+                self.apart.drop(key)
         self._written.difference_update(keys)
         self._used.difference_update(keys)
 
@@ -223,5 +255,6 @@ class UnitGradients:
         """Backward raised: drop everything that was not handed out."""
         self.close()
         self.forget(self.keys)
+        self.apart = None
         for group in self.groups:
             group.end_backward()

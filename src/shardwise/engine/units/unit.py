@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -103,6 +104,11 @@ class Unit:
             for sharded in group.sharded:
                 sharded.unit = self
 
+    def keep_after_forward(self, keeps: bool) -> None:
+        """Whether to stay unsharded after forward. Only while its engine has no slots."""
+        self.settings = replace(self.settings, resharding=not keeps)
+        self.keeps_params = keeps or self.parameters.is_pinned
+
     def join(self, listener: Listener, index: int) -> None:
         """Be the engine's unit number `index`, and report to it instead of any engine before."""
         self.index = index
@@ -161,6 +167,11 @@ class Unit:
         """Whether a forward of its model is under way, this unit's or another's, or a backward, which may recompute
         one."""
         return self.listener is not None and self.listener.runs_model
+
+    @property
+    def version(self) -> int:
+        """Grows whenever this rank's weights are written."""
+        return self.parameters.version
 
     def about_to_step(self) -> None:
         """An optimizer is going to update the shards. Raises UsageError if gradients still wait to be reduced."""

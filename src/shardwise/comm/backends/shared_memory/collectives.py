@@ -52,6 +52,7 @@ class ShmCollectives(NoStreams):
         self.poison = poison_asked() if poison is None else poison
         self.labels: dict[int, str] = {}
         self._group = group
+        self.process_group: dist.ProcessGroup | None = group
         self._watch = Watch(group, timeout_s(group))
         self._shared: dict[int, _SharedBuffer] = {}
         self._allocated = 0

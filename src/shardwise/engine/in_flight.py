@@ -1,0 +1,84 @@
+"""Reductions under way, in the order in which they were started, and what is left to do when one is over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardwise.comm.buffers import bring
+from shardwise.comm.protocol import Work
+from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.gradients import UnitGradients
+from shardwise.engine.units.unit import Unit
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Sums under way and the slot that is theirs until they are there."""
+
+    unit: Unit
+    slot: Slot[Unit] | None
+    """None: an earlier flight of the unit has it."""
+    works: Sequence[Work]
+    slices: Sequence[Tensor] = ()
+    """By trainable group: this rank's sum over all ranks, still to be added to the shard's gradient."""
+
+
+class InFlight(deque[Flight]):
+    """Of one reducer. Those of one unit are finished in their order: the first of a backward overwrites the shard's
+    gradient and later ones add to it."""
+
+    def finish_all(self) -> None:
+        """Wait for every one."""
+        while self:
+            self._complete(self[0])
+
+    def finish_of(self, unit: Unit) -> None:
+        """Wait for those of the unit."""
+        for flight in [flight for flight in self if flight.unit is unit]:
+            self._complete(flight)
+
+    def finish_in(self, slot: Slot[Unit]) -> None:
+        """Wait for the one that has the slot, if any."""
+        for flight in [flight for flight in self if flight.slot is slot]:
+            self._finish(flight)
+
+    def finish_oldest(self, slots: Sequence[Slot[Unit]]) -> bool:
+        """Wait for the oldest one in any of these slots. Returns whether there was one."""
+        oldest = next((flight for flight in self if flight.slot in slots), None)
+        if oldest is not None:
+            self._finish(oldest)
+        return oldest is not None
+
+    def _finish(self, flight: Flight) -> None:
+        for earlier in list(self):
+            if earlier is flight:
+                break
+            if earlier.unit is flight.unit:
+                self._complete(earlier)
+        self._complete(flight)
+
+    def _complete(self, flight: Flight) -> None:
+        self.remove(flight)
+        for work in flight.works:
+            work.wait()
+        if flight.slices:
+            groups = [group for group in flight.unit.groups if group.trainable]
+            for group, own in zip(groups, flight.slices, strict=True):
+                _settle(flight.unit.gradients, own, *group.prepare_sum())
+        if flight.slot is not None:
+            assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
+            flight.slot.free()
+
+
+def _settle(gradients: UnitGradients, summed: Tensor, total: Tensor, accumulate: bool) -> None:
+    """Bring this rank's slice of a sum, once a user's hook has seen it, to the shard's gradient."""
+    if gradients.reducing.hook is None:
+        gradients.scaled.settle(total, summed, accumulate)
+    else:
+        summed.mul_(gradients.scaled.scale_of_sum(summed.dtype))
+        gradients.reducing.hook(summed)
+        bring(summed, total, accumulate, 1.0)

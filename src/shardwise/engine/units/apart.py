@@ -1,0 +1,54 @@
+"""This rank's slices of a unit's sums, in memory of their own: where sums of the shard group wait for the replicas, and
+where a user's hook finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.protocol import Reduction
+from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.group import Group
+
+
+class Apart:
+    """Of one unit, for the groups that are trainable."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self._trainable = [group for group in groups if group.trainable]
+        with torch.inference_mode(False):
+            self.slices: list[Tensor] = [
+                torch.empty(group.layout.shard_numel, dtype=group.dtypes.reduce, device=group.shard.device)
+                for group in self._trainable
+            ]
+        """By trainable group: 1-D, reduce dtype."""
+        self.is_waiting = False
+        """They hold sums that the replicas are still to be asked for."""
+        self.keys: set[tuple[int, int]] = set()
+        """(group, parameter) of the gradients in them that are not handed out, alike on every rank."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(own.nbytes for own in self.slices)
+
+    def reductions(self, slot: Slot[Any]) -> tuple[Reduction, ...]:
+        """Of what lies in a reduce slot, added to what waits here."""
+        pairs = zip(self._trainable, self.slices, strict=True)
+        return tuple(Reduction(group.flat_gradients(slot), own, accumulate=self.is_waiting) for group, own in pairs)
+
+    def wait(self, is_waiting: bool) -> None:
+        """Whether what was reduced last is to wait for the replicas."""
+        self.is_waiting = is_waiting
+
+    def drop(self, key: tuple[int, int]) -> None:
+        """Forget a gradient that waits."""
+        if key in self.keys:
+            self.keys.discard(key)
+            group = self._groups[key[0]]
+            fragment = group.sharded[key[1]].fragment
+            own = self.slices[self._trainable.index(group)]
+            own[fragment.offset : fragment.offset + fragment.numel].zero_()

@@ -1,0 +1,76 @@
+"""Random numbers into sharded parameters: each rank keeps its piece of those that the unsharded tensor would get.
+
+So `reset_parameters` and `init_weights` after `sw.shard` give the numbers of an unsharded model, at any number of
+ranks. Rank 0's generator counts: its state goes to the others, which have their own back afterwards.
+Each rank draws the whole tensor, as each would without sharding, and drops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardwise import accelerators
+from shardwise.errors import NotOnPiecesError
+from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
+
+
+@register_operations
+def handler(func: OpOverload) -> Handler | None:
+    """What runs `func`, if it fills a tensor with random numbers in place."""
+    first = func._schema.arguments[0]
+    fills = first.name == "self" and first.alias_info is not None and first.alias_info.is_write
+    return _fill if fills and torch.Tag.nondeterministic_seeded in func.tags else None
+
+
+def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
+    target = args[0]
+    plain = not any(isinstance(value, ShardedParameter) for value in (*args[1:], *kwargs.values()))
+    name = func._schema.name.replace("::", ".")
+    if type(target) is not ShardedParameter or not plain or target.placement.replicas is None:
+        raise NotOnPiecesError(f"{name} is only possible into a parameter of a sharded model, with numbers beside it")
+    face = target.face
+    if face is not None and face.unit is not None and face.unit.is_running:
+        raise NotOnPiecesError(f"{name} into the sharded parameter {face.fqn!r} inside a forward of its model")
+    replicas, shards = target.placement.replicas, target.placement.shard_group
+    whole = torch.empty(target.shape, dtype=target.local.dtype, device=target.local.device)
+    generator = _Generator(kwargs.get("generator"), whole.device)
+    own = generator.state
+    first = own.to(whole.device, copy=True)
+    replicas.broadcast(first, 0)
+    shards.broadcast(first, 0)
+    first = first.cpu()
+    is_shared = torch.equal(first, own)
+    generator.set(first)
+    try:
+        func(whole, *args[1:], **kwargs)
+    finally:
+        if not is_shared:
+            generator.set(own)
+    target.copy_(whole)
+    result: ShardedParameter = target
+    return result
+
+
+class _Generator:
+    """The one that a call draws from."""
+
+    def __init__(self, given: torch.Generator | None, device: torch.device) -> None:
+        self._given = given
+        self._device = device
+
+    @property
+    def state(self) -> Tensor:
+        """Bytes, on the CPU."""
+        return accelerators.random_state(self._device) if self._given is None else self._given.get_state()
+
+    def set(self, state: Tensor) -> None:
+        """Go on from there."""
+        if self._given is None:
+            accelerators.set_random_state(self._device, state)
+        else:
+            self._given.set_state(state)
