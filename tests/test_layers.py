@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
     {"accelerators", "errors", "liveness", "suggest"},
-    {"layout", "policy"},
+    {"layout", "policy", "foreign"},
     {"comm"},
     {"sharded"},
     {"modules"},
@@ -56,7 +56,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         ".": {"config", "data", "run", "process", "build", "output"},
     },
 }
-NO_TORCH = {"errors", "liveness", "suggest", "layout", "policy"}
+NO_TORCH = {"errors", "liveness", "suggest", "layout", "policy", "foreign"}
 TOP = "the package itself"
 
 

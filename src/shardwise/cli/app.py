@@ -12,6 +12,8 @@ import typer
 from shardwise.cli import bench as bench_script
 from shardwise.cli import plan as plan_command
 from shardwise.cli.exit import Exit, full_traceback, mistake
+from shardwise.cli.foreign import convert as convert_configuration
+from shardwise.cli.foreign import is_configuration
 from shardwise.errors import UserError
 
 app = typer.Typer(
@@ -130,8 +132,18 @@ def _inspect_checkpoint(what: str, overrides: Sequence[str], quick: bool, tensor
 
 @app.command()
 def convert(  # noqa: PLR0913, PLR0917 - one for each option
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of any kind; what it is shows.")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="What to write. Must not exist.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A checkpoint of any kind; what it is shows. Or a configuration: DeepSpeed's ds_config.json, the file "
+            "of accelerate config.",
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="TARGET", help="What to write. Must not exist. Of a configuration: standard output."),
+    ] = None,
     to: Annotated[
         str | None, typer.Option("--to", help="dcp, pt, shardwise or hf, where TARGET does not say it.")
     ] = None,
@@ -150,7 +162,13 @@ def convert(  # noqa: PLR0913, PLR0917 - one for each option
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of mistakes too.")] = False,
 ) -> int:
     """Convert a checkpoint: torch DCP (FSDP2, torchtitan), full .pt files, Hugging Face, shardwise; merge an adapter of
-    PEFT into its base. Needs no ranks."""
+    PEFT into its base. Needs no ranks. Or write our configuration for DeepSpeed's or Accelerate's."""
+    if is_configuration(source):
+        given = {"--to": to, "--flat": flat, "--model-only": model_only, "--files-from": files_from, "--base": base}
+        convert_configuration(source, target, given)
+        return Exit.DONE
+    if target is None:
+        raise UserError(f"TARGET is missing: shardwise convert {source} TARGET (see shardwise convert --help)")
     from shardwise import checkpoint
     from shardwise.cli.convert import report
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.exit import Exit
+from shardwise.cli.foreign import with_settings
 from shardwise.cli.progress import Progress
 from shardwise.errors import PlanError, UserError
 from shardwise.suggest import nearest_path
@@ -87,6 +88,9 @@ class Options:
     quick: Annotated[bool, _option("Calibrate in seconds, less exactly.", "--quick")] = False
     ranks: Annotated[Count, _option("Of a calibration. [all GPUs, else 2]")] = None
     output: Annotated[Path, _option("Hardware file of a calibration. [hardware.toml]")] = CALIBRATED
+    foreign: Annotated[
+        File, _option("What you have now: DeepSpeed's ds_config.json or the file of accelerate config.", "--from")
+    ] = None
     debug: Annotated[bool, _option("Show tracebacks of mistakes too.", "--debug")] = False
 
 
@@ -95,7 +99,7 @@ def plan(**given: Any) -> int:
 
     Options that take several values, separated by commas, are searched over them.
     """
-    options = Options(**given)
+    options = with_settings(Options(**given))
     _check_counts(options)
     if options.calibrate:
         return _calibrate(options)

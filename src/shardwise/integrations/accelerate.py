@@ -82,12 +82,14 @@ class ShardwisePlugin:
         the engine does the first two by itself, needs neither of the next, and has one format of checkpoints.
         """
         fsdp_settings.check_honoured(plugin)
+        settings = fsdp_settings.settings_of(plugin)
+        assert settings.strategy is not None
         return cls(
-            strategy=fsdp_settings.strategy_of(plugin),
-            units=fsdp_settings.units_of(plugin),
+            strategy=settings.strategy,
+            units=fsdp_settings.units_of(settings),
             precision=fsdp_settings.precision_of(plugin),
             ignored_modules=plugin.ignored_modules,
-            activation_checkpointing="full" if plugin.activation_checkpointing else "none",
+            activation_checkpointing=settings.train.get("activation_checkpointing", "none"),
         )
 
     def shard(self, model: nn.Module, mixed_precision: str) -> None:

@@ -1,4 +1,5 @@
-"""What an FSDP plugin of Accelerate's asks for, in our words. Accelerate makes one from its configuration file too."""
+"""What an FSDP plugin of Accelerate's asks for, in our words. Accelerate makes one from its configuration file too, and
+transformers of TrainingArguments.fsdp and .fsdp_config."""
 
 from __future__ import annotations
 
@@ -9,30 +10,36 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import UsageError
+from shardwise.foreign.fsdp import read_fsdp
+from shardwise.foreign.settings import Settings
 from shardwise.policy.precision import Precision
 
-_STRATEGIES = {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}
+_PLUGIN = "fsdp_plugin"
 
 
-def strategy_of(plugin: Any) -> str:
-    """The strategy that a plugin of either FSDP version names. Raises UsageError if we have no such strategy."""
-    asked = plugin.reshard_after_forward if plugin.reshard_after_forward is not None else plugin.sharding_strategy
-    if plugin.fsdp_version == 1 and plugin.sharding_strategy is not None:
-        asked = plugin.sharding_strategy
-    if isinstance(asked, bool):
-        return "full_shard" if asked else "shard_grad_op"
-    name = str(getattr(asked, "name", asked)).upper().removeprefix("_")
-    if name not in _STRATEGIES:
-        raise UsageError(f"fsdp_plugin: {asked!r} is none of the sharding strategies {', '.join(sorted(_STRATEGIES))}")
-    return name.lower()
+def settings_of(plugin: Any) -> Settings:
+    """What a plugin of either FSDP version asks for, but for its dtypes, policies and modules.
+
+    Raises ConfigError for a sharding strategy that we have not.
+    """
+    classes = plugin.transformer_cls_names_to_wrap
+    values = {
+        "version": plugin.fsdp_version,
+        "sharding_strategy": plugin.sharding_strategy,
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "transformer_layer_cls_to_wrap": list(classes) if classes else None,
+        "min_num_params": plugin.min_num_params,
+        "activation_checkpointing": plugin.activation_checkpointing,
+    }
+    return read_fsdp({key: value for key, value in values.items() if value is not None}, _PLUGIN)
 
 
-def units_of(plugin: Any) -> Callable[[str, nn.Module], bool] | int | None:
-    """Which modules the plugin would wrap: those of the named classes, those of a size, or None for automatic units."""
-    if plugin.transformer_cls_names_to_wrap:
-        names = frozenset(plugin.transformer_cls_names_to_wrap)
-        return lambda fqn, module: type(module).__name__ in names
-    return int(plugin.min_num_params) if plugin.min_num_params else None
+def units_of(settings: Settings) -> Callable[[str, nn.Module], bool] | int | None:
+    """Which modules would be wrapped: those of the named classes, those of a size, or None for automatic units."""
+    if not isinstance(settings.units, list):
+        return settings.units
+    names = frozenset(settings.units)
+    return lambda fqn, module: type(module).__name__ in names
 
 
 def precision_of(plugin: Any) -> Precision | None:

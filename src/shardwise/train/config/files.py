@@ -44,7 +44,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def dump_toml(config: Config) -> str:
     """The configuration as TOML text; `load` of it gives an equal one. Keys that are unset are left out."""
-    return "\n".join(_table_lines(config.model_dump(exclude_none=True), ())).lstrip() + "\n"
+    return toml_of(config.model_dump(exclude_none=True))
+
+
+def toml_of(tree: Mapping[str, Any]) -> str:
+    """A tree of keys as TOML text."""
+    return "\n".join(_table_lines(tree, ())).lstrip() + "\n"
 
 
 @contextmanager

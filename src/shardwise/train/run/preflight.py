@@ -9,7 +9,7 @@ from shardwise.checkpoint.io.storage import directory_of, is_url
 from shardwise.errors import ConfigError, MeshError
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
-from shardwise.train.config.schema import Config
+from shardwise.train.config.schema import UNSET, Config
 from shardwise.train.data.corpus import BUILTIN_PREFIX
 from shardwise.train.data.sources import find_files
 
@@ -89,6 +89,8 @@ def _check_files(config: Config) -> None:
     if config.checkpoint.resume not in ("auto", "never"):
         named["checkpoint.resume"] = config.checkpoint.resume
     for key, name in named.items():
+        if name == UNSET and not Path(name).exists():
+            raise ConfigError(f"{key} is not set: name the model, such as {key}=models/my-model")
         if name is not None:
             with reading(key, name):
                 if not _is_there(key, name):

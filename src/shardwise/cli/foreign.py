@@ -1,0 +1,101 @@
+"""Configurations of other libraries, for `shardwise convert` and `shardwise plan --from`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import ConfigError, PlanError
+from shardwise.foreign.files import SUFFIXES, read
+from shardwise.foreign.settings import Settings
+
+if TYPE_CHECKING:
+    from shardwise.cli.plan import Options
+
+
+def is_configuration(source: str) -> bool:
+    """Whether a name is that of such a file, and of no checkpoint."""
+    return Path(source).suffix.lower() in SUFFIXES and not Path(source).is_dir()
+
+
+def convert(source: str, target: str | None, given: Mapping[str, object]) -> None:
+    """Write our configuration for one of another library's; what is different in it is said beside it.
+
+    Args:
+        source: the file.
+        target: a TOML file, which must not exist; None = standard output.
+        given: options of `shardwise convert` by name: they are for checkpoints.
+
+    Raises ConfigError: the file is no such configuration, or the target cannot be written.
+    """
+    for name, value in given.items():
+        if value:
+            raise ConfigError(f"{name} is for checkpoints, and {source} is a configuration")
+    from shardwise.train.build.from_foreign import configuration_of, notes
+
+    settings = read(Path(source))
+    text = configuration_of(settings, Path(source))
+    if target is None:
+        print(text, end="")
+        return
+    try:
+        with Path(target).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{target} exists already: name another file, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
+    print(f"{target}: a configuration of shardwise, from {settings.library}'s {source}")
+    print("\n".join(notes(settings)))
+
+
+def with_settings(options: Options) -> Options:
+    """Options of `shardwise plan` with what the file of `--from` says, where the command line says nothing itself.
+
+    Raises ConfigError: the file cannot be read. PlanError: it asks for nothing that can be planned.
+    """
+    if options.foreign is None:
+        return options
+    settings = read(options.foreign)
+    found = _found(settings, options.foreign)
+    usual = type(options)()
+    taken = {name: value for name, value in found.items() if getattr(options, name) == getattr(usual, name)}
+    _tell(options.foreign, settings, taken)
+    return replace(options, **taken)
+
+
+def _found(settings: Settings, source: Path) -> dict[str, Any]:
+    nodes = settings.nodes or 1
+    if settings.ranks is not None and settings.ranks % nodes:
+        raise PlanError(f"{source}: num_processes={settings.ranks} is not a multiple of num_machines={nodes}")
+    reduce = settings.reduce or "fp32"
+    values = {
+        "strategy": settings.strategy,
+        "shard_group": _text(settings.shard_group),
+        "reshard_after_forward": _text(settings.reshard_after_forward),
+        "units": settings.units if isinstance(settings.units, int) else None,
+        "precision": f"{settings.compute}/{reduce}/fp32" if settings.compute is not None else None,
+        "micro_batch": _text(settings.micro_batch),
+        "accumulation": _text(settings.steps_accumulated),
+        "global_batch": settings.global_batch if settings.steps_accumulated is None else None,
+        "activation_checkpointing": settings.train.get("activation_checkpointing"),
+        "compiled": settings.train.get("compile"),
+        "gpus": settings.ranks // nodes if settings.ranks is not None else None,
+        "nodes": settings.nodes,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _text(number: int | None) -> str | None:
+    return None if number is None else str(number)
+
+
+def _tell(source: Path, settings: Settings, taken: Mapping[str, object]) -> None:
+    """On standard error: standard output may be JSON."""
+    said = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in taken.items()) or "nothing to plan with"
+    print(f"{source} ({settings.library}): {said}", file=sys.stderr)
+    for line in (*settings.changes, *(f"no equal: {name}" for name in settings.without_equal)):
+        print(f"  {line}", file=sys.stderr)

@@ -1,0 +1,184 @@
+"""DeepSpeed's `ds_config.json`, also the one that transformers and Accelerate fill in ("auto")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.foreign.settings import Settings
+from shardwise.foreign.tree import Tree
+
+LIBRARY = "DeepSpeed"
+_STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+_DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
+_ADAM = {"Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam"}
+KEYS = {
+    "zero_optimization", "bf16", "fp16", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
+}  # fmt: skip
+"""By which a file is known."""
+_WITHOUT_EFFECT = {
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "wall_clock_breakdown", "dump_state",
+    "memory_breakdown", "prescale_gradients", "gradient_predivide_factor", "disable_allgather",
+}  # fmt: skip
+_ZERO_WITHOUT_EFFECT = {
+    "overlap_comm", "contiguous_gradients", "reduce_bucket_size", "reduce_scatter", "allgather_bucket_size",
+    "allgather_partitions", "round_robin_gradients", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+    "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save", "sub_group_size",
+    "ignore_unused_parameters", "legacy_stage1", "load_from_fp32_weights", "elastic_checkpoint",
+    "memory_efficient_linear",
+    "stage3_module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential",
+}  # fmt: skip
+
+
+def read_deepspeed(values: Mapping[str, Any], where: str) -> Settings:
+    """Read DeepSpeed's configuration.
+
+    Args:
+        values: the file's tree.
+        where: its name, for messages.
+
+    Raises ConfigError, naming the key, for a value that DeepSpeed does not know either.
+    """
+    settings = Settings(LIBRARY)
+    tree = Tree(where, values, settings.open)
+    _read_zero(tree.table("zero_optimization"), settings)
+    _read_precision(tree, settings)
+    settings.micro_batch = tree.whole("train_micro_batch_size_per_gpu", least=1)
+    settings.accumulation = tree.whole("gradient_accumulation_steps", least=1)
+    settings.global_batch = tree.whole("train_batch_size", least=1)
+    clips = "gradient_clipping" in tree
+    clip = tree.number("gradient_clipping")
+    if clip is not None or not clips:
+        settings.train["clip"] = clip or 0.0
+    _read_optimizer(tree, settings)
+    _read_schedule(tree, settings)
+    _read_logs(tree, settings)
+    settings.without_effect += tree.taken(_WITHOUT_EFFECT)
+    settings.without_equal += tree.rest
+    return settings
+
+
+def _read_zero(zero: Tree, settings: Settings) -> None:
+    stage = zero.whole("stage", most=3)
+    settings.strategy = None if "zero_optimization.stage" in settings.open else _STAGES[stage or 0]
+    kinds = (("param", "cpu_offload_params", "parameters"), ("optimizer", "cpu_offload", "optimizer state"))
+    for part, legacy, what in kinds:
+        table = zero.table(f"offload_{part}")
+        device = table.word("device", {"none", "cpu", "nvme"}) or "none"
+        if device == "none" and zero.flag(legacy):
+            device = "cpu"
+        if device != "none":
+            settings.offloads = True
+            settings.without_equal.append(f"offload of {what} to {device}: the engine has none yet")
+    mics = zero.take("mics_shard_size")
+    if isinstance(mics, int) and mics > 0:
+        settings.strategy, settings.shard_group = "hybrid_shard", mics
+    hierarchical = zero.whole("zero_hpz_partition_size", least=1)
+    if hierarchical is not None and hierarchical > 1:
+        settings.reshard_after_forward = hierarchical
+    settings.without_effect += zero.taken(_ZERO_WITHOUT_EFFECT)
+    settings.without_equal += zero.rest
+
+
+def _read_precision(tree: Tree, settings: Settings) -> None:
+    asked = []
+    for name in ("bf16", "bfloat16", "fp16"):
+        table = tree.table(name)
+        if table.flag("enabled"):
+            asked.append("fp16" if name == "fp16" else "bf16")
+            settings.without_effect += table.rest  # how the loss is scaled
+    is_open = any(name.partition(".")[0] in {"bf16", "bfloat16", "fp16"} for name in settings.open)
+    settings.compute = asked[0] if asked else None if is_open else "fp32"
+    travels = tree.word("communication_data_type", _DTYPES)
+    settings.reduce = _DTYPES[travels] if travels is not None else None
+    if settings.compute in {"bf16", "fp16"} and travels is None:
+        settings.changes.append(
+            f"gradients are summed over ranks in fp32, there in {settings.compute} (parallel.reduce_dtype)"
+        )
+    accumulates = tree.table("data_types").word("grad_accum_dtype")
+    if accumulates not in {None, "fp32"}:
+        settings.changes.append("micro-batches' gradients are added in fp32")
+
+
+def _read_optimizer(tree: Tree, settings: Settings) -> None:
+    if "optimizer" not in tree:
+        settings.open.append("optimizer")
+        return
+    optimizer = tree.table("optimizer")
+    kind = optimizer.word("type") or "AdamW"
+    given = optimizer.table("params")
+    lr, eps, decay = given.number("lr"), given.number("eps"), given.number("weight_decay")
+    betas = given.take("betas")
+    if betas is not None and not (isinstance(betas, list) and len(betas) == 2):
+        raise given.wrong("betas", betas, "two numbers")
+    defaults = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    for key, value in (("lr", lr), ("betas", betas), ("eps", eps), ("weight_decay", decay)):
+        if value is not None:
+            settings.train[key] = [float(beta) for beta in value] if isinstance(value, list) else value
+        elif f"optimizer.params.{key}" not in settings.open and kind in _ADAM:
+            settings.train[key] = defaults[key]
+    if kind not in _ADAM:
+        settings.without_equal.append(f"optimizer {kind}: AdamW is what `shardwise train` has")
+    elif given.flag("adam_w_mode") is False:
+        settings.changes.append(
+            "weight decay is decoupled (AdamW); there it is part of the gradient (adam_w_mode=false)"
+        )
+    if settings.train.get("weight_decay"):
+        settings.changes.append("weight decay is for parameters of two or more dimensions alone")
+    settings.without_effect += given.taken({"torch_adam", "bias_correction", "amsgrad", "adam_w_mode"})
+    settings.without_equal += [*given.rest, *optimizer.rest]
+
+
+def _read_schedule(tree: Tree, settings: Settings) -> None:
+    if "scheduler" not in tree:
+        settings.open.append("scheduler")
+        return
+    schedule = tree.table("scheduler")
+    kind = schedule.word("type")
+    given = schedule.table("params")
+    shapes = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    if kind is None or kind not in shapes:
+        settings.without_equal.append(
+            f"scheduler {kind}: constant is written; shardwise has cosine, linear and constant"
+        )
+        settings.train["schedule"] = "constant"
+        return
+    settings.train["schedule"] = shapes[kind]
+    steps, warmup = given.whole("total_num_steps", least=1), given.whole("warmup_num_steps")
+    if steps is not None:
+        settings.train["steps"] = steps
+    if warmup is not None or "scheduler.params.warmup_num_steps" not in settings.open:
+        settings.train["warmup_steps"] = 1000 if warmup is None else warmup
+    highest = given.number("warmup_max_lr")
+    if highest is not None:
+        settings.train["lr"] = highest
+    if kind == "WarmupDecayLR":
+        settings.train["min_lr_ratio"] = 0.0
+    elif kind == "WarmupCosineLR":
+        ratio = given.number("cos_min_ratio")
+        settings.train["min_lr_ratio"] = 0.0001 if ratio is None else ratio
+    if given.number("warmup_min_lr") or given.number("warmup_min_ratio"):
+        settings.changes.append("warm-up begins near 0")
+    if (given.word("warmup_type") or "log") == "log":
+        settings.changes.append('warm-up is linear; there it is logarithmic (warmup_type is "log" unless it is set)')
+    settings.without_equal += [*given.rest, *schedule.rest]
+
+
+def _read_logs(tree: Tree, settings: Settings) -> None:
+    every = tree.whole("steps_per_print", least=1)
+    if every is not None:
+        settings.log["every"] = every
+    board = tree.table("tensorboard")
+    if board.flag("enabled"):
+        settings.log["tensorboard"] = True
+    for name in ("wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger"):
+        table = tree.table(name)
+        if table.flag("enabled"):
+            settings.without_equal.append(name)
+    if tree.table("activation_checkpointing").rest:
+        settings.changes.append(
+            "activation_checkpointing has no switch there, the model's code decides; here it is "
+            "train.activation_checkpointing"
+        )

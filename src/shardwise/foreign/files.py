@@ -1,0 +1,73 @@
+"""The one reader: a file of another library, told by its keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, one_line
+from shardwise.foreign import accelerate, deepspeed, fsdp
+from shardwise.foreign.settings import Settings
+from shardwise.suggest import nearest_path
+
+SUFFIXES = (".json", ".yaml", ".yml")
+_FSDP_KEYS = (
+    "sharding_strategy",
+    "transformer_layer_cls_to_wrap",
+    "reshard_after_forward",
+    "min_num_params",
+    "version",
+)
+
+
+def read(path: Path) -> Settings:
+    """Read DeepSpeed's `ds_config.json`, the file of `accelerate config`, or what is given as `fsdp_config`.
+
+    Raises ConfigError: the file is missing, is none of these, or has a value that cannot be; the message names it.
+    """
+    values = _tree(path)
+    if accelerate.KEYS & values.keys():
+        return accelerate.read_accelerate(values, str(path), lambda name: _tree(_beside(path, name)))
+    if deepspeed.KEYS & values.keys():
+        return deepspeed.read_deepspeed(values, str(path))
+    if any(key.removeprefix("fsdp_") in _FSDP_KEYS for key in values):
+        return fsdp.read_fsdp(values, str(path))
+    found = f"it has {', '.join(sorted(map(str, values))[:5])}" if values else "it is empty"
+    raise ConfigError(
+        f"{path} is no configuration of DeepSpeed's (zero_optimization, ...) or of Accelerate's (distributed_type, "
+        f"...): {found}"
+    )
+
+
+def _beside(path: Path, name: str) -> Path:
+    """A file that another one names: from here, or from where that one lies."""
+    return Path(name) if Path(name).exists() else path.parent / name
+
+
+def _tree(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file{nearest_path(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    values = _parsed(path, text)
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path} holds a {type(values).__name__}, not a table of settings")
+    return values
+
+
+def _parsed(path: Path, text: str) -> Any:
+    if path.suffix.lower() == ".json":
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {one_line(error)}") from None
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {one_line(error)}") from None

@@ -1,0 +1,61 @@
+"""What a configuration of another library asks for, in our words, and what of it is different or missing here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Settings:
+    """Filled while a file is read. None: the file does not say, or says "auto"."""
+
+    library: str
+    """Whose configuration it is."""
+    strategy: str | None = None
+    shard_group: int | None = None
+    reshard_after_forward: int | None = None
+    """A number of ranks."""
+    units: list[str] | int | None = None
+    """Names of module classes, or a least number of parameters."""
+    compute: str | None = None
+    """The dtype of forward and backward: "fp32", "bf16" or "fp16"; weights are updated in fp32."""
+    reduce: str | None = None
+    """The dtype in which gradients are summed."""
+    offloads: bool = False
+    """Whether parameters or optimizer state leave the device."""
+    ranks: int | None = None
+    """Of all nodes."""
+    nodes: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    global_batch: int | None = None
+    train: dict[str, Any] = field(default_factory=dict)
+    """Other keys of the section `[train]`."""
+    log: dict[str, Any] = field(default_factory=dict)
+    """Keys of the section `[log]`."""
+    changes: list[str] = field(default_factory=list)
+    """What is done otherwise here."""
+    without_equal: list[str] = field(default_factory=list)
+    """What there is nothing for here, and is left out."""
+    without_effect: list[str] = field(default_factory=list)
+    """Names of keys that the engine needs none for."""
+    open: list[str] = field(default_factory=list)
+    """Names of keys that are "auto": the program that reads the file fills them in."""
+
+    @property
+    def whole_batch(self) -> int | None:
+        """Sequences of a step over all ranks, where that follows."""
+        if self.global_batch is not None or self.micro_batch is None or self.ranks is None:
+            return self.global_batch
+        return self.micro_batch * (self.accumulation or 1) * self.ranks
+
+    @property
+    def steps_accumulated(self) -> int | None:
+        """Micro-batches of a step, where that follows."""
+        if self.accumulation is not None or None in {self.global_batch, self.micro_batch, self.ranks}:
+            return self.accumulation
+        assert self.global_batch is not None
+        assert self.micro_batch is not None
+        assert self.ranks is not None
+        return max(1, self.global_batch // (self.micro_batch * self.ranks))

@@ -1,0 +1,83 @@
+"""From a configuration of another library to one of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardwise.errors import ConfigError
+from shardwise.foreign.settings import Settings
+from shardwise.train.config.files import toml_of
+from shardwise.train.config.schema import UNSET, Config
+
+STEPS = 1000
+"""Of a written configuration, where the file has no length of training."""
+
+
+def configuration_of(settings: Settings, source: Path) -> str:
+    """TOML text that `shardwise train` reads; only what the file decides is in it, and what has to be set.
+
+    Args:
+        settings: that were read.
+        source: the file, to be named.
+
+    Raises ConfigError: a value that none of ours can hold.
+    """
+    train: dict[str, Any] = {"steps": settings.train.get("steps", STEPS), **settings.train}
+    if settings.micro_batch is not None:
+        train["micro_batch"] = settings.micro_batch
+    if settings.whole_batch is not None:
+        train["global_batch"] = settings.whole_batch
+    parallel = {
+        "ranks": settings.ranks if settings.nodes in {None, 1} else None,
+        "strategy": settings.strategy,
+        "shard_group": settings.shard_group,
+        "reshard_after_forward": settings.reshard_after_forward,
+        "units": settings.units,
+        "param_dtype": settings.compute,
+        "reduce_dtype": settings.reduce,
+    }
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": UNSET},
+        "data": {"source": UNSET},
+        "train": train,
+        "parallel": {key: value for key, value in parallel.items() if value is not None},
+        "log": settings.log,
+    }
+    tree = {section: keys for section, keys in tree.items() if keys}
+    _check(tree, source)
+    return "".join(f"# {line}\n" for line in [f"From {source}.", *notes(settings)]) + "\n" + toml_of(tree)
+
+
+def notes(settings: Settings) -> list[str]:
+    """A line each: what is to be set, what is different, what has no equal, what has no effect."""
+    set_by_user = ["model.path", "data.source"]
+    if "steps" not in settings.train:
+        set_by_user.append("train.steps")
+    lines = [f"To set: {', '.join(set_by_user)}."]
+    if settings.accumulation is not None and settings.whole_batch is None:
+        lines.append(
+            f"To set: train.global_batch = {settings.accumulation} (accumulation) x train.micro_batch x ranks."
+        )
+    if settings.nodes is not None and settings.nodes > 1:
+        lines.append(
+            f"{settings.ranks} ranks on {settings.nodes} nodes: start `shardwise train` with torchrun on each."
+        )
+    lines += [f"Different: {change}." for change in settings.changes]
+    lines += [f"No equal: {name}." for name in settings.without_equal]
+    if settings.without_effect:
+        lines.append(f"Without effect, the engine needs no such setting: {', '.join(settings.without_effect)}.")
+    if settings.open:
+        lines.append(f"Left to the program there, to our defaults here: {', '.join(settings.open)}.")
+    return lines
+
+
+def _check(tree: dict[str, dict[str, Any]], source: Path) -> None:
+    try:
+        Config.model_validate({**tree, "log": {"name": "foreign", **tree.get("log", {})}})
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        place = ".".join(map(str, detail["loc"][:2]))
+        raise ConfigError(f"{source}: no {place} of ours can be {detail['input']!r}: {detail['msg']}") from None

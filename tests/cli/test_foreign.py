@@ -1,0 +1,86 @@
+"""`shardwise convert ds_config.json`, `shardwise plan --from`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.app import run
+from shardwise.cli.foreign import with_settings
+from shardwise.cli.plan import Options, _question
+from shardwise.errors import ConfigError
+from shardwise.train.config.files import load
+from shardwise.train.run.preflight import check
+from tests.foreign.test_reading import AUTO, DEEPSPEED, FSDP1
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ds_config.json").write_text(json.dumps(DEEPSPEED))
+    (tmp_path / "auto.json").write_text(json.dumps(AUTO))
+    (tmp_path / "accelerate.yaml").write_text(FSDP1)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_configuration_that_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["convert", "ds_config.json", "out.toml"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("out.toml: a configuration of shardwise, from DeepSpeed's ds_config.json\n")
+    assert "To set: model.path, data.source.\n" in out
+    config = load("out.toml")
+    assert (config.train.lr, config.train.steps, config.train.global_batch, config.log.every) == (3e-5, 5000, 64, 100)
+    assert (config.parallel.strategy, config.parallel.param_dtype) == ("full_shard", "bf16")
+    with pytest.raises(ConfigError, match=r"^model\.path is not set: name the model"):
+        check(config, 0)
+    Path("config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"^data\.source is not set"):
+        check(load("out.toml", ["model.path=config.json"]), 0)
+    check(load("out.toml", ["model.path=config.json", "data.source=config.json"]), 0)
+    assert run(["convert", "ds_config.json", "out.toml"]) == 2
+    assert capsys.readouterr().err == "error: out.toml exists already: name another file, or remove it\n"
+
+
+def test_on_standard_output_with_the_notes_as_comments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["convert", "auto.json"]) == 0
+    text = capsys.readouterr().out
+    Path("out.toml").write_text(text)
+    assert load("out.toml").parallel.strategy == "shard_grad_op"
+    assert "# To set: model.path, data.source, train.steps.\n" in text
+    assert "# No equal: offload of optimizer state to cpu" in text
+    assert "# Left to the program there, to our defaults here: " in text
+    assert run(["convert", "accelerate.yaml"]) == 0
+    assert 'units = ["LlamaDecoderLayer", "LlamaMLP"]' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["convert", "ds_confg.json"], "there is no such file; did you mean ds_config.json?"),
+        (["convert", "ds_config.json", "no/such/out.toml"], "no/such/out.toml cannot be written: No such file"),
+        (["convert", "ds_config.json", "--to", "hf"], "--to is for checkpoints, and ds_config.json is a configuration"),
+        (["convert", "step-100"], "TARGET is missing: shardwise convert step-100 TARGET"),
+        (["plan", "llama-3-8b", "--from", "ds_confg.json"], "there is no such file"),
+    ],
+)
+def test_mistakes(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_a_plan_of_what_they_have_now(capsys: pytest.CaptureFixture[str]) -> None:
+    options = with_settings(Options(model="llama-3-8b", foreign=Path("accelerate.yaml"), micro_batch="2"))
+    arguments = _question(options).arguments
+    assert (arguments["strategy"], arguments["gpus_per_node"], arguments["nodes"]) == (["shard_grad_op"], 8, 2)
+    assert (arguments["activation_checkpointing"], arguments["micro_batch"]) == (["full"], [2])
+    assert arguments["precision"][0].param == "bfloat16"
+    told = capsys.readouterr().err
+    assert told.startswith("accelerate.yaml (Accelerate): strategy shard_grad_op")
+    options = with_settings(Options(model="llama-3-8b", foreign=Path("ds_config.json"), strategy="no_shard", gpus=16))
+    question = _question(options)
+    assert question.arguments["strategy"] == ["no_shard"]  # the command line's
+    assert (question.arguments["micro_batch"], question.global_batch) == ([4], 64)
+    assert with_settings(Options(model="x")) == Options(model="x")

@@ -1,0 +1,254 @@
+"""DeepSpeed's, Accelerate's and transformers' configurations, as their documentation has them, in our words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.foreign.deepspeed import read_deepspeed
+from shardwise.foreign.files import read
+from shardwise.foreign.fsdp import read_fsdp
+
+DEEPSPEED: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 100,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "stage3_prefetch_bucket_size": 5e8},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 5000, "warmup_num_steps": 200, "warmup_type": "linear"},
+    },
+}
+AUTO: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+FSDP1 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer,LlamaMLP
+  fsdp_use_orig_params: true
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+"""
+FSDP2 = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: {reshard}
+  fsdp_offload_params: {offload}
+  fsdp_auto_wrap_policy: SIZE_BASED_WRAP
+  fsdp_min_num_params: 1000000
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 8
+"""
+
+
+def test_deepspeed() -> None:
+    found = read_deepspeed(DEEPSPEED, "ds.json")
+    assert (found.strategy, found.compute, found.reduce) == ("full_shard", "bf16", None)
+    assert (found.micro_batch, found.accumulation, found.global_batch) == (4, None, 64)
+    assert found.train == {
+        "clip": 1.0,
+        "lr": 3e-5,
+        "betas": [0.8, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 3e-7,
+        "schedule": "cosine",
+        "steps": 5000,
+        "warmup_steps": 200,
+        "min_lr_ratio": 0.0001,
+    }
+    assert found.log == {"every": 100}
+    assert found.without_equal == []
+    assert found.without_effect == [
+        "zero_optimization.overlap_comm",
+        "zero_optimization.stage3_prefetch_bucket_size",
+    ]
+    assert [change[:24] for change in found.changes] == ["gradients are summed ove", "weight decay is for para"]
+
+
+def test_what_is_auto_is_left_open() -> None:
+    found = read_deepspeed(AUTO, "ds.json")
+    assert (found.strategy, found.compute, found.offloads) == ("shard_grad_op", None, True)
+    assert found.train == {"schedule": "constant"}
+    assert "optimizer.params.lr" in found.open
+    assert "gradient_clipping" in found.open
+    assert any(name.startswith("offload of optimizer state to cpu") for name in found.without_equal)
+
+
+@pytest.mark.parametrize(
+    ("zero", "strategy"),
+    [
+        ({}, "no_shard"),
+        ({"stage": 0}, "no_shard"),
+        ({"stage": 1}, "shard_optimizer"),
+        ({"stage": 2}, "shard_grad_op"),
+        ({"stage": 3}, "full_shard"),
+        ({"stage": 3, "mics_shard_size": 4}, "hybrid_shard"),
+        ({"stage": "auto"}, None),
+    ],
+)
+def test_stages(zero: dict[str, Any], strategy: str | None) -> None:
+    found = read_deepspeed({"zero_optimization": zero}, "ds.json")
+    assert found.strategy == strategy
+    assert found.shard_group == zero.get("mics_shard_size")
+
+
+def test_deepspeed_s_own_defaults() -> None:
+    found = read_deepspeed({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "ds.json")
+    assert found.train == {"clip": 0.0, "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    assert found.compute == "fp32"
+    assert found.open == ["scheduler"]
+    assert "decoupled" in found.changes[0]
+
+
+def test_nothing_is_left_out_in_silence() -> None:
+    values = {
+        "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8},
+        "communication_data_type": "fp16",
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}},
+        "scheduler": {"type": "OneCycle", "params": {}},
+        "flops_profiler": {"enabled": True},
+        "wandb": {"enabled": False},
+        "curriculum_learning": {"enabled": True},
+    }
+    found = read_deepspeed(values, "ds.json")
+    assert (found.reshard_after_forward, found.reduce) == (8, "fp16")
+    told = " | ".join(found.without_equal)
+    for name in (
+        "zero_optimization.zero_quantized_weights", "OneBitAdam", "optimizer.params.freeze_step", "OneCycle",
+        "flops_profiler", "curriculum_learning",
+    ):  # fmt: skip
+        assert name in told
+    assert "wandb" not in told
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"zero_optimization": {"stage": 4}}, r"ds\.json: zero_optimization\.stage = 4.*: must be a whole number"),
+        ({"zero_optimization": 3}, r"zero_optimization = 3: must be a table"),
+        ({"train_batch_size": 0}, r"train_batch_size = 0: must be a number from 1 on"),
+        ({"train_batch_size": 2.5}, r"train_batch_size = 2\.5: must be a whole number from 1 on"),
+        ({"bf16": {"enabled": "yes"}}, r"bf16\.enabled = 'yes': must be true or false"),
+        ({"optimizer": {"params": {"betas": [0.9]}}}, r"optimizer\.params\.betas = \[0\.9\]: must be two numbers"),
+        ({"zero_optimization": {"offload_param": {"device": "disk"}}}, r"device = 'disk': must be one of cpu, none"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_deepspeed(values, "ds.json")
+
+
+def test_accelerate_s_fsdp_1(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(FSDP1)
+    found = read(tmp_path / "a.yaml")
+    assert (found.library, found.strategy, found.compute) == ("Accelerate", "shard_grad_op", "bf16")
+    assert found.units == ["LlamaDecoderLayer", "LlamaMLP"]
+    assert found.train == {"activation_checkpointing": "full"}
+    assert (found.ranks, found.nodes) == (16, 2)
+    assert "backward_prefetch" in found.without_effect
+    assert found.without_equal == []
+
+
+@pytest.mark.parametrize(
+    ("reshard", "offload", "strategy"), [("true", "false", "full_shard"), ("false", "true", "shard_grad_op")]
+)
+def test_accelerate_s_fsdp_2(tmp_path: Path, reshard: str, offload: str, strategy: str) -> None:
+    (tmp_path / "a.yml").write_text(FSDP2.format(reshard=reshard, offload=offload))
+    found = read(tmp_path / "a.yml")
+    assert (found.strategy, found.units, found.compute) == (strategy, 1_000_000, "fp32")
+    assert found.offloads is (offload == "true")
+
+
+def test_accelerate_s_deepspeed(tmp_path: Path) -> None:
+    inline = {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {
+            "zero_stage": 3,
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 0.5,
+            "offload_param_device": "nvme",
+            "zero3_init_flag": True,
+        },
+        "mixed_precision": "fp16",
+        "num_processes": 4,
+    }
+    (tmp_path / "a.json").write_text(json.dumps(inline))
+    found = read(tmp_path / "a.json")
+    assert (found.strategy, found.compute, found.accumulation, found.offloads) == ("full_shard", "fp16", 4, True)
+    assert found.train == {"clip": 0.5}
+    assert found.without_equal == ["offload of parameters to nvme: the engine has none yet"]
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    named = {**inline, "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    (tmp_path / "a.json").write_text(json.dumps(named))
+    found = read(tmp_path / "a.json")
+    assert (found.compute, found.whole_batch, found.steps_accumulated) == ("bf16", 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "strategy"),
+    [
+        (1, "full_shard"),
+        ("3", "no_shard"),
+        ("HYBRID_SHARD", "hybrid_shard"),
+        ("hybrid_shard_zero2", "hybrid_shard_zero2"),
+    ],
+)
+def test_names_and_numbers_of_strategies(asked: object, strategy: str) -> None:
+    assert read_fsdp({"fsdp_sharding_strategy": asked}, "f").strategy == strategy
+
+
+def test_transformers_fsdp_config(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.json").write_text('{"transformer_layer_cls_to_wrap": ["GPT2Block"], "xla": false}')
+    found = read(tmp_path / "fsdp.json")
+    assert (found.strategy, found.units, found.without_equal) == ("full_shard", ["GPT2Block"], ["xla"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.json", "{", "is not JSON"),
+        ("a.yaml", "a: [", "is not YAML"),
+        ("a.json", "[1]", "holds a list, not a table"),
+        ("a.json", "{}", "is no configuration of DeepSpeed's .* it is empty"),
+        ("a.json", '{"model_type": "llama"}', "it has model_type"),
+        ("a.yaml", "distributed_type: MEGATRON_LM", "distributed_type = 'MEGATRON_LM': must be one of DEEPSPEED, FSDP"),
+        ("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 9}", "9 is none of the sharding"),
+        ("a.yaml", "distributed_type: FSDP\nnum_processes: 0", "num_processes = 0: must be a number from 1"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        read(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no such file; did you mean .*ds_config\.json"):
+        read(tmp_path / "ds_confg.json")
