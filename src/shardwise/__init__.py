@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise import checkpoint, plan
+    from shardwise import checkpoint, optim, plan
     from shardwise.engine.setup.shard import shard
     from shardwise.model_tools.by_hand import reshard, unshard
     from shardwise.model_tools.describe import describe
@@ -46,7 +46,7 @@ _HOMES = {
     "unsharded": "model_tools.unsharded",
 }
 
-_PACKAGES = ("checkpoint", "plan")
+_PACKAGES = ("checkpoint", "optim", "plan")
 
 __all__ = [
     "GradScaler",
@@ -61,6 +61,7 @@ __all__ = [
     "init_on_device",
     "memory",
     "no_sync",
+    "optim",
     "plan",
     "register_forward_method",
     "release",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Combine, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Combine, Part, Reduction, Region, Work
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +110,10 @@ class RecordingCollectives:
         sent = 2 * nbytes * (self.world_size - 1) // self.world_size
         self._record("control" if nbytes <= CONTROL_BYTES else "all_reduce", None, sent, (tensor.dtype,))
         return self.inner.all_reduce(tensor, op, after, label)
+
+    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+        self._record("all_to_all", buffer, sum(part.nbytes for part in parts if part.source == self.rank))
+        return self.inner.all_to_all(buffer, parts, into, label)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         sent = tensor.numel() * tensor.itemsize * (self.world_size - 1) if src == self.rank else 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm.backends import gloo
 from shardwise.comm.backends.shared_memory import collectives as shm
-from shardwise.comm.protocol import BufferKind, Reduction, Region, Work
+from shardwise.comm.protocol import BufferKind, Part, Reduction, Region, Work
 from tests.comm.naive import FLOATS, KINDS, collectives, same_bits, sum_in_rank_order, values
 from tests.ranks import RankPools
 
@@ -272,3 +272,52 @@ def small_pieces(kind: str) -> None:
 
 def test_many_pieces(ranks: RankPools, kind: str, world_size: int) -> None:
     ranks(world_size).run(small_pieces, kind)
+
+
+def all_to_all_rounds(kind: str, rounds: int) -> None:
+    """Two buffers in turn, two exchanges under way, of other sizes each time; some ranks send nothing."""
+    comm = collectives(kind)
+    n = comm.world_size
+    buffers = [comm.allocate(64 * n, BufferKind.REDUCE) for _ in range(2)]
+    skew = random.Random(comm.rank)
+
+    def size(number: int, source: int, target: int) -> int:
+        return 0 if source == target else (5 * number + 3 * source + target) % 4 * 16
+
+    def start(number: int) -> tuple[Work, torch.Tensor]:
+        parts = tuple(
+            Part(source, target, size(number, source, target))
+            for source in range(n)
+            for target in range(n)
+            if size(number, source, target)
+        )
+        buffer = buffers[number % 2]
+        comm.claim(buffer)
+        begin = 0
+        for part in parts:
+            if part.source == comm.rank:
+                buffer.bytes[begin : begin + part.nbytes] = (number + 7 * comm.rank + 3 * part.target) % 251
+                begin += part.nbytes
+        into = torch.zeros(sum(part.nbytes for part in parts if part.target == comm.rank), dtype=torch.uint8)
+        return comm.all_to_all(buffer, parts, into), into
+
+    def check(number: int, into: torch.Tensor) -> None:
+        expected = [
+            torch.full((size(number, source, comm.rank),), (number + 7 * source + 3 * comm.rank) % 251)
+            for source in range(n)
+        ]
+        assert torch.equal(into, torch.cat(expected).to(torch.uint8))
+
+    under_way = [start(0)]
+    for number in range(rounds):
+        under_way.append(start(number + 1))
+        work, into = under_way.pop(0)
+        if skew.random() < 0.2:
+            time.sleep(skew.random() * 0.003)
+        work.wait()
+        check(number, into)
+    under_way[0][0].wait()
+
+
+def test_parts_arrive_where_they_belong(ranks: RankPools, kind: str, world_size: int) -> None:
+    ranks(world_size).run(all_to_all_rounds, kind, 40)

@@ -32,8 +32,9 @@ from shardwise.comm.backends import on_streams
 from shardwise.engine import mesh as mesh_module
 from shardwise.sharded.parameter import ShardedParameter
 
-# While models play, `torch.distributed.all_reduce` is one that is watched.
+# While models play, those of `torch.distributed` are watched.
 _all_reduce = dist.all_reduce
+_all_to_all = dist.all_to_all_single
 
 Clock = dict[int, int]
 """For each stream, by number: up to which of its accesses one has waited."""
@@ -187,6 +188,11 @@ class Order(TorchDispatchMode):
             _all_reduce(terms, op, group=group)
             own.copy_(terms.chunk(group.size())[group.rank()])
 
+    def all_to_all(self, into: Tensor, sent: Tensor, received: list[int], sizes: list[int], group: Any) -> None:
+        self.enter("all_to_all", [sent], [into])
+        with _disable_current_modes():
+            _all_to_all(into, sent.clone(), received, sizes, group=group)
+
     def all_reduce(self, tensor: Tensor, op: Any, group: Any) -> None:
         self.enter("all_reduce", [], [tensor])
         with _disable_current_modes():
@@ -235,6 +241,7 @@ def played(**options: Any) -> Iterator[Order]:
         mock.patch.object(on_streams, "_all_gather", order.all_gather),
         mock.patch.object(on_streams, "_reduce_scatter", order.reduce_scatter),
         mock.patch.object(on_streams.dist, "all_reduce", order.all_reduce),
+        mock.patch.object(on_streams.dist, "all_to_all_single", order.all_to_all),
         mock.patch.object(accelerators, "new_stream", Stream),
         mock.patch.object(accelerators, "on", order.stream),
         mock.patch.object(accelerators, "current_stream", order.current_stream),

@@ -234,3 +234,29 @@ def test_memory_given_back_too_early_is_seen() -> None:
 
     (found,) = race()
     assert "is given back" in found
+
+
+def whole_matrix_races(case: Case) -> list[str]:
+    with (
+        played() as order,
+        mock.patch.object(
+            on_streams.StreamCollectives,
+            "all_to_all",
+            autospec=True,
+            side_effect=on_streams.StreamCollectives.all_to_all,
+        ) as sent,
+    ):
+        model = case.shard(seeded(lambda: Net(6)))
+        optimizer = sw.optim.whole_matrix(torch.optim.Muon, model, lr=0.02, adamw={"lr": 0.01})
+        for step in range(2):
+            squares(model, batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sent.call_count
+    return order.races
+
+
+@pytest.mark.parametrize("case", [Case("full_shard", 2), Case("no_shard", 2), Case("hybrid_shard", 4)], ids=str)
+def test_matrices_on_their_way_to_owners_and_back(ranks: RankPools, case: Case) -> None:
+    for races in ranks(case.world_size).run(whole_matrix_races, case):
+        assert races == []

@@ -192,6 +192,21 @@ def test_the_number_of_ranks_and_micro_batches_does_not_change_the_losses(ranks:
     assert {row["world_size"] for row in read("runs/two/metrics.jsonl")} == {2}
 
 
+def test_muon_goes_on_exactly_and_at_another_number_of_ranks(ranks: RankPools) -> None:
+    muon = ("train.optimizer=muon", "checkpoint.every=3")
+    ranks(2).run(run_here, str(Path.cwd()), ("log.name=two", *muon), timeout_s=120)
+    expected = losses("two")
+    assert expected[-1] < expected[0] - 0.5
+    shutil.rmtree("runs/two/final")
+    shutil.rmtree("runs/two/checkpoints/step-000006")
+    shutil.copytree("runs/two", "runs/alone")
+    ranks(2).run(run_here, str(Path.cwd()), ("log.name=two", *muon), timeout_s=120)
+    assert losses("two") == expected, "from step 3 on the same bits"
+    run_alone("log.name=alone", *muon)
+    assert losses("alone") == pytest.approx(expected, rel=1e-3)
+    assert json.loads(Path("runs/alone/final/training.json").read_text())["step"] == 6
+
+
 def test_numbers_drawn_on_the_device_do_not_depend_on_the_ranks(ranks: RankPools) -> None:
     on_device = ("model.init=device", "train.micro_batch=8")
     run_alone("log.name=meta", "train.micro_batch=8")

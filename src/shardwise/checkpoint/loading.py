@@ -111,7 +111,7 @@ def _describe(model: nn.Module, optimizer: Optimizer | None) -> str:
     if optimizer is None:
         return "no optimizer"
     groups = optimizer_state.named_groups(model, optimizer)
-    return f"{type(optimizer).__name__}|{[[fqn for fqn, _ in members] for members in groups]}"
+    return f"{optimizer_state.class_of(optimizer)}|{[[fqn for fqn, _ in members] for members in groups]}"
 
 
 _UNKNOWN = "unknown"
@@ -145,7 +145,7 @@ class _Reading:
 
     def expect_optimizer(self, model: nn.Module, optimizer: Optimizer, strict: bool) -> None:
         """Match the optimizer's parameters with the saved groups and state by fqn."""
-        saved = self._saved_for(type(optimizer).__name__, strict)
+        saved = self._saved_for(optimizer_state.class_of(optimizer), strict)
         groups_of = {fqn: number for number, group in enumerate(saved["groups"]) for fqn in group["fqns"]}
         stored = self.optimizer_files.tensors
         left = dict.fromkeys((self.training["optimizer"] or {"state": ()})["state"])
@@ -157,8 +157,7 @@ class _Reading:
             self._expect_options(number, fqns, group, [saved["groups"][position] for position in found], strict)
             for fqn, parameter in members:
                 if fqn in saved["state"]:
-                    present = optimizer.state.get(parameter, {})
-                    self._expect_state((fqn, parameter), group, present, saved["state"][fqn], stored)
+                    self._expect_state((fqn, parameter), group, optimizer, saved["state"][fqn], stored)
                     del left[fqn]
                 else:
                     self._matched.missing.append(f"optimizer state of {fqn}")
@@ -198,11 +197,11 @@ class _Reading:
         self,
         member: tuple[str, Tensor],
         group: dict[str, Any],
-        present: dict[str, Any],
+        optimizer: Optimizer,
         saved: dict[str, Any],
         stored: dict[str, StoredTensor],
     ) -> None:
-        """Match the saved state of a group's member (fqn, parameter); `present` is the optimizer's own state of it."""
+        """Match the saved state of a group's member (fqn, parameter)."""
         fqn, parameter = member
         values: dict[str, Any] = {}
         pieces: Wanted = []
@@ -218,7 +217,7 @@ class _Reading:
                 tensor = stored[value["tensor"]]
                 follows = tensor.dtype == self.training["optimizer"]["dtypes"].get(fqn)
                 dtype = parameter.dtype if follows else DTYPES[tensor.dtype]  # it was, and stays, the parameter's
-                room = optimizer_state.room_for(parameter, dtype, present.get(name))
+                room = optimizer_state.room_for(optimizer, parameter, name, dtype, tensor.shape)
                 piece = piece_of((f"{fqn}.{name}",), room)
                 if not self._matched.fits(piece, tensor.shape):
                     return

@@ -23,7 +23,7 @@ import enum
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,14 @@ class Reduction:
     """Add to `out` instead of overwriting it."""
     scale: float = 1.0
     """What the sum is multiplied by on its way to `out`; 1 where the collectives are not `on_streams`."""
+
+
+class Part(NamedTuple):
+    """What one rank sends to another in an `all_to_all`."""
+
+    source: int
+    target: int
+    nbytes: int
 
 
 class Work(Protocol):
@@ -174,6 +182,15 @@ class Collectives(Protocol):
         """In place on any contiguous tensor (need not be in a buffer), op "sum" or "max". Large tensors travel as
         reduce-scatter + all-gather. Sums are bit-identical on all ranks. `after`: the work that writes the tensor,
         perhaps in another group; nobody need have waited for it. A CPU rank then begins when this is waited for."""
+
+    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+        """Each rank sends other ranks what they are to have: one part for each, or none.
+
+        Args:
+            buffer: a claimed reduce buffer. From its beginning on lie the parts that this rank sends, in the order of
+                their targets.
+            parts: every part of every rank, by source and then by target; the same on every rank.
+            into: 1-D uint8. The parts for this rank arrive here, in the order of their sources."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Rank `src`'s contiguous tensor to all, in place; complete on return."""

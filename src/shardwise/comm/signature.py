@@ -12,7 +12,17 @@ from collections.abc import Mapping
 
 from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
 
-OPS = ("abandon", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "allocate", "exchange")
+OPS = (
+    "abandon",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "barrier",
+    "allocate",
+    "exchange",
+    "all_to_all",
+)
 _CRC_BITS, _OP_BITS, _LABEL_BITS = 32, 5, 24
 
 

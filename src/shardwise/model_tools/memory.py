@@ -83,11 +83,15 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
 def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
     """Of the optimizers that stepped any unit."""
     units = set(engine.units)
+    seen: set[int] = set()
+    """One optimizer inside another has its state."""
     for optimizer in stepped:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if any(isinstance(parameter, ShardedParameter) and parameter.unit in units for parameter in parameters):
             for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+                if id(state) not in seen:
+                    seen.add(id(state))
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _held_bytes(tensors: Iterable[Tensor]) -> int:

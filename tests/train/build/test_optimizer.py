@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.train.build.optimizer import Schedule, build_optimizer, set_lr
+import shardwise as sw
+from shardwise.train.build.optimizer import Schedule, build_optimizer, options_of, set_lr, set_options
 from shardwise.train.config.schema import TrainConfig
 
 
@@ -27,6 +28,28 @@ def test_a_model_without_matrices() -> None:
 def test_it_is_fused() -> None:
     assert build_optimizer(nn.Linear(2, 2), TrainConfig(steps=1)).defaults["fused"] is True
     assert isinstance(build_optimizer(nn.Linear(2, 2), TrainConfig(steps=1)), torch.optim.AdamW)
+
+
+def test_muon_has_hidden_matrices_and_adamw_the_rest() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 5))
+    sw.shard(model)
+    optimizer = build_optimizer(model, TrainConfig(steps=1, optimizer="muon", weight_decay=0.3, lr=0.5, momentum=0.9))
+    options = {
+        p.fqn: (group.get("momentum"), group.get("betas"), group["weight_decay"], group["lr"])  # type: ignore[attr-defined]
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    matrix, adamw, vector = (0.9, None, 0.3, 0.5), (None, (0.9, 0.95), 0.3, 0.5), (None, (0.9, 0.95), 0.0, 0.5)
+    names = ("0.weight", "1.weight", "1.bias", "2.weight", "2.bias", "3.weight", "3.bias", "4.weight", "4.bias")
+    assert options == dict(
+        zip(names, (adamw, vector, vector, matrix, vector, matrix, vector, adamw, vector), strict=True)
+    )
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    set_lr(optimizer, 0.125)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+    wanted = options_of(optimizer)
+    wanted[0]["momentum"] = 0.8
+    assert set_options(optimizer, wanted) == ["train.momentum was 0.9 and is 0.8"]
 
 
 @st.composite

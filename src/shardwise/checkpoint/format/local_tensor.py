@@ -38,6 +38,8 @@ class Piece:
     """Not sharded: rank 0's is written, and every rank reads all of it."""
     places: tuple[Place, ...]
     """Where its elements are written: of most tensors the whole of one with its name."""
+    ranks: int = 1
+    """That the tensor is spread over. If those are not all, the others are replicas, which hold equal pieces."""
 
     @property
     def name(self) -> str:
@@ -63,7 +65,7 @@ class Piece:
 
         Replicas share the work.
         """
-        if peers.replicas == 1 and not self.is_whole:
+        if (peers.replicas == 1 or self.ranks == peers.world_size) and not self.is_whole:
             return self if self.tensor.numel() else None
         elements = share(self.held, peers.replicas, peers.replica)
         if self.is_whole:
@@ -71,11 +73,11 @@ class Piece:
         if not elements.length:
             return None
         flat = self.tensor.reshape(-1)[elements.start - self.start : elements.stop - self.start]
-        return Piece(self.names, self.shape, flat, elements.start, False, self.places)
+        return Piece(self.names, self.shape, flat, elements.start, False, self.places, self.ranks)
 
     def with_tensor(self, tensor: Tensor) -> Piece:
         """The same piece with its numbers elsewhere. (`dataclasses.replace` takes five times as long.)"""
-        return Piece(self.names, self.shape, tensor, self.start, self.is_whole, self.places)
+        return Piece(self.names, self.shape, tensor, self.start, self.is_whole, self.places, self.ranks)
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
         """See `WritablePiece`. Without a copy where the elements lie in this process's memory in order."""
@@ -148,5 +150,7 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
         raise UsageError(f"{names[0]!r} is of {tensor.dtype}, which safetensors files cannot hold")
     places = places or (Place.whole(names[0], tensor.shape),)
     if isinstance(tensor, ShardedParameter):
-        return Piece(tuple(names), tuple(tensor.shape), tensor.local.detach(), tensor.fragment.start, False, places)
+        ranks = tensor.placement.shard_group.world_size
+        local = tensor.local.detach()
+        return Piece(tuple(names), tuple(tensor.shape), local, tensor.fragment.start, False, places, ranks)
     return Piece(tuple(names), tuple(tensor.shape), tensor.detach(), 0, True, places)

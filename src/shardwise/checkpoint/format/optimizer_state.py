@@ -35,6 +35,12 @@ def fqns_of(model: nn.Module) -> dict[int, str]:
     return {id(p): p.fqn if isinstance(p, ShardedParameter) else name for name, p in model.named_parameters()}
 
 
+def class_of(optimizer: Optimizer) -> str:
+    """Which kind of state it keeps: its class's name, unless it says otherwise."""
+    name: str = getattr(optimizer, "class_name", type(optimizer).__name__)
+    return name
+
+
 def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str, Tensor]]]:
     """For each group the parameters with their fqns. Raises UsageError for one that is not the model's."""
     fqns = fqns_of(model)
@@ -71,8 +77,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
                 state[fqn][name] = _value(f"{fqn}.{name}", value, parameter, pieces)
     _check_owners(optimizer, named)
     dtypes = {fqn: NAMES[parameter.dtype] for members in named for fqn, parameter in members}
-    kind = type(optimizer).__name__
-    return OptimizerState({"class": kind, "groups": groups, "dtypes": dtypes, "state": state}, pieces)
+    return OptimizerState({"class": class_of(optimizer), "groups": groups, "dtypes": dtypes, "state": state}, pieces)
 
 
 def _check_owners(optimizer: Optimizer, named: list[list[tuple[str, Tensor]]]) -> None:
@@ -149,11 +154,19 @@ def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
     return torch.full(saved["shape"], saved["scalar"], dtype=dtype, device=device)
 
 
-def room_for(parameter: Tensor, dtype: torch.dtype, present: object) -> Tensor:
-    """Uninitialised state with the parameter's shape and sharding.
-
-    `present`: the optimizer's current value; reused if shape, dtype and sharding agree: state is not held twice.
-    """
+def room_for(optimizer: Optimizer, parameter: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Uninitialised state with the parameter's shape and sharding, or with `shape` where the optimizer places its state
+    itself (`state_placement`). The optimizer's current value is reused if shape, dtype and sharding agree: state is not
+    held twice."""
+    present = optimizer.state.get(parameter, {}).get(name)
+    own_placement = getattr(optimizer, "state_placement", None)
+    placement = None if own_placement is None else own_placement(parameter, shape)
+    if placement is not None:
+        assert isinstance(parameter, ShardedParameter)
+        if isinstance(present, ShardedParameter) and (present.shape, present.dtype) == (shape, dtype):
+            return present
+        numel = placement.fragment.numel
+        return ShardedParameter(torch.empty(numel, dtype=dtype, device=parameter.local.device), placement)
     if (
         isinstance(present, Tensor)
         and isinstance(present, ShardedParameter) == isinstance(parameter, ShardedParameter)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Combine, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, Combine, Part, Reduction, Region, Work
 
 
 class DryCollectives(PrivateBuffers):
@@ -33,6 +33,11 @@ class DryCollectives(PrivateBuffers):
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
         """Leave the tensor as it is."""
         return after
+
+    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+        """Nothing arrives."""
+        into.zero_()
+        return FINISHED
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Leave the tensor as it is."""

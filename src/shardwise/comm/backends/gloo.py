@@ -19,8 +19,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import PrivateBuffers, check_reductions, pieces_of, shares, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Combine, Reduction, Region, Then, Work
+from shardwise.comm.buffers import (
+    PrivateBuffers,
+    check_reductions,
+    pieces_of,
+    received_parts,
+    sent_parts,
+    shares,
+    slice_of,
+)
+from shardwise.comm.protocol import FINISHED, Buffer, Combine, Part, Reduction, Region, Then, Work
 from shardwise.comm.signature import in_words, mismatch, sign
 from shardwise.comm.summation import RankOrderSum
 from shardwise.comm.timeout import timeout_s
@@ -98,6 +106,17 @@ class GlooCollectives(PrivateBuffers):
         parts = shares(flat, self.world_size)
         summed = self._reduce(post, [_Job(parts, parts[self.rank], False, op)])
         return Then(summed, lambda: self._gather(post, [parts]))
+
+    @torch.no_grad()
+    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+        """Each part is a message."""
+        post = self._post(sign("all_to_all", label, buffer.index, parts))
+        arrivals: list[_Message] = []
+        for part, start in received_parts(parts, self.rank):
+            arrivals += post.receive(into[start : start + part.nbytes], part.source, "part")
+        for part, start in sent_parts(parts, self.rank):
+            post.send(buffer.bytes[start : start + part.nbytes], part.target, "part")
+        return _Arrivals(post, arrivals)
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:

@@ -24,9 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import accelerators
-from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, finishing_op, slice_of
+from shardwise.comm.buffers import (
+    PrivateBuffers,
+    check_reductions,
+    deliver,
+    finishing_op,
+    received_parts,
+    sent_parts,
+    slice_of,
+)
 from shardwise.comm.channel import channel_of
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Part, Reduction, Region, Work
 from shardwise.comm.timeout import timeout_s
 
 if TYPE_CHECKING:
@@ -183,6 +191,21 @@ class StreamCollectives(PrivateBuffers):
             if tensor.dtype in _REFUSED:
                 tensor.detach().copy_(moving)
         return _OnStream(self._reduce_stream, keep=(tensor, after))
+
+    @torch.no_grad()
+    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+        """On the reduce stream; one launch."""
+        sent, received = [0] * self.world_size, [0] * self.world_size
+        for part, _ in sent_parts(parts, self.rank):
+            sent[part.target] = part.nbytes
+        for part, _ in received_parts(parts, self.rank):
+            received[part.source] = part.nbytes
+        with self._on(self._reduce_stream):
+            outgoing = buffer.bytes[: sum(sent)]
+            dist.all_to_all_single(into, outgoing, received, sent, group=self._reduce_group)
+        work = _OnStream(self._reduce_stream, keep=(buffer, into))
+        self._free[buffer.index] = work.event
+        return work
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:

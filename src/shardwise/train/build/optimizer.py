@@ -1,4 +1,4 @@
-"""`train.optimizer`: torch's own, over sharded parameters; and the schedule of its learning rate."""
+"""`train.optimizer`: torch's own, over sharded parameters or whole matrices; and the schedule of its learning rate."""
 
 from __future__ import annotations
 
@@ -11,23 +11,34 @@ import torch
 from torch import nn
 
 from shardwise import accelerators
+from shardwise.optim.whole_matrix import whole_matrix
 from shardwise.train.config.schema import TrainConfig
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW, fused where torch has a kernel; weight decay for parameters of two or more (global) dimensions only.
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW, fused where torch has a kernel, or Muon beside it; weight decay for parameters of two or more (global)
+    dimensions only.
 
-    Not collective. Call it after `sw.shard`.
+    Not collective. Call it after `sw.shard`. Raises UsageError for Muon of a model without hidden matrices.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [item for item in trainable if item[1].ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [item for item in trainable if item[1].ndim < 2], "weight_decay": 0.0},
     ]
-    fused = all(accelerators.has_fused_adamw(parameter.device) for parameter in trainable)
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=fused
-    )
+    groups = [group for group in groups if group["params"]]
+    fused = all(accelerators.has_fused_adamw(parameter.device) for _, parameter in trainable)
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": fused}
+    if config.optimizer == "muon":
+        return whole_matrix(
+            torch.optim.Muon,
+            groups,
+            lr=config.lr,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",
+            adamw=adamw,
+        )
+    return torch.optim.AdamW([{**group, "params": [p for _, p in group["params"]]} for group in groups], **adamw)
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -42,8 +53,8 @@ def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]])
     """
     changes: dict[str, None] = {}
     for group, wanted in zip(optimizer.param_groups, options, strict=True):
-        for key in ("betas", "eps", "weight_decay"):
-            if group[key] != wanted[key]:
+        for key in ("betas", "eps", "weight_decay", "momentum"):
+            if group.get(key) != wanted.get(key):
                 changes[f"train.{key} was {_toml(group[key])} and is {_toml(wanted[key])}"] = None
         group.update(wanted)
     return list(changes)

@@ -126,14 +126,17 @@ class TrainConfig(Section):
     """Sequences per rank and forward."""
     global_batch: Annotated[PositiveInt | None, NoneWord] = None
     """Sequences per step over all ranks; none = micro_batch x ranks. The number of micro-batches follows."""
-    optimizer: Literal["adamw"] = "adamw"
-    """The optimizer, one of torch's."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """The optimizer, one of torch's. "muon": Muon for hidden matrices, its updates scaled to the size of AdamW's, so
+    that `lr` and `weight_decay` mean the same; AdamW for embeddings, heads and vectors."""
     lr: PositiveFloat = 3e-4
     """The learning rate at its highest."""
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
     ] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's decay rate of its momentum."""
     eps: PositiveFloat = 1e-8
     """AdamW's term in the denominator."""
     weight_decay: NonNegativeFloat = 0.1

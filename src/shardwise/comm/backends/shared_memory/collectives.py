@@ -18,8 +18,18 @@ from torch import Tensor
 
 from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES, Counter, Journal, Watch
 from shardwise.comm.backends.shared_memory.segment import Segment, make_private
-from shardwise.comm.buffers import POISON_BYTE, NoStreams, check_reductions, pieces_of, poison_asked, shares, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Reduction, Region, Then, Work
+from shardwise.comm.buffers import (
+    POISON_BYTE,
+    NoStreams,
+    check_reductions,
+    pieces_of,
+    poison_asked,
+    received_parts,
+    sent_parts,
+    shares,
+    slice_of,
+)
+from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Part, Reduction, Region, Then, Work
 from shardwise.comm.signature import sign
 from shardwise.comm.summation import RankOrderSum
 from shardwise.comm.timeout import timeout_s
@@ -160,6 +170,21 @@ class ShmCollectives(NoStreams):
         arrival = self._post(shared, sign("all_reduce", label, *what))
         shared.use()
         return _Deferred(shared, arrival, partial(self._all_reduce_in_place, shared, arrival.use, flat, op))
+
+    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+        """Post; once waited for, copy this rank's parts out of the others' buffers."""
+        shared = self._shared[buffer.index]
+        shared.pending.wait()
+        arrival = self._post(shared, sign("all_to_all", label, buffer.index, parts))
+
+        def fetch() -> None:
+            everybodys = shared.everybodys(buffer.bytes)
+            for part, start in received_parts(parts, self.rank):
+                (at,) = (begin for sent, begin in sent_parts(parts, part.source) if sent.target == self.rank)
+                into[start : start + part.nbytes].copy_(everybodys[part.source][at : at + part.nbytes])
+            shared.finished.post(arrival.use)
+
+        return _Deferred(shared, arrival, fetch)
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:

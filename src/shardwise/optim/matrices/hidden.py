@@ -1,0 +1,114 @@
+"""Which parameters are hidden matrices, and which embeddings, heads and vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.engine.units.unit import Unit
+from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter, outer_face
+
+Hidden = Callable[[str, Tensor], bool]
+"""Of a parameter's fqn and the parameter with its global shape: whether it is to be a whole matrix's optimizer's."""
+
+HEADS = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "classifier", "score", "unembed"})
+"""Names of modules that turn the last hidden state into logits."""
+
+
+@dataclass(slots=True)
+class Named:
+    """A group of parameters as it was given: names, parameters and options of their own."""
+
+    members: list[tuple[str, Tensor]] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def named_groups(params: nn.Module | Iterable[Any]) -> list[Named]:
+    """What a torch optimizer takes, or a model, as groups with names.
+
+    Raises UsageError for a parameter without a name: one that is not sharded and was given without its own.
+    """
+    given: list[Any] = list(params.named_parameters()) if isinstance(params, nn.Module) else list(params)
+    if given and isinstance(given[0], dict):
+        return [
+            Named([_named(item) for item in group["params"]], {k: v for k, v in group.items() if k != "params"})
+            for group in given
+        ]
+    return [Named([_named(item) for item in given])]
+
+
+def _named(item: Any) -> tuple[str, Tensor]:
+    name, parameter = item if isinstance(item, tuple) else (None, item)
+    parameter = outer_face(parameter) or parameter  # sw.unshard has modules hold the other face
+    if isinstance(parameter, ShardedParameter):
+        return parameter.fqn, parameter
+    if name is None:
+        raise UsageError(
+            f"a parameter of shape {tuple(parameter.shape)} that is not sharded has no name, by which embeddings and "
+            "heads are told from hidden matrices: give whole_matrix the model, or model.named_parameters()"
+        )
+    return name, parameter
+
+
+def hidden_matrices(model: nn.Module | None, groups: Iterable[Named], hidden: Hidden | None) -> set[int]:
+    """Ids of the parameters that are hidden matrices.
+
+    A matrix is one unless a module that holds it is an embedding, it has as many rows as an embedding (a head over the
+    same vocabulary), or the module that holds it has a head's name. Where the modules are not known (plain parameters
+    given by name), an embedding is what has "emb", "wte" or "wpe" in its module's name. Vectors, stacks of matrices,
+    convolutions and matrices of one element are none. `hidden` decides about matrices instead, where given.
+
+    Raises UsageError if `hidden` wants what is no matrix.
+    """
+    members = [member for group in groups for member in group.members]
+    if hidden is not None:
+        chosen = [(fqn, parameter) for fqn, parameter in members if hidden(fqn, parameter)]
+        for fqn, parameter in chosen:
+            if not _is_matrix(parameter):
+                raise UsageError(f"hidden= wants {fqn!r} {tuple(parameter.shape)}, which is no matrix")
+        return {id(parameter) for _, parameter in chosen}
+    held_by = _modules_of_plain(model)
+    embeddings = {id(p) for fqn, p in members if _is_embedding(fqn, p, held_by.get(id(p), []))}
+    vocabularies = {p.shape[0] for _, p in members if id(p) in embeddings}
+    return {
+        id(p)
+        for fqn, p in members
+        if _is_matrix(p) and id(p) not in embeddings and p.shape[0] not in vocabularies and not _is_head(fqn)
+    }
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and parameter.numel() > 1
+
+
+def _is_head(fqn: str) -> bool:
+    return bool(HEADS & set(fqn.split(".")[:-1]))
+
+
+def _is_embedding(fqn: str, parameter: Tensor, modules: list[nn.Module]) -> bool:
+    if isinstance(parameter, ShardedParameter) and isinstance(parameter.unit, Unit):
+        modules = _modules_of(parameter, parameter.unit)
+    if modules:
+        return any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in modules)
+    words = fqn.split(".")[:-1]
+    return parameter.ndim == 2 and any("emb" in word or word in {"wte", "wpe"} for word in words)
+
+
+def _modules_of(parameter: ShardedParameter, unit: Unit) -> list[nn.Module]:
+    for group in unit.groups:
+        for face, sites in zip(group.sharded, group.sites, strict=True):
+            if face is parameter:
+                return [site.module for site in sites]
+    return []
+
+
+def _modules_of_plain(model: nn.Module | None) -> dict[int, list[nn.Module]]:
+    found: dict[int, list[nn.Module]] = {}
+    for module in model.modules() if model is not None else ():
+        for parameter in module._parameters.values():
+            found.setdefault(id(parameter), []).append(module)
+    return found

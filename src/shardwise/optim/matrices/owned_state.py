@@ -1,0 +1,122 @@
+"""Optimizer state of a whole matrix: on its owner, as tensors of any shape; on other ranks, pieces without elements."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.backends.dry import DryCollectives
+from shardwise.comm.protocol import FINISHED, Collectives, Work
+from shardwise.engine.mesh import Mesh
+from shardwise.errors import UsageError
+from shardwise.layout.flat import Entry, FlatLayout
+from shardwise.optim.matrices.ownership import Owner
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.placement import Placement
+
+
+class _EveryRank(DryCollectives):
+    """The ranks of all shard groups, replica by replica, as far as full tensors and norms need them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
+        super().__init__(rank, mesh.world_size, mesh.device)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """In the shard group of `src`, and from each of its ranks to the other replicas."""
+        replica, rank = divmod(src, self._mesh.shard.world_size)
+        if self._mesh.replicate.rank == replica:
+            self._mesh.shard.broadcast(tensor, rank)
+        self._mesh.replicate.broadcast(tensor, replica)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
+        """In the shard groups, then over the replicas."""
+        first = self._mesh.shard.all_reduce(tensor, op, after, label)
+        return self._mesh.replicate.all_reduce(tensor, op, first, label)
+
+
+def every_rank(mesh: Mesh) -> Collectives:
+    """All ranks of a mesh as one group: the rank of replica r and position s has r * shards + s. No communication."""
+    if mesh.replicate.world_size == 1:
+        return mesh.shard
+    return mesh.replicate if mesh.shard.world_size == 1 else _EveryRank(mesh)
+
+
+class OwnedState:
+    """Makes and reads the state of one mesh's matrices."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._ranks = every_rank(mesh)
+
+    def placement(self, fqn: str, shape: tuple[int, ...], owner: Owner) -> Placement:
+        """All elements on the owner: the layout is one tensor in a buffer whose slices are as large as the tensor."""
+        numel = math.prod(shape)
+        position = owner.replica * self._mesh.shard.world_size + owner.rank
+        entry = Entry(fqn, tuple(shape), position * numel, numel)
+        return Placement(FlatLayout((entry,), numel * self._ranks.world_size, self._ranks.world_size), 0, self._ranks)
+
+    def wrap(self, face: ShardedParameter, owner: Owner, value: Any) -> Any:
+        """The owner's value of the state as every rank's state has it: tensors of more than one element as their
+        owner's, sharing its memory; numbers as they are."""
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            return value
+        return ShardedParameter(
+            value.detach().contiguous().view(-1), self.placement(face.fqn, tuple(value.shape), owner)
+        )
+
+    def describe(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What other ranks need to know of the owner's state, for JSON. Raises UsageError for what JSON cannot give
+        back."""
+        described: dict[str, Any] = {}
+        for name, value in state.items():
+            if isinstance(value, ShardedParameter):
+                described[name] = {"shape": list(value.shape), "dtype": _name(value.local.dtype)}
+            elif isinstance(value, Tensor):
+                described[name] = {"number": value.item(), "shape": list(value.shape), "dtype": _name(value.dtype)}
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                described[name] = {"value": value}
+            else:
+                raise UsageError(f"optimizer state {name!r} is a {type(value).__name__}: neither tensor nor number")
+        return described
+
+    def mirror(self, face: ShardedParameter, owner: Owner, described: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a matrix on a rank that does not own it, from the owner's description."""
+        device = face.local.device
+        state: dict[str, Any] = {}
+        for name, what in described.items():
+            if "value" in what:
+                state[name] = what["value"]
+            elif "number" in what:
+                state[name] = torch.full(what["shape"], what["number"], dtype=_dtype(what), device="cpu")
+            else:
+                nothing = torch.empty(0, dtype=_dtype(what), device=device)
+                state[name] = ShardedParameter(nothing, self.placement(face.fqn, tuple(what["shape"]), owner))
+        return state
+
+    def tell(self, changed: Mapping[int, Any]) -> dict[int, Any]:
+        """Every rank's descriptions, by matrix. Every rank must call this."""
+        message = json.dumps(changed).encode()
+        for group in (self._mesh.shard, self._mesh.replicate):
+            if group.world_size > 1:
+                message = group.exchange(message, _merge)
+        return {int(index): described for index, described in json.loads(message).items()}
+
+
+def _merge(left: bytes, right: bytes) -> bytes:
+    return json.dumps(json.loads(left) | json.loads(right)).encode()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(what: Mapping[str, Any]) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, what["dtype"])
+    return dtype

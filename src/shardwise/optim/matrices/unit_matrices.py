@@ -1,0 +1,143 @@
+"""The matrices of one unit: who owns them, and what travels between the ranks that hold pieces and the owners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.mesh import Mesh
+from shardwise.optim.matrices.lane import Arrivals, Lane, Transfer, most_sent_bytes
+from shardwise.optim.matrices.ownership import Owner
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.placement import Placement
+
+
+def pieces_of(placement: Placement) -> list[tuple[int, int, int]]:
+    """(rank of the shard group, start, stop) of every rank that holds elements of the parameter."""
+    layout = placement.layout
+    entry = layout.entries[placement.index]
+    first, last = entry.start // layout.shard_numel, (entry.stop - 1) // layout.shard_numel
+    held = [(rank, layout.fragment(placement.index, rank)) for rank in range(first, last + 1)]
+    return [(rank, fragment.start, fragment.stop) for rank, fragment in held]
+
+
+class Lanes:
+    """The three ways of one mesh: pieces to owners and back, in a shard group; and what changed, to replicas."""
+
+    def __init__(self, mesh: Mesh, units: Sequence[UnitMatrices]) -> None:
+        """Every rank must call this."""
+
+        def most(transfers: Sequence[tuple[Transfer, ...]], copies: int) -> int:
+            dtypes = [[[face.local.dtype] * copies for face in unit.faces] for unit in units]
+            return max(map(most_sent_bytes, transfers, dtypes), default=0)
+
+        self.to_owners = Lane(mesh.shard, most([unit.to_owners for unit in units], 2))
+        self.from_owners = Lane(mesh.shard, most([unit.from_owners for unit in units], 1))
+        self.to_replicas = Lane(mesh.replicate, most([unit.to_replicas for unit in units], 1))
+
+
+class UnitMatrices:
+    """No state but whose matrix is whose."""
+
+    def __init__(self, mesh: Mesh, faces: Sequence[ShardedParameter], owners: Sequence[Owner]) -> None:
+        self.mesh = mesh
+        self.faces = list(faces)
+        self.owners = list(owners)
+        self._own = Owner(mesh.replicate.rank, mesh.shard.rank)
+
+    def is_mine(self, index: int) -> bool:
+        """Whether this rank owns the matrix."""
+        return self.owners[index] == self._own
+
+    @cached_property
+    def to_owners(self) -> tuple[Transfer, ...]:
+        """In this shard group: pieces of the matrices that one of its ranks owns."""
+        return tuple(
+            Transfer(index, rank, owner.rank, start, stop)
+            for index, (face, owner) in enumerate(zip(self.faces, self.owners, strict=True))
+            if owner.replica == self._own.replica
+            for rank, start, stop in pieces_of(face.placement)
+            if rank != owner.rank
+        )
+
+    @cached_property
+    def from_owners(self) -> tuple[Transfer, ...]:
+        """The same pieces on their way back."""
+        return tuple(Transfer(t.matrix, t.target, t.source, t.start, t.stop) for t in self.to_owners)
+
+    @cached_property
+    def to_replicas(self) -> tuple[Transfer, ...]:
+        """In this replicate group, whose ranks hold the same pieces: from each owner's replica to all others."""
+        found = []
+        for index, (face, owner) in enumerate(zip(self.faces, self.owners, strict=True)):
+            piece = face.placement.fragment
+            others = [replica for replica in range(self.mesh.replicate.world_size) if replica != owner.replica]
+            if piece.numel:
+                found += [Transfer(index, owner.replica, other, piece.start, piece.stop) for other in others]
+        return tuple(found)
+
+    def gather(self, lane: Lane, present: frozenset[int]) -> Arrivals | None:
+        """Send pieces of the present matrices and of their gradients to their owners. Every rank of the shard group
+        must call this."""
+
+        def piece(transfer: Transfer) -> tuple[Tensor, Tensor]:
+            face = self.faces[transfer.matrix]
+            return _gradient(face), face.local
+
+        transfers = [transfer for transfer in self.to_owners if transfer.matrix in present]
+        dtypes = [[face.local.dtype] * 2 for face in self.faces]
+        return lane.post(transfers, dtypes, piece)
+
+    def assemble(self, arrivals: Arrivals | None, present: frozenset[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """The present matrices that this rank owns, whole, each with its gradient, of the global shape. Those of which
+        it holds everything are not copied: writing them writes the shard."""
+        wholes: dict[int, tuple[Tensor, Tensor]] = {}
+        for index in sorted(present):
+            if self.is_mine(index):
+                face = self.faces[index]
+                wholes[index] = (self._room(face, face.local), self._room(face, _gradient(face)))
+        for transfer, (gradient, parameter) in arrivals.wait() if arrivals is not None else ():
+            whole = wholes[transfer.matrix]
+            whole[0].view(-1)[transfer.start : transfer.stop].copy_(parameter)
+            whole[1].view(-1)[transfer.start : transfer.stop].copy_(gradient)
+        return wholes
+
+    @staticmethod
+    def _room(face: ShardedParameter, piece: Tensor) -> Tensor:
+        fragment = face.fragment
+        if fragment.numel == face.numel():
+            return piece.view(face.shape)
+        whole = torch.empty(face.shape, dtype=piece.dtype, device=piece.device)
+        whole.view(-1)[fragment.start : fragment.stop].copy_(piece)
+        return whole
+
+    def scatter(self, lane: Lane, wholes: dict[int, tuple[Tensor, Tensor]], present: frozenset[int]) -> Arrivals | None:
+        """Write the own pieces of updated matrices, and send the others theirs. Every rank of the shard group must
+        call this."""
+        for index, (parameter, _) in wholes.items():
+            piece = self.faces[index].fragment
+            if piece.numel != parameter.numel():
+                self.faces[index].local.copy_(parameter.view(-1)[piece.start : piece.stop])
+        transfers = [transfer for transfer in self.from_owners if transfer.matrix in present]
+        dtypes = [[face.local.dtype] for face in self.faces]
+        return lane.post(transfers, dtypes, lambda t: [wholes[t.matrix][0].view(-1)[t.start : t.stop]])
+
+    def replicate(self, lane: Lane, present: frozenset[int]) -> Arrivals | None:
+        """Send updated pieces to the replicas. Every rank of the replicate group must call this."""
+        transfers = [transfer for transfer in self.to_replicas if transfer.matrix in present]
+        dtypes = [[face.local.dtype] for face in self.faces]
+        return lane.post(transfers, dtypes, lambda t: [self.faces[t.matrix].local])
+
+    def receive(self, arrivals: Arrivals | None) -> None:
+        """Wait for updated pieces and write them."""
+        for transfer, (piece,) in arrivals.wait() if arrivals is not None else ():
+            self.faces[transfer.matrix].local.copy_(piece)
+
+
+def _gradient(face: ShardedParameter) -> Tensor:
+    gradient = face.grad
+    assert isinstance(gradient, ShardedParameter)
+    return gradient.local
