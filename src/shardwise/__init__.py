@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.model_tools.unsharded import full_state_dict, no_sync, unsharded
     from shardwise.modules.deferred_init.materialize import init_on_device
     from shardwise.optim.clip import clip_grad_norm_
+    from shardwise.optim.in_backward import optimizer_in_backward
     from shardwise.optim.scaler import GradScaler
     from shardwise.policy.precision import Precision
     from shardwise.policy.strategy import Strategy
@@ -37,6 +38,7 @@ _HOMES = {
     "init_on_device": "modules.deferred_init.materialize",
     "memory": "model_tools.memory",
     "no_sync": "model_tools.unsharded",
+    "optimizer_in_backward": "optim.in_backward",
     "register_forward_method": "model_tools.forward_methods",
     "release": "model_tools.release",
     "reshard": "model_tools.by_hand",
@@ -60,6 +62,7 @@ __all__ = [
     "init_on_device",
     "memory",
     "no_sync",
+    "optimizer_in_backward",
     "plan",
     "register_forward_method",
     "release",

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, Reduction, Work
 from shardwise.comm.summation import BatchedAddition, ScaledAddition
+from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.control import Control, Moment
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.reduce_slots import ReduceSlots
@@ -53,7 +54,9 @@ class _InFlight:
     slot: Slot[Unit]
     works: Sequence[Work]
     slices: Sequence[Tensor] = ()
-    """By trainable group: this rank's sum over all replicas, still to be added to the shard's gradient."""
+    """By trainable group: this rank's sum over all replicas, to be added to the shard's gradient."""
+    is_summed: bool = False
+    """The sums are in the shard's gradient."""
 
 
 class Reducer:
@@ -71,10 +74,13 @@ class Reducer:
         self._in_flight: deque[_InFlight] = deque()
         self._reduces = True
         """Off in `no_sync`."""
+        self.steps = BackwardSteps(control)
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
         """Backwards inside accumulate; the first one outside reduces the sum."""
+        if self.steps.are_taken:
+            self.steps.refuse("sw.no_sync", "each backward takes a step, so that gradients of several are never added")
         before, self._reduces = self._reduces, False
         try:
             yield
@@ -122,6 +128,11 @@ class Reducer:
         slot is wanted again or backward ends. `no_sync` leaves everything in the slot."""
         self._scaled.flush()
         if unit.gradients.slot is not None and self._reduces:
+            if self.steps.are_taken:
+                for flight in self._in_flight:  # slots are freed as ever, so that units are reduced in the same parts
+                    self._sum(flight)
+                self.steps.take_early()
+                self.steps.note(unit)
             self._start(unit, unit.gradients.complete())
 
     def finish(self, units: Sequence[Unit]) -> None:
@@ -137,6 +148,7 @@ class Reducer:
             for unit in units:
                 unit.gradients.show_waiting()
             return
+        self.steps.close()
         own = b"".join(unit.gradients.fates() for unit in units)
         agreed = iter(self._control.agree(Moment.BACKWARD_END, own))
         of_units = [list(islice(agreed, len(unit.gradients.keys))) for unit in units]
@@ -152,6 +164,8 @@ class Reducer:
         with hooks_run():
             for unit, fates in zip(units, of_units, strict=True):
                 unit.gradients.hand_out(fates)
+                self.steps.step(unit, fates)
+        self.steps.end()
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Backward raised: finish the reductions that peers may be waiting for and forget the rest."""
@@ -159,6 +173,7 @@ class Reducer:
         self._finish_all()
         for unit in units:
             unit.gradients.abandon()
+        self.steps.abandon(units)
 
     # Slots ------------------------------------------------------------------------------------------------------
 
@@ -227,12 +242,17 @@ class Reducer:
 
     def _complete(self, flight: _InFlight) -> None:
         self._in_flight.remove(flight)
-        for work in flight.works:
+        self._sum(flight)
+        assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
+        flight.slot.free()
+
+    def _sum(self, flight: _InFlight) -> None:
+        """Have the sums in the shard's gradient; of one unit in the order in which they were begun."""
+        for work in () if flight.is_summed else flight.works:
             work.wait()
-        if flight.slices:
+        if flight.slices and not flight.is_summed:
             groups = [group for group in flight.unit.groups if group.trainable]
             for group, own in zip(groups, flight.slices, strict=True):
                 total, accumulate = group.prepare_sum()
                 self._scaled.settle(total, own, accumulate)
-        assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
-        flight.slot.free()
+        flight.is_summed = True
