@@ -22,6 +22,7 @@ NAMES = (
     "torch._C._distributed_c10d.Store",
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._storage_Use_Count",
+    "torch._C._will_engine_execute_node",
     "torch._amp_foreach_non_finite_check_and_unscale_",
     "torch._decomp.get_decompositions",
     "torch._disable_dynamo",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.model_tools.unsharded import full_state_dict, unsharded
     from shardwise.modules.deferred_init.materialize import init_on_device
     from shardwise.optim.clip import clip_grad_norm_
+    from shardwise.optim.in_backward import optimizer_in_backward
     from shardwise.optim.scaler import GradScaler
     from shardwise.policy.precision import Precision
     from shardwise.policy.strategy import Strategy
@@ -38,6 +39,7 @@ _HOMES = {
     "init_on_device": "modules.deferred_init.materialize",
     "memory": "model_tools.memory",
     "no_sync": "model_tools.reduction",
+    "optimizer_in_backward": "optim.in_backward",
     "register_forward_method": "model_tools.forward_methods",
     "release": "model_tools.release",
     "reshard": "model_tools.by_hand",
@@ -62,6 +64,7 @@ __all__ = [
     "memory",
     "no_sync",
     "optim",
+    "optimizer_in_backward",
     "plan",
     "register_forward_method",
     "release",

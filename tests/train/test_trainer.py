@@ -117,6 +117,38 @@ def test_a_run_writes_what_it_promises(capsys: pytest.CaptureFixture[str]) -> No
     assert "of DDP's bytes per rank" in printed
 
 
+def test_steps_in_backward_train_as_ever_and_resume() -> None:
+    batch = (
+        "train.clip=0",
+        "train.micro_batch=8",
+        "train.global_batch=8",
+        "train.schedule=constant",
+        "checkpoint.every=2",
+    )
+    run_alone(*batch, "log.name=after")
+    run_alone(*batch, "log.name=early", "train.optimizer_in_backward=true", "train.steps=4")
+    run_alone(*batch, "log.name=early", "train.optimizer_in_backward=true")
+    assert losses("early") == losses("after")
+    assert {row["grad_norm"] for row in read("runs/early/metrics.jsonl")} == {None}
+    assert {row["memory"]["grad_shards"] for row in read("runs/early/metrics.jsonl")} == {0}
+    run_alone(*batch, "log.name=clipped", "train.optimizer_in_backward=true", "train.clip_units=0.01")
+    assert losses("clipped")[-1] != losses("after")[-1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((), "the norm of all gradients is known when the last"),
+        (("train.clip=0", "parallel.param_dtype=fp16"), "which scales the loss"),
+        (("train.clip=0",), r"gradients of 4 micro-batches are never added; set train.micro_batch=8"),
+        (("train.optimizer_in_backward=false", "train.clip_units=1.0"), "clip_units goes with"),
+    ],
+)
+def test_what_steps_in_backward_cannot_do_is_refused_with_the_reason(overrides: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        run_alone("train.optimizer_in_backward=true", *overrides)
+
+
 def test_the_peak_of_memory_is_reset_between_the_build_and_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     noted: list[tuple[Any, str]] = [

@@ -104,6 +104,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     wait_for_last_save(peers)
     with peers.together("the checkpoint cannot be saved"):
         _check(step, extra, max_file_bytes)
+        engine.reducer.steps.check()
         target = _target(path, overwrite)
         writing = _prepare(target, model, optimizer, peers, max_file_bytes, adapter)
         _take_along(files or {}, writing)

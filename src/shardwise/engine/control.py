@@ -34,12 +34,14 @@ class Moment(enum.IntEnum):
     FORWARD_END = 1
     BACKWARD_END = 2
     BY_HAND = 3
+    UNIT_REDUCED = 4
 
 
 _MOMENTS = {
     Moment.FORWARD_END: "the end of an outermost forward",
     Moment.BACKWARD_END: "the end of a backward",
     Moment.BY_HAND: "the end of sw.unshard",
+    Moment.UNIT_REDUCED: "a unit's step in backward",
 }
 
 

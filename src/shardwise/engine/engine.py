@@ -323,6 +323,7 @@ class Engine:
             self._ahead_of_backward = 0
         if torch.is_grad_enabled():
             self.late_parameters.check()
+            self.reducer.steps.check()
         self.follow_requires_grad()
         if not self._ahead_of_backward:
             self.schedule.begin((torch.is_grad_enabled(), unit.index, unit.module.training))

@@ -25,6 +25,8 @@ class Flight:
     works: Sequence[Work]
     slices: Sequence[Tensor] = ()
     """By trainable group: this rank's sum over all ranks, still to be added to the shard's gradient."""
+    is_summed: bool = False
+    """The sums are in the shard's gradient."""
 
 
 class InFlight(deque[Flight]):
@@ -35,6 +37,11 @@ class InFlight(deque[Flight]):
         """Wait for every one."""
         while self:
             self._complete(self[0])
+
+    def sum_all(self) -> None:
+        """Have the sums of every one. Slots are freed as ever, so that units are reduced in the same parts."""
+        for flight in self:
+            _sum(flight)
 
     def finish_of(self, unit: Unit) -> None:
         """Wait for those of the unit."""
@@ -63,15 +70,23 @@ class InFlight(deque[Flight]):
 
     def _complete(self, flight: Flight) -> None:
         self.remove(flight)
-        for work in flight.works:
-            work.wait()
-        if flight.slices:
-            groups = [group for group in flight.unit.groups if group.trainable]
-            for group, own in zip(groups, flight.slices, strict=True):
-                _settle(flight.unit.gradients, own, *group.prepare_sum())
+        _sum(flight)
         if flight.slot is not None:
             assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
             flight.slot.free()
+
+
+def _sum(flight: Flight) -> None:
+    """Have the sums in the shard's gradient, or apart; of one unit in the order in which they were begun."""
+    if flight.is_summed:
+        return
+    for work in flight.works:
+        work.wait()
+    if flight.slices:
+        groups = [group for group in flight.unit.groups if group.trainable]
+        for group, own in zip(groups, flight.slices, strict=True):
+            _settle(flight.unit.gradients, own, *group.prepare_sum())
+    flight.is_summed = True
 
 
 def _settle(gradients: UnitGradients, summed: Tensor, total: Tensor, accumulate: bool) -> None:

@@ -25,6 +25,8 @@ class ReduceSlots:
         self._mesh = mesh
         self._collectives = collectives
         self._keeps_full = keeps_full
+        self.keeps_gradients = True
+        """Gradient shards are allocated with the slots; else when the first sum comes to them."""
         self.shared: Arena[Unit] | None = None
         self.slices: Arena[Unit] | None = None
         """Where slices are summed over replicas after they were summed in the shard group, so that their reduce slot
@@ -80,7 +82,8 @@ class ReduceSlots:
         gradients.close()  # it may be collecting what zero_grad() has dropped since
         gradients.place()
         for group in unit.groups:
-            group.allocate_gradients()
+            if self.keeps_gradients:
+                group.allocate_gradients()
         own = gradients.own_slot
         if own is not None and own.buffer.bytes.numel() < gradients.reduce_bytes:
             gradients.keep(None)

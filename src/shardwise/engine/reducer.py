@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, Reduction, Work
 from shardwise.comm.summation import BatchedAddition, ScaledAddition
+from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.control import Control, Moment
 from shardwise.engine.in_flight import Flight, InFlight
 from shardwise.engine.mesh import Mesh
@@ -57,6 +58,7 @@ class Reducer:
         """By what gradients are divided by."""
         self.slots = ReduceSlots(mesh, self._collectives, keeps_full)
         self._in_flight = InFlight()
+        self.steps = BackwardSteps(control)
 
     @property
     def scratch_bytes(self) -> int:
@@ -70,7 +72,12 @@ class Reducer:
             self.reduce_as(unit, unit.gradients.reducing)
 
     def reduce_as(self, unit: Unit, reducing: Reducing) -> None:
-        """From now on. Every rank must do so alike, outside backward."""
+        """From now on. Every rank must do so alike, outside backward.
+
+        Raises UsageError where steps are taken in backward, and the unit's gradients would wait for another one.
+        """
+        if self.steps.are_taken and not (reducing.now and reducing.over_replicas):
+            self.steps.refuse("sw.no_sync", "each backward takes a step, so that gradients of several are never added")
         divisor = reducing.divisor or float(self._mesh.world_size)
         addition = BatchedAddition if self._collectives.on_streams else ScaledAddition
         self._additions.setdefault(divisor, addition(1.0 / divisor))
@@ -115,6 +122,10 @@ class Reducer:
         gradients = unit.gradients
         gradients.scaled.flush()
         if gradients.slot is not None and gradients.reducing.now:
+            if self.steps.are_taken:
+                self._in_flight.sum_all()
+                self.steps.take_early()
+                self.steps.note(unit)
             self._start(unit, gradients.complete())
 
     def finish(self, units: Sequence[Unit]) -> None:
@@ -135,6 +146,7 @@ class Reducer:
         self._finish_reduced(reduced)
 
     def _finish_reduced(self, units: Sequence[Unit]) -> None:
+        self.steps.close()
         own = b"".join(unit.gradients.fates() for unit in units)
         agreed = iter(self._control.agree(Moment.BACKWARD_END, own))
         of_units = [list(islice(agreed, len(unit.gradients.keys))) for unit in units]
@@ -152,6 +164,8 @@ class Reducer:
                 else:
                     unit.gradients.add_penalties()
                     unit.gradients.hand_out(fates)
+                    self.steps.step(unit, fates)
+        self.steps.end()
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Backward raised: finish the reductions that peers may be waiting for and forget the rest."""
@@ -159,6 +173,7 @@ class Reducer:
         self._in_flight.finish_all()
         for unit in units:
             unit.gradients.abandon()
+        self.steps.abandon(units)
 
     def _flush(self) -> None:
         for scaled in self._additions.values():

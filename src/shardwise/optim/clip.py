@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from shardwise.engine.backward_steps import BackwardSteps
+from shardwise.engine.lookup import steps_in_backward
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 from shardwise.sharded.reductions import global_norms
 
@@ -38,7 +40,21 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
     """
-    gradients = [p.grad for p in _parameters(model) if p.grad is not None]
+    parameters = _parameters(model)
+    if any(steps_in_backward(parameter) for parameter in parameters):
+        BackwardSteps.refuse(
+            "sw.clip_grad_norm_",
+            "the norm of all gradients is known when the last one has come, and the first ones are gone by then; "
+            "sw.optimizer_in_backward(model, optimizer, clip=1.0) clips each unit by the norm of its own",
+        )
+    return clip(parameters, max_norm, norm_type, error_if_nonfinite)
+
+
+def clip(
+    parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """As `clip_grad_norm_`, for outer faces, whenever their optimizer takes its step."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
     groups = [lists[0] for lists, _ in _group_tensors_by_device_and_dtype([[*gradients]]).values()]

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.protocol import Collectives
+from shardwise.engine.backward_steps import BackwardSteps
+from shardwise.engine.lookup import steps_in_backward
 from shardwise.sharded.parameter import ShardedParameter
 
 
@@ -24,6 +26,8 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        if any(steps_in_backward(p) for group in optimizer.param_groups for p in group["params"]):
+            BackwardSteps.refuse("sw.GradScaler", "steps are taken before it is known whether gradients overflowed")
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         groups: dict[Collectives, torch.device] = {}
         for gradient in _gradients(optimizer):

@@ -105,7 +105,7 @@ class TakenStep:
     """Over all ranks."""
     nll: Callable[[], float]
     """Waits for this rank's negative log-likelihood, summed over its targets."""
-    grad_norm: Callable[[], float]
+    grad_norm: Callable[[], float | None]
     """Waits for it."""
     memory: Mapping[str, int | None]
 
@@ -158,6 +158,8 @@ class Trainer:
         torch.manual_seed(train.seed + 1 + ranks.rank)  # dropout differs between ranks
         self.optimizer = build_optimizer(self.model, train)
         self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(self.config.parallel))
+        if train.optimizer_in_backward:
+            sw.optimizer_in_backward(self.model, self.optimizer, clip=train.clip_units or None)
         self.schedule = Schedule.of(train)
         self.unread: deque[TakenStep] = deque()
         """Steps whose numbers may still be on the device, the oldest first."""
@@ -357,11 +359,11 @@ class Trainer:
         start_s = time.perf_counter()
         batches = self.batches.batch(step - self.first_step)
         target_tokens = self.ranks.count(sum(batch.target_tokens for batch in batches))
-        nll = self._accumulate(batches, StepWeights(target_tokens, len(batches), self.ranks.world_size))
-        self.scaler.unscale_(self.optimizer)
-        grad_norm = sw.clip_grad_norm_(self.model, self.config.train.clip or math.inf)
         lr = self.schedule(step)
         set_lr(self.optimizer, lr)
+        nll = self._accumulate(batches, StepWeights(target_tokens, len(batches), self.ranks.world_size))
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = self._clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -375,10 +377,16 @@ class Trainer:
                 tokens=self.ranks.world_size * sum(batch.input_ids.size for batch in batches),
                 target_tokens=target_tokens,
                 nll=accelerators.fetched(nll),
-                grad_norm=accelerators.fetched(grad_norm),
+                grad_norm=grad_norm,
                 memory={kind: peak.get(kind) for kind in KINDS},
             )
         )
+
+    def _clip(self) -> Callable[[], float | None]:
+        """Clip; the result waits for the gradient's norm. There is none where backward has taken the step."""
+        if self.config.train.optimizer_in_backward:
+            return lambda: None
+        return accelerators.fetched(sw.clip_grad_norm_(self.model, self.config.train.clip or math.inf))
 
     def _accumulate(self, batches: tuple[MicroBatch, ...], weights: StepWeights) -> Tensor:
         """Forward and backward of every micro-batch; returns this rank's negative log-likelihood, summed (0-d fp32)."""
@@ -389,16 +397,17 @@ class Trainer:
             nll += loss.nll_sum.detach()
         return nll
 
-    def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
+    def _check_finite(self, step: int, loss: float, grad_norm: float | None) -> None:
         """Stop when training has diverged. Both numbers are global, so every rank comes to the same decision. The step
         has been taken, and perhaps the next one; neither is evaluated, saved or exported before it is read.
 
         A loss scaler steps over infinite gradients by itself: that is how it finds its scale.
         """
-        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.scaler.is_enabled()):
+        if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm) or self.scaler.is_enabled()):
             return
+        norm = "" if grad_norm is None else f", gradient norm {grad_norm:g}"
         raise UserError(
-            f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}: training has diverged; "
+            f"step {step}: loss {loss:g}{norm}: training has diverged; "
             f"lower train.lr ({self.config.train.lr:g}), raise train.warmup_steps or set train.clip"
         )
 

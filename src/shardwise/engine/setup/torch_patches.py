@@ -24,6 +24,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 from shardwise.errors import UsageError
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
+from shardwise.sharded.partial_step import is_view
 from shardwise.sharded.waiting import WaitingGradient
 
 stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -116,6 +117,8 @@ def _owners(optimizer: Optimizer) -> set[Owner]:
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Returns other arguments for the step if it is given a closure: what waits is reduced when that has run."""
+    if is_view(optimizer):  # in the step of a subclass, which calls its base's
+        return None
     _check_sharded(optimizer)
     owners = _stepping[optimizer] = _owners(optimizer)
     if owners and "torch._dynamo" in sys.modules:
@@ -148,6 +151,8 @@ def _leave_dispatch_uncompiled() -> None:
 
 
 def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if is_view(optimizer):
+        return
     owners = _stepping.pop(optimizer, None)
     if owners is None:  # a step inside a step of the same optimizer (a subclass's) is over already
         owners = _owners(optimizer)

@@ -14,6 +14,7 @@ memory of its own and joins the next slot that the unit has. What holds:
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,8 +64,8 @@ class UnitGradients:
         """Gradients that came while there was no slot: as in a slot."""
         self._penalties: dict[Key, Tensor] = {}
         """Gradients of penalties in the loss: this rank's piece of the mean over all ranks, master dtype."""
-        self._used: set[Key] = set()
-        """Gradients that came since gradients were last agreed on."""
+        self._used: Counter[Key] = Counter()
+        """Gradients that came since gradients were last agreed on: how many."""
         self._views: dict[int, list[list[Tensor]]] = {}
         self._observer: Callable[[Tensor], None] | None = None
         self.place()
@@ -148,7 +149,7 @@ class UnitGradients:
             self._observer(grad)
         if grad.is_sparse:
             grad = grad.to_dense()
-        self._used.add(key)
+        self._used[key] += 1
         if self.slot is None:
             is_first = key not in self._late
             if is_first:
@@ -165,6 +166,7 @@ class UnitGradients:
 
     def add_penalty(self, key: Key, piece: Tensor) -> None:
         """Add a penalty's gradient: this rank's piece, the mean over all ranks already."""
+        self._used[key] += 1
         held = self._penalties.get(key)
         self._penalties[key] = piece if held is None else held.add_(piece)
 
@@ -205,12 +207,16 @@ class UnitGradients:
         """On this rank, by key."""
         return bytes(map(self._fate, self.keys))
 
+    def arrivals(self, key: Key) -> int:
+        """How many gradients of the parameter came on this rank."""
+        return self._used[key]
+
     def _fate(self, key: Key) -> Fate:
         if key in self._written or key in self._late:
             return Fate.WAITS
         if self.apart is not None and key in self.apart.keys:
             return Fate.WAITS if self.apart.is_waiting and self.reducing.over_replicas else Fate.REDUCED
-        return Fate.REDUCED if key in self._used or key in self._penalties else Fate.UNUSED
+        return Fate.REDUCED if key in self._used else Fate.UNUSED
 
     def add_penalties(self) -> None:
         """Add the gradients of penalties to the shard's gradient, after the reductions."""
@@ -246,10 +252,10 @@ class UnitGradients:
         for key in keys:
             self._late.pop(key, None)
             self._penalties.pop(key, None)
+            self._used.pop(key, None)
             if self.apart is not None:
                 self.apart.drop(key)
         self._written.difference_update(keys)
-        self._used.difference_update(keys)
 
     def abandon(self) -> None:
         """Backward raised: drop everything that was not handed out."""

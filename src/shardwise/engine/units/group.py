@@ -175,6 +175,7 @@ class Group:
     def prepare_sum(self) -> tuple[Tensor, bool]:
         """The shard's gradient, and whether a sum is to be added to it: the first sum of a backward overwrites it,
         unless some parameter still has a gradient of earlier backwards, and then it holds those gradients."""
+        self.allocate_gradients()
         accumulate = not self._awaits_first_sum
         if self._awaits_first_sum:
             self._awaits_first_sum = False

@@ -149,6 +149,11 @@ class TrainConfig(Section):
     """The last learning rate over the highest."""
     clip: NonNegativeFloat = 1.0
     """The largest global gradient norm; 0 = no clipping."""
+    optimizer_in_backward: bool = False
+    """Take each unit's step as soon as its gradient is reduced: one unit's gradient exists at a time. Wants `clip = 0`,
+    one micro-batch a step and no fp16; the run has no gradient norm."""
+    clip_units: NonNegativeFloat = 0.0
+    """With `optimizer_in_backward`: the largest norm of each unit's own gradients; 0 = no clipping."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 = after the last step only."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -157,6 +162,17 @@ class TrainConfig(Section):
     """"none", "full" (each block), "selective-ops" (cheap operations only) or "every-N" (one block in N)."""
     compile: bool = False
     """Compile each unit with torch.compile."""
+
+    @model_validator(mode="after")
+    def _clips_what_it_can(self) -> Self:
+        if self.optimizer_in_backward and self.clip:
+            raise ValueError(
+                f"optimizer_in_backward with clip = {self.clip:g}: the norm of all gradients is known when the last "
+                "one has come, and the first ones are gone by then; set clip = 0, clip_units to clip each unit alone"
+            )
+        if self.clip_units and not self.optimizer_in_backward:
+            raise ValueError("clip_units goes with optimizer_in_backward = true; clip has the norm of all gradients")
+        return self
 
 
 class ParallelConfig(Section):
@@ -226,6 +242,15 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig
 
+    @model_validator(mode="after")
+    def _scales_no_loss_in_backward(self) -> Self:
+        if self.train.optimizer_in_backward and self.parallel.param_dtype == "fp16":
+            raise ValueError(
+                'train.optimizer_in_backward with parallel.param_dtype = "fp16", which scales the loss: steps are '
+                'taken before it is known whether gradients overflowed; use "bf16"'
+            )
+        return self
+
     @property
     def run_directory(self) -> Path:
         """`<log.directory>/<log.name>`."""
@@ -248,6 +273,12 @@ class Config(Section):
             raise ConfigError(
                 f"train.global_batch={global_batch} is not a multiple of train.micro_batch x ranks "
                 f"= {self.train.micro_batch} x {world_size} = {one_pass}"
+            )
+        if self.train.optimizer_in_backward and global_batch != one_pass:
+            raise ConfigError(
+                f"train.optimizer_in_backward with train.global_batch={global_batch}: each backward takes a step, so "
+                f"gradients of {global_batch // one_pass} micro-batches are never added; set train.micro_batch="
+                f"{global_batch // world_size}"
             )
         return self.model_copy(
             update={

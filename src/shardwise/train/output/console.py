@@ -147,8 +147,9 @@ class RunConsole:
 
 def step_line(metrics: StepMetrics) -> str:
     """A step in words, without its number."""
+    norm = "" if metrics.grad_norm is None else f"grad norm {metrics.grad_norm:.2f}  "
     return (
-        f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.2f}  "
+        f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  {norm}"
         f"{metrics.tokens_per_s:,.0f} tokens/s  rank 0: {format_bytes(sum(filter(None, metrics.memory.values())))}"
     )
 

@@ -23,8 +23,8 @@ class StepMetrics:
     loss: float
     """Mean negative log-likelihood over the step's target tokens of all ranks, in nats, before the update."""
     lr: float
-    grad_norm: float
-    """Of the whole gradient, before clipping."""
+    grad_norm: float | None
+    """Of the whole gradient, before clipping; None where steps are taken in backward."""
     tokens: int
     """Token positions that went through the model in this step on all ranks, prompts and padding included."""
     tokens_per_s: float
@@ -60,7 +60,8 @@ class MetricsWriter:
             self._steps.flush()
         if self._board is not None:
             for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_time_s"):
-                self._board.add_scalar(f"train/{name}", getattr(metrics, name), metrics.step)
+                if (value := getattr(metrics, name)) is not None:
+                    self._board.add_scalar(f"train/{name}", value, metrics.step)
             for kind, size in metrics.memory.items():
                 if size is not None:
                     self._board.add_scalar(f"memory/{kind}", size, metrics.step)

@@ -1,0 +1,157 @@
+"""Steps of optimizers that are taken in backward, unit by unit, as soon as a unit's gradient is complete.
+
+A unit's gradient is complete when the graph of this backward has no more of it on any rank. Ranks agree on that, and on
+which gradients exist, once for each unit; what is not complete then takes its step when backward is over. So each
+parameter takes the step that it would have taken after backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.engine.control import Control, Moment
+from shardwise.engine.units.gradients import Fate
+from shardwise.engine.units.unit import Unit
+from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.partial_step import Selected, by_owner, step_some
+from shardwise.sharded.penalties import hooks_run
+
+Clip = Callable[[Sequence[ShardedParameter]], object]
+"""Scales the gradients of one unit's parameters. Every rank must call it."""
+
+
+class BackwardSteps:
+    """Of the optimizers of one engine's units. In graph order, alike on every rank."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._optimizers: dict[Optimizer, Clip | None] = {}
+        self._reduced: dict[Unit, None] = {}
+        """Whose reduction was begun since ranks looked last."""
+        self._is_early = True
+        """Off from when ranks agree on the fates of all gradients until they are handed out."""
+        self._stepped: dict[Unit, None] = {}
+        """In this backward."""
+        self._torn: dict[Unit, int] = {}
+        """After a backward that raised half way: the units and the versions of their weights."""
+
+    def add(self, optimizer: Optimizer, clip: Clip | None) -> None:
+        """Take this optimizer's steps too. No communication."""
+        self._optimizers[optimizer] = clip
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether there are any optimizers."""
+        return bool(self._optimizers)
+
+    def serves(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's steps are taken here."""
+        return optimizer in self._optimizers
+
+    @staticmethod
+    def refuse(what: str, reason: str) -> NoReturn:
+        """Raise the UsageError for what does not go together with steps in backward."""
+        raise UsageError(f"{what} with sw.optimizer_in_backward: {reason}. Leave one of the two out")
+
+    def note(self, unit: Unit) -> None:
+        """A reduction of the unit begins."""
+        self._reduced[unit] = None
+
+    def take_early(self) -> None:
+        """Every reduction is finished, and another one is about to begin: step the units that are complete. Every rank
+        must call this."""
+        for unit in self._reduced if self._is_early else ():
+            flags = unit.gradients.fates() + bytes([_awaits_more(unit)])
+            *fates, awaits_more = self._control.agree(Moment.UNIT_REDUCED, flags)
+            if not awaits_more and Fate.WAITS not in fates:
+                unit.gradients.add_penalties()
+                with hooks_run():
+                    unit.gradients.hand_out(fates)
+                    self.step(unit, fates)
+        self._reduced.clear()
+
+    def step(self, unit: Unit, fates: Sequence[int]) -> None:
+        """The unit's gradients have been handed out: step it, if there are any, and give their memory back. In
+        `hooks_run`.
+
+        Raises UsageError, on every rank, if it took its step in this backward before.
+        """
+        if not self._optimizers or not any(fates):
+            return
+        if unit in self._stepped:
+            raise UsageError(
+                f"gradients of unit {unit.fqn!r} came after the step that this backward had taken for it, as they do "
+                "from checkpoint(use_reentrant=True), whose graphs nobody can look into: pass use_reentrant=False"
+            )
+        self._stepped[unit] = None
+        for optimizer, clip in self._optimizers.items():
+            selected: Selected | None = by_owner(optimizer).get(unit)
+            if selected is None:
+                continue
+            own = [p for some in selected for p in some if isinstance(p, ShardedParameter)]
+            if clip is not None:
+                clip(own)
+            step_some(optimizer, selected)
+            for parameter in own:
+                parameter.grad = None
+        unit.stepped()
+        for group in unit.groups:
+            group.release_gradients()
+
+    def close(self) -> None:
+        """Autograd is done: what has not taken its step yet takes it when all gradients are handed out."""
+        self._is_early = False
+
+    def end(self) -> None:
+        """Backward is over."""
+        self._is_early = True
+        self._reduced.clear()
+        self._stepped.clear()
+
+    def abandon(self, units: Sequence[Unit]) -> None:
+        """Backward raised. Which units had taken their step by then differs between ranks."""
+        if not self._optimizers:
+            return
+        if self._stepped:
+            self._torn = {
+                unit: unit.parameters.version for unit in units if any(group.trainable for group in unit.groups)
+            }
+        for unit in units:
+            for group in unit.groups:
+                group.release_gradients()
+        self.end()
+
+    def check(self) -> None:
+        """Raise UsageError if a backward raised half way and not all weights have been written since."""
+        torn = [unit.fqn for unit, version in self._torn.items() if unit.parameters.version == version]
+        if torn:
+            raise UsageError(
+                "a backward raised after some units had taken their step in it (sw.optimizer_in_backward), and unit "
+                f"{torn[0]!r} has not been written since: units, and ranks, are at different steps. Load a "
+                "checkpoint with sw.checkpoint.load, or give the model other weights"
+            )
+        self._torn = {}
+
+
+def _awaits_more(unit: Unit) -> bool:
+    """Whether this rank's backward has more gradients of the unit to come, as far as autograd knows."""
+    return any(
+        sum(map(_is_due, (unit.groups[g].leaves[i], unit.groups[g].sharded[i]))) > unit.gradients.arrivals((g, i))
+        for g, i in unit.gradients.keys
+    )
+
+
+def _is_due(leaf: Tensor) -> bool:
+    """Whether the backward under way brings a gradient to the leaf, or has brought it."""
+    if not leaf.requires_grad:
+        return False
+    with torch.enable_grad():
+        alias = torch.ops.aten.alias.default(leaf)
+    assert alias.grad_fn is not None
+    return bool(torch._C._will_engine_execute_node(alias.grad_fn.next_functions[0][0]))

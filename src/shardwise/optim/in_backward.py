@@ -1,0 +1,92 @@
+"""`optimizer_in_backward`: steps that are taken while backward goes on, so that gradients need not be kept."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.lookup import engines_below
+from shardwise.errors import UsageError
+from shardwise.optim.clip import clip as clip_parameters
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.partial_step import by_owner, hollow
+
+
+def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | None = None) -> None:
+    """From here on each backward takes the optimizer's step, unit by unit. Every rank must call this, between steps.
+
+    A unit's step is taken when its gradient is reduced and complete, and the gradient's memory is given back: of
+    reduced gradients one unit's exist at a time. A gradient that comes late (a weight that several units read) takes
+    its step when backward ends. Weights and state are those of the usual order, to the bit; `.grad` is None after
+    backward. `optimizer.step()` does nothing more, but runs its hooks and closure, and `zero_grad()` finds nothing.
+    Learning rates are read from the optimizer's groups when backward comes to a unit: a scheduler's `step()` after
+    backward works as ever. `state_dict()` and checkpoints are as usual.
+
+    Args:
+        model: sharded, or a module around several sharded ones.
+        optimizer: any elementwise one of torch's, of sharded parameters of the model alone. Call this once for each
+            optimizer where there are several.
+        clip: the largest norm of the gradients of one unit, each scaled by itself; not the norm of all, which is known
+            only after backward. None: no clipping.
+
+    Raises:
+        UsageError: a parameter of the optimizer is not sharded, or belongs to another model, or the optimizer was given
+            before. Later `sw.no_sync`, `sw.clip_grad_norm_` and `sw.GradScaler` on the model's parameters.
+
+    After a backward that raised when some units had taken their step, forwards that train and saves raise UsageError
+    until all weights have been written again (`sw.checkpoint.load`). torch's own `clip_grad_norm_` finds no gradients.
+    Strategies with full-size gradients (SHARD_OPTIMIZER) keep those. Costs one exchange between hosts for each unit.
+    """
+    engines = engines_below(model)
+    for engine in engines:
+        engine.clear_up()
+    if any(engine.reducer.steps.serves(optimizer) for engine in engines):
+        raise UsageError(f"sw.optimizer_in_backward has been called for this {type(optimizer).__name__} before")
+    _check_parameters(engines, optimizer)
+    for unit in (unit for engine in engines for unit in engine.units):
+        if not (unit.gradients.reducing.now and unit.gradients.reducing.over_replicas):
+            raise UsageError(
+                f"sw.optimizer_in_backward while gradients of unit {unit.fqn!r} are not reduced in each backward: each "
+                "backward takes a step. Have them reduced first (sync_gradients, sync_replicas)"
+            )
+    for engine in engines:
+        engine.reducer.slots.keeps_gradients = False
+        for unit in engine.units:
+            for group in unit.groups:
+                group.release_gradients()
+        clips = None if clip is None else partial(clip_parameters, max_norm=float(clip))
+        engine.reducer.steps.add(optimizer, clips)
+    optimizer.register_step_pre_hook(_nothing_left)
+
+
+def _check_parameters(engines: list[Engine], optimizer: Optimizer) -> None:
+    units = {unit for engine in engines for unit in engine.units}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not isinstance(parameter, ShardedParameter):
+                raise UsageError(
+                    f"sw.optimizer_in_backward: this {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not sharded (ignored=), so no unit's backward would step it: "
+                    "give it an optimizer of its own"
+                )
+            if parameter.unit not in units:
+                raise UsageError(
+                    f"sw.optimizer_in_backward: {parameter.fqn!r} of this {type(optimizer).__name__} is not a "
+                    "parameter of the model"
+                )
+
+
+def _nothing_left(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Before `optimizer.step()`: backward has taken it."""
+    for unit in by_owner(optimizer):
+        engine = getattr(unit, "listener", None)
+        if not isinstance(engine, Engine) or not engine.reducer.steps.serves(optimizer):
+            raise UsageError(
+                "the model was sharded again, as a part of another one, after sw.optimizer_in_backward, so its "
+                "backward takes no steps: call sw.optimizer_in_backward after the last sw.shard"
+            )
+    return (hollow(optimizer), *args[1:]), kwargs
