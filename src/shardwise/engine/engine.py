@@ -38,7 +38,7 @@ from shardwise.engine.unsharder import Unsharder
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
 from shardwise.modules.dtypes import check_autocast
 from shardwise.modules.late_parameters import LateParameters
-from shardwise.modules.trees import cast_tensors, exchange_input, exchange_tensors, first_differentiable, output_tensors
+from shardwise.modules.trees import cast_tensors, exchange_tensors, mark_first_input, output_tensors
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 
@@ -191,7 +191,7 @@ class Engine:
             args, kwargs = cast_tensors((args, kwargs), unit.settings.inputs)
         if torch.is_grad_enabled():
             self.saved.activate()
-            args, kwargs = self._mark_input(forward, call, args, kwargs)
+            args, kwargs = mark_first_input(args, kwargs, lambda grad: self._on_exit(forward, call))
         return args, kwargs
 
     def _enter_forward(self, unit: Unit) -> tuple[ForwardPass[Unit], Call[Unit]]:
@@ -337,23 +337,6 @@ class Engine:
                 self._is_allocated = False
         if not self._is_allocated and self.is_rank0:
             warn_of_frozen(self.units)
-
-    def _mark_input(
-        self, forward: ForwardPass[Unit], call: Call[Unit], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
-        """Have autograd report the end of the call's backward: the gradient of its first input is then complete.
-
-        The input is replaced by a view of itself, made first. Autograd runs ready nodes newest first, so the view's
-        node comes after everything else that the unit's forward recorded, and users of the same tensor outside the unit
-        do not delay it.
-        """
-        tensor = first_differentiable(args, kwargs)
-        if tensor is None:
-            return args, kwargs
-        marked = tensor.view_as(tensor)
-        marked.register_hook(lambda grad: self._on_exit(forward, call))
-        kwargs = {key: exchange_input(value, tensor, marked) for key, value in kwargs.items()}
-        return exchange_input(args, tensor, marked), kwargs
 
     def _watch_outputs(self, forward: ForwardPass[Unit], call: Call[Unit], output: object) -> object:
         leaves = call.unit.parameters.leaf_ids

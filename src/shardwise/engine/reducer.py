@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, Reduction, Work
 from shardwise.comm.summation import BatchedAddition, ScaledAddition
+from shardwise.engine.apart_reductions import lies_apart, mean_over_replicas, start_apart
 from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.control import Control, Moment
 from shardwise.engine.in_flight import Flight, InFlight
@@ -105,16 +106,12 @@ class Reducer:
 
     def add_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
         """Take a penalty's gradient: this rank's piece of the mean over its shard group. Every rank must call this."""
-        replicate = self._mesh.replicate
         if self._mesh.world_size > 1:
             self._control.note(self._control.reduce_label(unit.index))
-        piece = piece.detach().clone()
-        if replicate.world_size > 1:
-            replicate.all_reduce(piece, label=self._control.reduce_label(unit.index)).wait()
-            piece.div_(replicate.world_size)
+        mean = mean_over_replicas(piece, self._mesh.replicate, self._control.reduce_label(unit.index))
         if unit.gradients.reducing.divisor is not None:
-            piece.mul_(self._mesh.world_size / unit.gradients.reducing.divisor)
-        unit.gradients.add_penalty(key, piece)
+            mean.mul_(self._mesh.world_size / unit.gradients.reducing.divisor)
+        unit.gradients.add_penalty(key, mean)
 
     def reduce(self, unit: Unit) -> None:
         """Start reducing the unit's slot, if it has one; missing gradients count as zeros. It is waited for when the
@@ -210,8 +207,8 @@ class Reducer:
         label = self._control.reduce_label(unit.index)
         if self._mesh.world_size > 1:
             self._control.note(label)
-        if unit.gradients.reducing is not MEAN and self._wants_apart(unit):
-            self._start_apart(unit, slot, label)
+        if unit.gradients.reducing is not MEAN and lies_apart(unit, self._mesh):
+            start_apart(unit, slot, label, self._mesh, self._in_flight)
             return
         scattered: Work = FINISHED
         if shard.world_size > 1 or replicate.world_size == 1:
@@ -230,23 +227,3 @@ class Reducer:
             return Reduction(group.flat_gradients(slot), group.slice_in(sums), accumulate=False)
         scale = unit.gradients.scaled.scale_of_sum(group.dtypes.reduce)
         return Reduction(group.flat_gradients(slot), *group.prepare_sum(), scale=scale)
-
-    def _wants_apart(self, unit: Unit) -> bool:
-        """Whether the sums in the shard group are to lie in memory of their own."""
-        if self._mesh.replicate.world_size == 1:
-            return unit.gradients.reducing.hook is not None
-        waits = unit.gradients.apart is not None and unit.gradients.apart.is_waiting
-        return self._mesh.shard.world_size > 1 and (waits or not unit.gradients.reducing.over_replicas)
-
-    def _start_apart(self, unit: Unit, slot: Slot[Unit], label: int) -> None:
-        """Likewise, with this rank's slices in memory of their own, where they may wait for the replicas."""
-        self._in_flight.finish_of(unit)  # the slices may be on their way
-        apart, replicate = unit.gradients.collect_apart(), self._mesh.replicate
-        alone = replicate.world_size == 1
-        waits = not unit.gradients.reducing.over_replicas and not alone
-        scattered = self._mesh.shard.reduce_scatter(slot.buffer, apart.reductions(slot), label)
-        self._in_flight.append(Flight(unit, slot, [scattered], apart.slices if alone else ()))
-        if not alone and not waits:
-            works = [replicate.all_reduce(own, after=scattered, label=label) for own in apart.slices]
-            self._in_flight.append(Flight(unit, None, works, apart.slices))
-        apart.wait(waits)

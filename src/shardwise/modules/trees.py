@@ -16,7 +16,25 @@ from torch.utils._pytree import tree_map
 _DEEPEST = 5
 
 
-def first_differentiable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+def mark_first_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], on_gradient: Callable[[Tensor], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a unit, with the first differentiable one replaced by a view of itself whose gradient is reported:
+    it is complete when the unit's backward is over.
+
+    Autograd runs ready nodes newest first. The view is made first, so its node comes after everything else that the
+    unit's forward records, and users of the same tensor outside the unit do not delay it.
+    """
+    tensor = _first_differentiable(args, kwargs)
+    if tensor is None:
+        return args, kwargs
+    marked = tensor.view_as(tensor)
+    marked.register_hook(on_gradient)
+    kwargs = {key: _exchange_input(value, tensor, marked) for key, value in kwargs.items()}
+    return _exchange_input(args, tensor, marked), kwargs
+
+
+def _first_differentiable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The first tensor that requires a gradient, among arguments and inside plain tuples (which nobody can be
     sharing and mutating, so one may be rebuilt)."""
     for value in (*args, *kwargs.values()):
@@ -24,20 +42,20 @@ def first_differentiable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Te
             if value.requires_grad:
                 return value
         elif type(value) is tuple:
-            found = first_differentiable(value, {})
+            found = _first_differentiable(value, {})
             if found is not None:
                 return found
     return None
 
 
-def exchange_input(value: Any, old: Tensor, new: Tensor) -> Any:
+def _exchange_input(value: Any, old: Tensor, new: Tensor) -> Any:
     """`value`, an argument, with `new` wherever it is or holds `old`: what is one tensor to the module stays one.
     Tuples without it are the same objects."""
     if value is old:
         return new
     if type(value) is not tuple:
         return value
-    items = tuple(exchange_input(item, old, new) for item in value)
+    items = tuple(_exchange_input(item, old, new) for item in value)
     return value if all(item is before for item, before in zip(items, value, strict=True)) else items
 
 

@@ -1,0 +1,45 @@
+"""Reductions that do not end in the shard's gradient: sums in the shard group that wait for the replicas, sums that a
+user's hook is to see, and gradients of penalties, which come as this rank's piece."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardwise.comm.protocol import Collectives
+from shardwise.engine.in_flight import Flight, InFlight
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.unit import Unit
+
+
+def lies_apart(unit: Unit, mesh: Mesh) -> bool:
+    """Whether the sums in the shard group are to lie in memory of their own."""
+    reducing, apart = unit.gradients.reducing, unit.gradients.apart
+    if mesh.replicate.world_size == 1:
+        return reducing.hook is not None
+    waits = apart is not None and apart.is_waiting
+    return mesh.shard.world_size > 1 and (waits or not reducing.over_replicas)
+
+
+def start_apart(unit: Unit, slot: Slot[Unit], label: int, mesh: Mesh, in_flight: InFlight) -> None:
+    """Start reducing a slot with this rank's slices in memory of their own, where they may wait for the replicas. Every
+    rank must call this."""
+    in_flight.finish_of(unit)  # the slices may be on their way
+    apart, replicate = unit.gradients.collect_apart(), mesh.replicate
+    alone = replicate.world_size == 1
+    waits = not unit.gradients.reducing.over_replicas and not alone
+    scattered = mesh.shard.reduce_scatter(slot.buffer, apart.reductions(slot), label)
+    in_flight.append(Flight(unit, slot, [scattered], apart.slices if alone else ()))
+    if not alone and not waits:
+        works = [replicate.all_reduce(own, after=scattered, label=label) for own in apart.slices]
+        in_flight.append(Flight(unit, None, works, apart.slices))
+    apart.wait(waits)
+
+
+def mean_over_replicas(piece: Tensor, replicate: Collectives, label: int) -> Tensor:
+    """A copy of this rank's piece, averaged over its replicas. Every rank must call this."""
+    piece = piece.detach().clone()
+    if replicate.world_size > 1:
+        replicate.all_reduce(piece, label=label).wait()
+        piece.div_(replicate.world_size)
+    return piece
