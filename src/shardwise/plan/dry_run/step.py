@@ -278,7 +278,6 @@ def _without_collection() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    gc.collect()
     gc.disable()
     try:
         yield
