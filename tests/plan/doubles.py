@@ -1,6 +1,7 @@
 """Forecasts by formula: what search, tables and reports are tested on without a dry run."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from shardwise.plan.dry_run.job import Job
@@ -31,6 +32,11 @@ class Formula:
     @property
     def reserved_memory_bytes(self) -> int:
         return int(self.peak_memory_bytes * self.slack)
+
+    @property
+    def recording(self) -> Any:
+        """What bounds need of one: parameters in the compute dtype."""
+        return SimpleNamespace(facts=SimpleNamespace(unit_bytes={"": 16 * GIB}))
 
     @property
     def cost(self) -> Cost | None:
@@ -66,7 +72,7 @@ class Formula:
 
     @property
     def exposed_comm_s(self) -> float:
-        return 0.2 if self.job.strategy.sharded else 0.3
+        return (0.2 if self.job.strategy.sharded else 0.3) * (1 + self.job.accumulation) / 2
 
 
 def formula(job: Job, **more: Any) -> Any:
@@ -76,6 +82,7 @@ def formula(job: Job, **more: Any) -> Any:
         "param_shards": 32 * GIB // job.shard_ranks,
         "optimizer": 64 * GIB // job.shard_ranks,
         "grad_shards": (32 * GIB // job.shard_ranks) * (job.accumulation > 1),
+        "reduce_slots": 0,
         "gathered_slots": (16 if job.strategy.keeps_params else 2) * GIB,
         "activations": int(kept * GIB * job.micro_batch * job.seq_len / 2048),
     }

@@ -40,7 +40,7 @@ def test_processes_find_what_one_finds(tmp_path: Path) -> None:
     def verdicts(workers: int) -> list[tuple[Any, ...]]:
         told: list[tuple[int, int]] = []
         question = Question(str(path), arguments, workers=workers)
-        found = explore(question, lambda done, total: told.append((done, total))).candidates
+        found = explore(question, lambda done, total, candidate: told.append((done, total))).candidates
         assert sorted(told) == [(done, len(found)) for done in range(1, len(found) + 1)]
         return [(c.job, c.verdict, c.limited_by, c.forecast and c.forecast.to_dict()) for c in found]
 

@@ -14,7 +14,7 @@ import typer
 
 from shardwise.cli.exit import Exit
 from shardwise.cli.foreign import with_settings
-from shardwise.cli.progress import Progress
+from shardwise.cli.searching import Searching
 from shardwise.errors import PlanError, UserError
 from shardwise.suggest import nearest_path
 
@@ -85,7 +85,10 @@ class Options:
     config: Annotated[File, _option("Write the best one as a configuration to train with.")] = None
     workers: Annotated[Count, _option("Processes that search. [one a core, at most 8]")] = None
     calibrate: Annotated[bool, _option("Measure this machine instead, through torchrun.", "--calibrate")] = False
-    quick: Annotated[bool, _option("Calibrate in seconds, less exactly.", "--quick")] = False
+    quick: Annotated[
+        bool, _option("Look at the strategy that shards most alone; calibrate less exactly.", "--quick")
+    ] = False
+    thorough: Annotated[bool, _option("Forecast the whole grid, bounds aside: minutes.", "--thorough")] = False
     ranks: Annotated[Count, _option("Of a calibration. [all GPUs, else 2]")] = None
     output: Annotated[Path, _option("Hardware file of a calibration. [hardware.toml]")] = CALIBRATED
     foreign: Annotated[
@@ -109,11 +112,8 @@ def plan(**given: Any) -> int:
 
     os.environ.update(_QUIET)
     _check_outputs(options)
-    progress = Progress("planning: {:,} of {:,} configurations".format, wanted=not options.json)
-    try:
+    with Searching(question, wanted=not options.json) as progress:
         answer = planner.plan(question, progress)
-    finally:
-        progress.end()
     _show(answer, options)
     return Exit.DONE
 
@@ -134,15 +134,17 @@ def _question(options: Options) -> "Question":
     if options.offload != "none":
         raise PlanError(f"--offload {options.offload}: the engine has no offload yet; leave it out")
 
-    from shardwise.plan.planner import Question
+    from shardwise.plan.planner import Effort, Question
     from shardwise.plan.search.exploration import Objective
 
+    effort = Effort.QUICK if options.quick else Effort.THOROUGH if options.thorough else Effort.USUAL
     return Question(
         model=options.model,
         arguments=_arguments(options),
         global_batch=options.global_batch,
         budget_bytes=_bytes(options.budget),
         objective=Objective.parse(options.objective),
+        effort=effort,
         workers=options.workers or min(_WORKERS, os.cpu_count() or 1),
         smallest_cluster=options.smallest_cluster,
         largest_batch=options.largest_batch,
@@ -277,10 +279,12 @@ def _check_writable(*paths: Path | None) -> None:
 
 
 def _refuse_for_a_plan(options: Options) -> None:
-    given = {"--quick": options.quick, "--ranks": options.ranks is not None, "--output": options.output != CALIBRATED}
+    given = {"--ranks": options.ranks is not None, "--output": options.output != CALIBRATED}
     for name, is_given in given.items():
         if is_given:
             raise UserError(f"{name} is for a calibration: add --calibrate, or leave {name} out")
+    if options.quick and options.thorough:
+        raise UserError("--quick and --thorough: choose one of them")
 
 
 def _words(option: str, given: str | None) -> list[str] | None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from shardwise.plan.dry_run.job import Job, with_sequences
 from shardwise.plan.models.source import ModelLike, ModelSource, resolve
 from shardwise.plan.report.report import PlanReport, amount, full_name, strategy_name
+from shardwise.plan.search.bounded import Task, by_setting, rounds
+from shardwise.plan.search.bounds import Knowledge
 from shardwise.plan.search.evaluator import STEADY, Evaluator
 from shardwise.plan.search.exploration import (
     Candidate,
+    Evaluate,
     Exploration,
     Objective,
     explore_family,
@@ -23,16 +28,29 @@ from shardwise.plan.search.exploration import (
     ranked,
     smallest_cluster,
 )
-from shardwise.plan.search.processes import SearchSetting, explore_in_processes
-from shardwise.plan.search.space import SearchSpace, search_space
+from shardwise.plan.search.processes import Forecasters
+from shardwise.plan.search.space import Family, SearchSpace, search_space
 from shardwise.plan.simulate.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Cost, Forecast
 from shardwise.policy.precision import short_dtype_name
 from shardwise.policy.strategy import Strategy
 
-PARALLEL_FROM = 12
-"""Configurations from which on it pays to start more processes."""
+PARALLEL_FROM = 4
+"""Configurations from which on it pays to start processes."""
+BOUNDED_FROM = 12
+"""Configurations from which on bounds spare some of them."""
 SCALED_FROM = 2
 """Batches of a family that are always recorded."""
+
+
+class Effort(enum.Enum):
+    """How much of a search is forecast."""
+
+    QUICK = "quick"
+    """The strategy that shards most, and what bounds leave of it."""
+    USUAL = "usual"
+    """What bounds leave: the same winner as the whole grid's."""
+    THOROUGH = "thorough"
+    """The whole grid, but for what follows from smaller batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +64,7 @@ class Question:
     budget_bytes: int | None = None
     """Of one GPU, for everything; None: the device's usable bytes."""
     objective: Objective = Objective.TOKENS_PER_S
+    effort: Effort = Effort.USUAL
     workers: int = 1
     """Processes that forecast."""
     smallest_cluster: bool = False
@@ -90,19 +109,20 @@ class Plan:
             raise nothing_fits(self.report.exploration)
 
 
-Progress = Callable[[int, int], None]
-"""Told (configurations done, configurations in all) of a search now and then, perhaps from several threads."""
+Progress = Callable[[int, int, Candidate], None]
+"""Told (configurations done, configurations in all, the one just judged) of a search, perhaps from several threads."""
 
 
 def plan(question: Question, progress: Progress | None = None) -> Plan:
     """Answer a question: the search and the further answers. Raises PlanError and ConfigError as `search`."""
     source = resolve(question.model)
-    exploration = explore(question, progress)
-    nearest = exploration.candidates[0].job
-    evaluate = Evaluator(source)
-    best = exploration.best
-    answers, extra = _answers(question, evaluate, nearest, best)
-    shown = best or evaluate(nearest)
+    whole = _space(question)
+    with _forecasters(question, whole) as forecasters:
+        exploration = _explore(question, whole, forecasters, progress)
+        nearest = exploration.candidates[0].job
+        best = exploration.best
+        shown = best or forecasters(nearest)
+        answers, extra = _answers(question, forecasters, shown, best)
     report = PlanReport(
         title=f"{source.title}: {_count(shown.parameters)} parameters",
         setting=setting(nearest),
@@ -114,9 +134,10 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
 
 
 def _answers(
-    question: Question, evaluate: Evaluator, nearest: Job, best: Forecast | None
+    question: Question, evaluate: Evaluate, shown: Forecast, best: Forecast | None
 ) -> tuple[list[str], dict[str, Any]]:
     """In sentences, and as plain data."""
+    nearest = shown.job
     sentences: list[str] = []
     extra: dict[str, Any] = {}
     if question.largest_batch:
@@ -128,7 +149,10 @@ def _answers(
         )
     if question.smallest_cluster:
         job = _leanest(question, nearest)
-        found = smallest_cluster(evaluate, job, question.budget_bytes)
+        known = Knowledge(question.budget_bytes, [shown])
+        found = smallest_cluster(
+            evaluate, job, question.budget_bytes, lambda job: known.least_bytes(job) <= known.has_bytes
+        )
         extra["smallest_cluster"] = None if found is None else found.job.world_size
         size = "none that is sensible" if found is None else _gpus_and_nodes(found.job)
         sentences.append(f"The smallest cluster that fits with {full_name(job)}: {size}.")
@@ -276,7 +300,8 @@ def search(
         PlanError: nothing fits, or the model cannot be planned; the message names the way out.
         ConfigError: an invalid argument.
     """
-    question = Question(model, arguments, global_batch, budget_bytes, Objective.parse(objective), workers)
+    parsed = Objective.parse(objective)
+    question = Question(model, arguments, global_batch, budget_bytes, parsed, Effort.THOROUGH, workers)
     exploration = explore(question)
     if exploration.best is None:
         raise nothing_fits(exploration)
@@ -285,48 +310,97 @@ def search(
 
 
 def explore(question: Question, progress: Progress | None = None) -> Exploration:
-    """Look at every configuration that a question spans. Raises PlanError and ConfigError as `search`."""
-    source = resolve(question.model)
-    whole = search_space(with_sequences(source, question.arguments), question.global_batch)
+    """Search the configurations that a question spans. Raises PlanError and ConfigError as `search`."""
+    whole = _space(question)
+    with _forecasters(question, whole) as forecasters:
+        return _explore(question, whole, forecasters, progress)
+
+
+def _space(question: Question) -> SearchSpace:
+    whole = search_space(with_sequences(resolve(question.model), question.arguments), question.global_batch)
     for family in whole.families:  # unknown names raise before anything is run
         _ = family.base.hardware, family.base.node_interconnect
-    exploration = _explored(question, source, whole, progress, scale=True)
+    return whole
+
+
+def _forecasters(question: Question, whole: SearchSpace) -> Forecasters:
+    """One process where few configurations are asked for, or where the model has no name to tell another process."""
+    alone = whole.size < PARALLEL_FROM or callable(question.model)
+    return Forecasters(question.model, 1 if alone else question.workers)
+
+
+def _explore(
+    question: Question, whole: SearchSpace, forecasters: Forecasters, progress: Progress | None
+) -> Exploration:
+    exploration = _explored(question, whole, partial(forecasters.run, scale=True), progress)
     scales = any(len(family.batches) > SCALED_FROM for family in whole.families)
-    if not scales or _is_confirmed(exploration, source):
+    if not scales or _is_confirmed(exploration, forecasters):
         return exploration
-    return _explored(question, source, whole, progress, scale=False)
+    return _explored(question, whole, partial(forecasters.run, scale=False), progress)
 
 
 def _explored(
-    question: Question, source: ModelSource, whole: SearchSpace, progress: Progress | None, scale: bool
+    question: Question, whole: SearchSpace, forecast_in: Callable[..., Any], progress: Progress | None
 ) -> Exploration:
-    families = whole.families
-    count = sum(family.size for family in families)
     done = itertools.count(1)
 
-    def tally() -> None:
-        if progress is not None:
-            progress(next(done), count)
+    def listed(task: Callable[[Evaluate], Iterator[Candidate]], evaluate: Evaluate) -> list[Candidate]:
+        found = []
+        for candidate in task(evaluate):
+            found.append(candidate)
+            if progress is not None:
+                progress(next(done), whole.size, candidate)
+        return found
 
-    candidates: list[Candidate] = []
-    if question.workers > 1 and count >= PARALLEL_FROM and len(families) > 1 and not callable(question.model):
-        setting = SearchSetting(question.model, question.budget_bytes, question.objective, scale)
-        candidates += explore_in_processes(setting, families, question.workers, tally)
-    else:
-        evaluator = Evaluator(source, scale)
-        for family in families:
-            for candidate in explore_family(family, evaluator, question.budget_bytes, question.objective):
-                candidates.append(candidate)
-                tally()
-    return replace(ranked(candidates, question.objective, question.budget_bytes), left_out=whole.left_out)
+    def run(tasks: list[Callable[[Evaluate], Iterator[Candidate]]]) -> list[list[Candidate]]:
+        found: list[list[Candidate]] = forecast_in([partial(listed, task) for task in tasks])
+        return found
+
+    is_grid = question.effort is Effort.THOROUGH or whole.size < BOUNDED_FROM or question.objective is Objective.MEMORY
+    found = (_grid if is_grid else _bounded)(question, whole.families, run)
+    return replace(ranked(found, question.objective, question.budget_bytes), left_out=whole.left_out)
 
 
-def _is_confirmed(exploration: Exploration, source: ModelSource) -> bool:
+Run = Callable[[list[Callable[[Evaluate], Iterator[Candidate]]]], list[list[Candidate]]]
+"""Runs tasks that are given what forecasts a job; returns what each finds."""
+
+
+def _grid(question: Question, families: tuple[Family, ...], run: Run) -> list[Candidate]:
+    """Every configuration that a smaller one does not rule out; the largest families are started first."""
+
+    def task(family: Family, evaluate: Evaluate) -> Iterator[Candidate]:
+        return explore_family(family, evaluate, question.budget_bytes, question.objective)
+
+    order = sorted(range(len(families)), key=lambda index: -families[index].size)
+    found = dict(zip(order, run([partial(task, families[index]) for index in order]), strict=True))
+    return [candidate for index in range(len(families)) for candidate in found[index]]
+
+
+def _bounded(question: Question, families: tuple[Family, ...], run: Run) -> list[Candidate]:
+    """The configurations that may be the best."""
+    found: list[Candidate] = []
+    for alike in by_setting(families):
+        known = Knowledge(question.budget_bytes)
+        for tasks in rounds(alike, question.effort is Effort.QUICK):
+
+            def start(task: Task, evaluate: Evaluate, known: Knowledge = known) -> Iterator[Candidate]:
+                return task.run(evaluate, known.copy(), question.objective)
+
+            candidates = [candidate for each in run([partial(start, task) for task in tasks]) for candidate in each]
+            for candidate in candidates:
+                if candidate.forecast is not None:
+                    known.learn(candidate.forecast)
+            found += candidates
+    return found
+
+
+def _is_confirmed(exploration: Exploration, forecasters: Forecasters) -> bool:
     """Whether the best one, recorded by itself, gives the same forecast as in the search."""
     best = exploration.best
     if best is None:
         return True
     short = replace(best.job, accumulation=min(best.job.accumulation, STEADY))
+    alone = forecasters(short, scale=False)
     if short != best.job:  # of a long accumulation only its memory is comparable with a short one's
-        return Evaluator(source, scale=False)(short).memory == best.memory
-    return Evaluator(source, scale=False)(short).to_dict() == best.to_dict()
+        return alone.memory == best.memory
+    return alone.to_dict() == best.to_dict()

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
 
@@ -78,6 +78,21 @@ def repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None:
     """
     if callable(job.units) and not isinstance(job.units, type):
         return None  # may look at names
+    return _repeated_blocks(
+        builder,
+        Job(
+            seq_len=job.seq_len,
+            micro_batch=job.micro_batch,
+            loss=job.loss,
+            slots=job.slots,
+            activation_checkpointing=job.activation_checkpointing,
+        ),
+    )
+
+
+@lru_cache(maxsize=32)
+def _repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None:
+    """Of a job's fields only those that a forward sees, so that strategies share the proof."""
     try:
         with torch.device("meta"):
             model = builder()

@@ -281,7 +281,6 @@ def _without_collection() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,8 +73,7 @@ class ModelSource:
         if self.build is not None:
             return self.build
         assert self.config is not None
-        config = self.config
-        return lambda: build_transformer(config, attention)
+        return _transformers_builder(json.dumps(self.config), attention)
 
     @property
     def positions(self) -> int | None:
@@ -83,6 +82,9 @@ class ModelSource:
         Raises:
             PlanError: transformers cannot build the configuration.
         """
+        stated = None if self.config is None else self.config.get("max_position_embeddings")
+        if isinstance(stated, int) and stated > 0:
+            return stated
         return None if self.description is None else self.description.positions
 
     @property
@@ -190,3 +192,9 @@ def _check_known(config: Mapping[str, Any], where: str) -> None:
     """Raise PlanError for a type that transformers does not know."""
     if kept_description(config) is None:
         check_model_type(config["model_type"], where)
+
+
+@lru_cache(maxsize=8)
+def _transformers_builder(config: str, attention: str) -> Builder:
+    """The same function for the same model: what is known of one builder's models is known of the other's."""
+    return partial(build_transformer, json.loads(config), attention)

@@ -8,8 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from shardwise.errors import PlanError
-from shardwise.plan.report.report import PlanReport, amount, batch_name, parts, strategy_name
-from shardwise.plan.search.exploration import Candidate, available_bytes, gib, needed_bytes
+from shardwise.plan.report.report import PlanReport, amount, batch_name, parts, shown_rows, strategy_name
+from shardwise.plan.search.exploration import Candidate, Exploration, available_bytes, gib, needed_bytes
 
 WIDTH = 80
 _BAR = 32
@@ -32,6 +32,12 @@ def table_text(report: PlanReport) -> str:
     closing = [report.counts, *report.answers]
     blocks.append("\n".join(_wrapped(line) for line in closing if line))
     return "\n\n".join(block for block in blocks if block)
+
+
+def rows_text(exploration: Exploration) -> str:
+    """The table alone, of a search that may go on; nothing where nothing fits."""
+    rows = shown_rows(exploration)
+    return _table(rows) if rows else ""
 
 
 def seconds(value: float) -> str:

@@ -39,9 +39,7 @@ class PlanReport:
     @property
     def rows(self) -> list[Candidate]:
         """The best that fit, best first; the first of each strategy is always among them."""
-        fitting = self.exploration.fitting
-        firsts = {id(candidate) for candidate in by_strategy(self.exploration) if candidate.verdict is Verdict.FITS}
-        return [c for n, c in enumerate(fitting) if n < SHOWN or id(c) in firsts]
+        return shown_rows(self.exploration)
 
     @property
     def bars(self) -> list[Bar]:
@@ -51,11 +49,17 @@ class PlanReport:
     @property
     def fallen(self) -> list[tuple[str, str]]:
         """(configuration, why) of the nearest of every strategy that does not fit at all, or that is ruled out."""
+        known = by_strategy(self.exploration)
         too_large = [
             (full_name(candidate.job), candidate.limited_by)
-            for candidate in by_strategy(self.exploration)
+            for candidate in known
             if candidate.verdict is not Verdict.FITS
         ]
+        names = {strategy_name(candidate.job) for candidate in known}
+        for candidate in self.exploration.candidates:  # ruled out by bounds: the smallest batch says most
+            if strategy_name(candidate.job) not in names:
+                names.add(strategy_name(candidate.job))
+                too_large.append((full_name(candidate.job), candidate.limited_by))
         return too_large + [(strategy_name(job), why) for job, why in self.exploration.left_out]
 
     @property
@@ -71,8 +75,14 @@ class PlanReport:
         if counted[Verdict.TOO_LARGE] or counted[Verdict.IMPLIED]:
             words.append(f"{counted[Verdict.TOO_LARGE] + counted[Verdict.IMPLIED]} do not")
         if counted[Verdict.SLOWER]:
-            words.append(f"{counted[Verdict.SLOWER]} recompute what would fit without, which is slower")
+            words.append(f"{counted[Verdict.SLOWER]} are known to be slower")
         return ", ".join(words) + "."
+
+
+def shown_rows(exploration: Exploration) -> list[Candidate]:
+    """The best that fit, best first; the first of each strategy is always among them."""
+    firsts = {id(candidate) for candidate in by_strategy(exploration) if candidate.verdict is Verdict.FITS}
+    return [c for n, c in enumerate(exploration.fitting) if n < SHOWN or id(c) in firsts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Verdict(enum.Enum):
     IMPLIED = "too large, as a smaller batch is"
     """Not forecast: a smaller micro-batch holds more live bytes than there are, and a larger one never holds fewer."""
     SLOWER = "slower"
-    """Not forecast: the same without recomputation fits, and recomputation only adds work."""
+    """Not forecast: another that fits is known to be faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def why_too_large(forecast: Forecast, has_bytes: int) -> str:
 
 def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: int | None) -> Exploration:
     """Put candidates in order. Memory is the bottleneck of one whose next larger micro-batch does not fit."""
-    everything = [(candidate, _family_key(candidate.job)) for candidate in candidates]
+    everything = [(candidate, family_key(candidate.job)) for candidate in candidates]
     larger_fails = {key for candidate, key in everything if candidate.verdict in (Verdict.TOO_LARGE, Verdict.IMPLIED)}
     largest: dict[tuple[object, ...], int] = {}
     for candidate, key in everything:
@@ -209,21 +209,25 @@ def largest_micro_batch(evaluate: Evaluate, job: Job, budget_bytes: int | None =
         Its forecast; None where not even one sequence fits.
     """
 
-    def with_batch(size: int) -> Candidate:
-        return judge(evaluate(replace(job, micro_batch=size)), budget_bytes)
+    def with_batch(size: int) -> Forecast | None:
+        return _fitting(evaluate(replace(job, micro_batch=size)), budget_bytes)
 
     low, high, best = 0, 1, None
-    while (candidate := with_batch(high)).verdict is Verdict.FITS:
-        best, low, high = candidate.forecast, high, high * 2
+    while (found := with_batch(high)) is not None:
+        best, low, high = found, high, high * 2
     return _bisect(low, high, best, with_batch, fits_below=True)
 
 
-def smallest_cluster(evaluate: Evaluate, job: Job, budget_bytes: int | None = None) -> Forecast | None:
+def smallest_cluster(
+    evaluate: Evaluate, job: Job, budget_bytes: int | None = None, may_fit: Callable[[Job], bool] = lambda job: True
+) -> Forecast | None:
     """The fewest GPUs on which a job fits: within one node first, then whole nodes.
 
     Args:
         job: its `gpus_per_node` is a full node; its `nodes`, its `shard_group` and a number of ranks to reshard to are
             not looked at.
+        budget_bytes: of one GPU, for everything. None: the device's usable bytes.
+        may_fit: False where a job is known not to fit, which is then not forecast.
 
     Returns:
         The forecast there; None where `LARGEST_CLUSTER_NODES` nodes are too few.
@@ -231,18 +235,18 @@ def smallest_cluster(evaluate: Evaluate, job: Job, budget_bytes: int | None = No
     full = job.gpus_per_node
     resharding = job.reshard_after_forward if isinstance(job.reshard_after_forward, bool) else None
 
-    def with_size(size: int) -> Candidate:
-        """Sizes count GPUs up to a full node, nodes beyond it."""
+    def with_size(size: int) -> Forecast | None:
+        """What fits there. Sizes count GPUs up to a full node, nodes beyond it."""
         nodes, gpus = (1, size) if size <= full else (size - full + 1, full)
         smaller = replace(job, nodes=nodes, gpus_per_node=gpus, shard_group=None, reshard_after_forward=resharding)
-        return judge(evaluate(smaller), budget_bytes)
+        return _fitting(evaluate(smaller), budget_bytes) if may_fit(smaller) else None
 
     low, nodes = 0, 1
-    while (candidate := with_size(full + nodes - 1)).verdict is not Verdict.FITS:
+    while (best := with_size(full + nodes - 1)) is None:
         low, nodes = full + nodes - 1, nodes * 2
         if nodes > LARGEST_CLUSTER_NODES:
             return None
-    return _bisect(low, full + nodes - 1, candidate.forecast, with_size, fits_below=False)
+    return _bisect(low, full + nodes - 1, best, with_size, fits_below=False)
 
 
 def describe(job: Job) -> str:
@@ -267,16 +271,19 @@ def gib(nbytes: float) -> str:
 
 
 def _bisect(
-    low: int, high: int, best: Forecast | None, judged: Callable[[int], Candidate], fits_below: bool
+    low: int, high: int, best: Forecast | None, fitting: Callable[[int], Forecast | None], fits_below: bool
 ) -> Forecast | None:
     """The forecast of the last size that fits, where one of `low` and `high` does. `best` is the one known so far."""
     while high - low > 1:
         middle = (low + high) // 2
-        candidate = judged(middle)
-        fits = candidate.verdict is Verdict.FITS
-        best = candidate.forecast if fits else best
-        low, high = (middle, high) if fits is fits_below else (low, middle)
+        found = fitting(middle)
+        best = found or best
+        low, high = (middle, high) if (found is not None) is fits_below else (low, middle)
     return best
+
+
+def _fitting(forecast: Forecast, budget_bytes: int | None) -> Forecast | None:
+    return forecast if judge(forecast, budget_bytes).verdict is Verdict.FITS else None
 
 
 def _is_hopeless(forecast: Forecast, budget_bytes: int | None) -> bool:
@@ -291,7 +298,7 @@ def _implies(smaller: Job, larger: Job) -> bool:
     return smaller.micro_batch <= larger.micro_batch and (smaller.accumulation == 1 or larger.accumulation > 1)
 
 
-def _family_key(job: Job) -> tuple[object, ...]:
+def family_key(job: Job) -> tuple[object, ...]:
     """What jobs have in common that differ in their batches alone. A device may be an object that cannot be hashed."""
     alike = (getattr(job, field.name) for field in fields(job) if field.name not in _APART)
     return (str(getattr(job.gpu, "name", job.gpu)), *alike)

@@ -1,115 +1,138 @@
-"""A search in several processes: each explores whole families of configurations, one after the other.
+"""Forecasts in several processes.
 
-The processes are programs of their own, not forks: the caller may have threads and process groups. Families come on
-their standard input, candidates leave on their standard output, pickled, and None after a family's last.
+The processes are programs of their own, not forks: the caller may have threads and process groups. Each starts when the
+first forecast is asked of it that was not kept. Jobs come on its standard input, forecasts leave on its standard
+output, pickled.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from shardwise.errors import PlanError
-from shardwise.plan.models.source import ModelLike, resolve
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.models.source import ModelLike, ModelSource, resolve
 from shardwise.plan.search.evaluator import Evaluator
-from shardwise.plan.search.exploration import Candidate, Objective, explore_family
-from shardwise.plan.search.space import Family
+from shardwise.plan.search.exploration import Evaluate
+from shardwise.plan.simulate.forecast import Forecast
+from shardwise.plan.simulate.kept_forecasts import kept_forecast
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class SearchSetting:
-    """The settings that all families of a search share: the first message to a process."""
+class Forecasters:
+    """Forecasts jobs, and runs tasks that do, several at a time, each with one process behind it. A context manager."""
 
-    model: ModelLike
-    """Picklable: a name, a path or a dict."""
-    budget_bytes: int | None
-    """Of one GPU, for everything. None: the device's usable bytes."""
-    objective: Objective
-    scale: bool
-    """Whether recordings may be computed from others."""
-
-
-def explore_in_processes(
-    setting: SearchSetting, families: Sequence[Family], processes: int, on_candidate: Callable[[], None]
-) -> list[Candidate]:
-    """Explore families in several processes.
-
-    Args:
-        setting: shared by all families.
-        families: to explore; the largest are started first.
-        processes: at most so many at a time.
-        on_candidate: called after each configuration, from any thread.
-
-    Returns:
-        Every family's candidates, in the families' order.
-
-    Raises:
-        Whatever exploring a family raises; PlanError where a process dies without an answer.
-    """
-    idle: SimpleQueue[_SearchProcess] = SimpleQueue()
-
-    def explore(family: Family) -> list[Candidate]:
-        process = idle.get()
-        found = []
-        try:
-            for candidate in process.explore(family):
-                found.append(candidate)
-                on_candidate()
-        finally:
-            idle.put(
-                process
-            )  # a dead one too: exploring with it raises, where waiting for one that lives might never end
-        return found
-
-    count = min(processes, len(families))
-    with ExitStack() as stack, ThreadPoolExecutor(count) as threads:
-        for _ in range(count):
-            idle.put(stack.enter_context(_SearchProcess(setting)))
-        order = sorted(range(len(families)), key=lambda index: -families[index].size)
-        futures = {index: threads.submit(explore, families[index]) for index in order}
-        try:
-            return [candidate for index in range(len(families)) for candidate in futures[index].result()]
-        except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-class _SearchProcess:
-    """The caller's end of one process."""
-
-    def __init__(self, setting: SearchSetting) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+    def __init__(self, model: ModelLike, processes: int = 1) -> None:
+        """
+        Args:
+            model: for more than one process picklable: a name, a path or a dict.
+            processes: at most so many. With one, everything runs in the caller's.
+        """
+        self._workers: list[_Worker] = (
+            [_Worker(resolve(model))] if processes == 1 else [_Process(model) for _ in range(processes)]
         )
-        self._send(setting)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        for worker in self._workers:
+            worker.end()
 
-    def explore(self, family: Family) -> Iterator[Candidate]:
-        self._send(family)
-        while (answer := self._receive()) is not None:
-            yield answer
+    def __call__(self, job: Job, scale: bool = True) -> Forecast:
+        """A job's forecast without events, its recording made from others' if `scale`."""
+        return self._workers[0](job, scale)
 
-    def _receive(self) -> Candidate | None:
+    def run(self, tasks: Sequence[Callable[[Evaluate], T]], scale: bool = True) -> list[T]:
+        """Run tasks.
+
+        Args:
+            tasks: called with what forecasts a job; the first are started first.
+            scale: whether recordings may be made from others.
+
+        Returns:
+            What the tasks return, in their order.
+
+        Raises:
+            Whatever a task raises; PlanError where a process dies without an answer.
+        """
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            idle.put(worker)
+
+        def run(task: Callable[[Evaluate], T]) -> T:
+            worker = idle.get()
+            try:
+                return task(partial(worker, scale=scale))
+            finally:  # a dead one too: forecasting with it raises, where waiting for one that lives might never end
+                idle.put(worker)
+
+        if len(self._workers) == 1:
+            return [run(task) for task in tasks]
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            futures = [threads.submit(run, task) for task in tasks]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+class _Worker:
+    """Forecasts in the caller's process."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._evaluators = {scale: Evaluator(source, scale) for scale in (False, True)}
+
+    def __call__(self, job: Job, scale: bool) -> Forecast:
+        return self._evaluators[scale](job)
+
+    def end(self) -> None:
+        """Nothing was started."""
+
+
+class _Process(_Worker):
+    """The caller's end of a process of its own."""
+
+    def __init__(self, model: ModelLike) -> None:
+        self._model = model
+        self._source = resolve(model)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, job: Job, scale: bool) -> Forecast:
+        kept = kept_forecast(self._source, job, scale)
+        return self._ask(job, scale) if kept is None else kept
+
+    def end(self) -> None:
+        """End the process, if one was started."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def _ask(self, job: Job, scale: bool) -> Forecast:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import main; main()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            _send(self._process, self._model)
+        _send(self._process, (job, scale))
         assert self._process.stdout is not None
         try:
-            answer: Candidate | Exception | None = pickle.load(self._process.stdout)
+            answer: Forecast | Exception = pickle.load(self._process.stdout)
         except EOFError:
             raise PlanError(
                 f"a process of the search ended with status {self._process.wait()}; search with one worker to see why"
@@ -118,37 +141,34 @@ class _SearchProcess:
             raise answer
         return answer
 
-    def _send(self, message: Any) -> None:
-        assert self._process.stdin is not None
-        try:
-            pickle.dump(message, self._process.stdin)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended; reading its answer raises
+
+def _send(process: subprocess.Popen[bytes], message: Any) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended; reading its answer raises
+        pickle.dump(message, process.stdin)
+        process.stdin.flush()
 
 
 def main() -> None:
-    """The process's end: answer messages on standard input until it closes. The first is a `SearchSetting`, all others
-    are families; an exception is answered as itself."""
+    """The process's end: answer messages on standard input until it closes. The first is the model, all others are jobs
+    and whether to scale; an exception is answered as itself."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the caller says what is to be said
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the model's code may print: that must not be taken for an answer
-    setting: SearchSetting = pickle.load(sys.stdin.buffer)
-    evaluator: Evaluator | None = None
+    model: ModelLike = pickle.load(sys.stdin.buffer)
+    worker: _Worker | None = None
     while True:
         try:
-            family: Family = pickle.load(sys.stdin.buffer)
+            job, scale = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            if evaluator is None:
-                evaluator = Evaluator(resolve(setting.model), setting.scale)
-            for candidate in explore_family(family, evaluator, setting.budget_bytes, setting.objective):
-                _answer(candidate, answers)
-            _answer(None, answers)
+            worker = worker or _Worker(resolve(model))
+            answer: Forecast | Exception = worker(job, scale)
         except Exception as error:
-            _answer(error, answers)
-
-
-def _answer(answer: Candidate | Exception | None, answers: Any) -> None:
-    pickle.dump(answer, answers)
-    answers.flush()
+            answer = error
+        try:
+            pickle.dump(answer, answers)
+            answers.flush()
+        except BrokenPipeError:  # nobody waits for it
+            os._exit(1)

@@ -15,6 +15,8 @@ from shardwise.policy.strategy import Strategy
 
 LARGEST_MICRO_BATCH = 64
 """Where a search stops by itself; `largest_micro_batch` goes on."""
+_SEARCHED = ("strategy", "shard_group", "micro_batch", "activation_checkpointing", "accumulation")
+"""Arguments that are searched where they are left out."""
 _MODES = ("none", "selective-ops", "every-2", "full")
 
 
@@ -47,6 +49,11 @@ class SearchSpace:
     left_out: tuple[tuple[Job, str], ...]
     """(job without the conflicting argument, reason) of strategies that the other arguments rule out."""
 
+    @property
+    def size(self) -> int:
+        """Configurations."""
+        return sum(family.size for family in self.families)
+
 
 def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) -> SearchSpace:
     """Every configuration that a search looks at.
@@ -62,10 +69,7 @@ def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) 
         ConfigError: an invalid value, or one that no strategy allows.
     """
     choices = {name: _values(name, value) for name, value in arguments.items() if value is not None}
-    searched = {
-        name: choices.pop(name, None)
-        for name in ("strategy", "shard_group", "micro_batch", "activation_checkpointing", "accumulation")
-    }
+    searched = {name: choices.pop(name, None) for name in _SEARCHED}
     found, left_out = [], []
     for values in itertools.product(*choices.values()):
         base = Job.of(**dict(zip(choices, values, strict=True)))

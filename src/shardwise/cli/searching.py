@@ -1,0 +1,124 @@
+"""What a search shows while it runs: a table that improves on a terminal, lines on standard error elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from shardwise.cli.exit import Exit
+
+if TYPE_CHECKING:
+    from shardwise.plan.planner import Question
+    from shardwise.plan.search.exploration import Candidate
+
+_FIRST_LINE_S = 3.0
+_LINES_S = 10.0
+"""Between lines on standard error."""
+_TICK_S = 0.2
+
+
+class Searching:
+    """A context manager around a search. Ctrl-C inside prints what is known so far and ends the program."""
+
+    def __init__(self, question: Question, wanted: bool = True) -> None:
+        """
+        Args:
+            question: the one that is searched for.
+            wanted: whether to show anything on standard output; standard error has lines in any case.
+        """
+        self._question = question
+        self._found: list[Candidate] = []
+        self._total = 0
+        self._began_s = time.monotonic()
+        self._over = threading.Event()
+        self._handler: Any = None
+        self._wanted = wanted
+        self._live: Any = None
+        self._thread = threading.Thread(target=self._tell, daemon=True)
+
+    def __call__(self, done: int, total: int, candidate: Candidate) -> None:
+        """A configuration was judged."""
+        self._found.append(candidate)
+        self._total = total
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGINT, self._interrupted)
+        if self._wanted and sys.stdout.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(
+                get_renderable=self._picture, console=Console(highlight=False), transient=True, refresh_per_second=4
+            )
+            self._live.start()
+        else:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+
+    def _end(self) -> None:
+        self._over.set()
+        if self._live is not None:
+            self._live.stop()
+
+    def _picture(self) -> Any:
+        from rich.text import Text
+
+        rows = self._table()
+        return Text("\n\n".join(part for part in (rows, self._line()) if part))
+
+    def _table(self) -> str:
+        """Of what fits so far."""
+        if not self._found:
+            return ""
+        from shardwise.plan.report.rendering import rows_text
+        from shardwise.plan.search.exploration import ranked
+
+        found = list(self._found)  # threads add to it
+        return rows_text(ranked(found, self._question.objective, self._question.budget_bytes))
+
+    def _line(self) -> str:
+        seconds = f"{time.monotonic() - self._began_s:.0f} s"
+        if not self._found:
+            return f"planning: loading torch and running the model dry, {seconds}"
+        forecast = [candidate for candidate in self._found if candidate.forecast is not None]
+        done = f"planning: {len(self._found)} of {self._total} configurations settled by {len(forecast)} forecasts"
+        return f"{done}, {seconds}"
+
+    def _tell(self) -> None:
+        """Lines on standard error, now and then."""
+        due_s = _FIRST_LINE_S
+        while not self._over.wait(_TICK_S):
+            if time.monotonic() - self._began_s >= due_s:
+                due_s += _LINES_S
+                print(self._line() + self._best(), file=sys.stderr, flush=True)
+
+    def _best(self) -> str:
+        from shardwise.plan.report.report import full_name
+        from shardwise.plan.search.exploration import ranked
+
+        best = ranked(list(self._found), self._question.objective, self._question.budget_bytes).best
+        if best is None:
+            return ""
+        return f"; best so far: {full_name(best.job)}, {best.tokens_per_s_per_gpu:,.0f} tokens/s a GPU"
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> NoReturn:
+        """Say what is known and end at once: an exception can get lost in an import."""
+        self._end()
+        known = self._table()
+        print(f"interrupted; {self._line()}{'' if known else '; nothing that fits is known yet'}", file=sys.stderr)
+        if known and self._wanted:
+            print(known)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(Exit.INTERRUPTED)
