@@ -2,23 +2,35 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+RUN_STAMP := $(VENV)/.run-done
+PIP := $(BIN)/python -m pip install -c constraints.txt
 
 .PHONY: setup setup-integrations train test test-integrations gpu lint clean
 
 setup: $(STAMP)
 
-# torch first: packages that look for it while they are built must find the pinned one.
-$(STAMP): pyproject.toml constraints.txt
+# What a run of the quickstart needs. torch first: packages that look for it while they are built must find the pinned one.
+$(RUN_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "shardwise needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Run: make setup PYTHON=python3.11" >&2; exit 1; }
+	@echo "[1/3] a virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0
-	$(PIP) -e '.[train,dev]'
+	@echo "[2/3] PyTorch 2.13.0, by far the largest part"
+	@$(PIP) torch==2.13.0
+	@echo "[3/3] shardwise, transformers and the terminal's"
+	@$(PIP) -e '.[cli]'
 	@touch $@
 
-train: setup
-	$(BIN)/shardwise train recipes/quickstart.toml
+# What else tests, checks and other kinds of data need.
+$(STAMP): $(RUN_STAMP)
+	@echo "packages for tests, checks and tables of data"
+	@$(PIP) --quiet -e '.[train,dev]'
+	@touch $@
+
+train: $(RUN_STAMP)
+	@$(BIN)/shardwise train recipes/quickstart.toml
+	@echo "Next: $(BIN)/shardwise train recipes/quickstart.toml log.name=longer train.steps=3000  (a better writer);"
+	@echo "      $(BIN)/shardwise inspect runs/quickstart/final;  docs/user-guide.md to fine-tune a model of your own."
 
 # Three files of tests at a time, the longest first, each with ranks of its own: tests wait for ranks as much as they work.
 # Plain pytest runs one.
@@ -32,7 +44,7 @@ test-integrations: setup-integrations
 setup-integrations: $(VENV)/.integrations-done
 
 $(VENV)/.integrations-done: $(STAMP)
-	$(PIP) -e '.[dev-integrations]'
+	@$(PIP) --quiet -e '.[dev-integrations]'
 	@touch $@
 
 # What one accelerator can tell, in nine minutes at most: with $(PYTHON) if its torch sees one, or has torch where there is

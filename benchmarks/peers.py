@@ -10,10 +10,12 @@ uses on one host passes neither c10d nor the loopback interface.
 """
 
 import argparse
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from typing import NoReturn
 
 if not __package__:  # started as a file
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "src")]
@@ -26,25 +28,40 @@ from benchmarks.launch import JobFailed, environment, run, run_job
 from benchmarks.summary import EngineSummary
 from benchmarks.target import Target, paired_ratio
 
+FORMATTER = argparse.RawDescriptionHelpFormatter
 GIB, MIB = 2**30, 2**20
 COUNTED_STEPS = 3
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 Summaries = dict[str, EngineSummary]
 
 
+class Parser(argparse.ArgumentParser):
+    """Mistakes are one line, and status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def count(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     shape, job = GPTShape(), Job("")
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--ranks", type=int, default=job.ranks, help="processes, one thread each (%(default)s)")
-    p.add_argument("--layers", type=int, default=shape.layers, help="transformer blocks (%(default)s)")
-    p.add_argument("--width", type=int, default=shape.width, help="model width (%(default)s)")
-    p.add_argument("--heads", type=int, default=shape.heads, help="attention heads (%(default)s)")
-    p.add_argument("--vocab", type=int, default=shape.vocab, help="vocabulary (%(default)s)")
-    p.add_argument("--batch", type=int, default=job.batch, help="sequences per rank (%(default)s)")
-    p.add_argument("--seq", type=int, default=shape.seq, help="tokens per sequence (%(default)s)")
-    p.add_argument("--steps", type=int, default=job.steps, help="timed steps of each run (%(default)s)")
+    p = Parser(prog=os.environ.get("SHARDWISE_COMMAND"), description=__doc__, formatter_class=FORMATTER)
+    p.add_argument("--ranks", type=count, default=job.ranks, help="processes, one thread each (%(default)s)")
+    p.add_argument("--layers", type=count, default=shape.layers, help="transformer blocks (%(default)s)")
+    p.add_argument("--width", type=count, default=shape.width, help="model width (%(default)s)")
+    p.add_argument("--heads", type=count, default=shape.heads, help="attention heads (%(default)s)")
+    p.add_argument("--vocab", type=count, default=shape.vocab, help="vocabulary (%(default)s)")
+    p.add_argument("--batch", type=count, default=job.batch, help="sequences per rank (%(default)s)")
+    p.add_argument("--seq", type=count, default=shape.seq, help="tokens per sequence (%(default)s)")
+    p.add_argument("--steps", type=count, default=job.steps, help="timed steps of each run (%(default)s)")
     p.add_argument("--warmup", type=int, default=job.warmup, help="untimed steps before them (%(default)s)")
-    p.add_argument("--rounds", type=int, default=3, help="times the engines take turns (%(default)s)")
+    p.add_argument("--rounds", type=count, default=3, help="times the engines take turns (%(default)s)")
     p.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, in this order (%(default)s)")
     p.add_argument("--strategy", choices=STRATEGIES, default=job.strategy, help="shardwise's (%(default)s)")
     p.add_argument("--no-bytes", action="store_true", help="skip the runs that count bytes")
@@ -63,7 +80,7 @@ def choose(names: str) -> tuple[list[str], list[str]]:
     wanted = names.split(",")
     unknown = [name for name in wanted if name not in ENGINES]
     if unknown:
-        raise SystemExit(f"unknown engine {unknown[0]!r}; known are {', '.join(ENGINES)}")
+        parser().error(f"unknown engine {unknown[0]!r}; known are {', '.join(ENGINES)}")
     skipped = [line for name in wanted if (line := missing(name))]
     return [name for name in wanted if not missing(name)], skipped
 
@@ -74,6 +91,7 @@ def take_turns(engines: list[str], job: Job, rounds: int) -> tuple[Summaries, li
     failures: list[str] = []
     for turn in range(rounds):
         for name in [name for name in engines if name in summaries]:
+            print(f"round {turn + 1}/{rounds}  {name:<10} ...", end="\r", file=sys.stderr, flush=True)
             try:
                 summaries[name].add_timed(_run_again_if_need_be(replace(job, engine=name)))
             except JobFailed as error:
@@ -243,4 +261,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None

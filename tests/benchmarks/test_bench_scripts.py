@@ -95,8 +95,11 @@ def test_initial_numbers_are_timed(tmp_path: Path) -> None:
 
 def test_unknown_engine_is_one_line() -> None:
     done = _run("peers.py", "--engines", "fsdp3")
-    assert done.returncode == 1
-    assert done.stderr.startswith("unknown engine 'fsdp3'; known are alone, ddp")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown engine 'fsdp3'; known are alone, ddp")
+    done = _run("peers.py", "--steps", "0")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "'0' is no whole number from 1 on (see peers.py --help)" in done.stderr
 
 
 def test_targets_compare_round_by_round() -> None:

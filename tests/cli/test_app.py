@@ -88,6 +88,13 @@ def test_bench_hands_its_options_to_the_script(monkeypatch: pytest.MonkeyPatch, 
     assert run(["bench", "--layers", "3"]) == 1
 
 
+def test_a_mistake_of_bench_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--engines", "fsdp3"]) == 2
+    told = capfd.readouterr().err
+    assert told.startswith("error: unknown engine 'fsdp3'; known are ")
+    assert told.endswith(" (see shardwise bench --help)\n")
+
+
 def test_bench_outside_a_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SCRIPT", Path("nowhere") / "peers.py")
     with pytest.raises(UserError, match="not part of the installed package"):

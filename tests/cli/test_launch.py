@@ -23,7 +23,31 @@ if rank == 0:
 def test_ranks_run_the_resolved_configuration(start: Start) -> None:
     ended = start("train", "run.toml", "parallel.strategy=shard_grad_op", "train.micro_batch=3").end()
     assert (ended.status, ended.err) == (0, "")
-    assert ended.out == "strategy shard_grad_op batch 6\n"
+    assert ended.out == "starting 2 ranks, 1 steps: runs/run\nstrategy shard_grad_op batch 6\n"
+
+
+def test_an_interrupt_before_the_first_step_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    scenario = """
+from pathlib import Path
+Path("runs/run/checkpoints").mkdir(parents=True, exist_ok=True)
+for name in ("config.toml", "metrics.jsonl", ".running"):
+    Path("runs/run", name).touch()
+Path(f"begun-{rank}").touch()
+time.sleep(600)
+"""
+    for before in ("", "runs/run/notes.txt"):
+        if before:
+            (tmp_path / before).parent.mkdir(parents=True)
+            (tmp_path / before).touch()
+        command = start("train", "run.toml", scenario=scenario)
+        while len(list(tmp_path.glob("begun-*"))) < 2:
+            assert command.process.poll() is None, command.end()
+            time.sleep(0.01)
+        command.interrupt()
+        assert command.end(timeout_s=40).status == 130
+        for mark in tmp_path.glob("begun-*"):
+            mark.unlink()
+        assert (tmp_path / "runs").exists() is bool(before)  # what was there before stays
 
 
 @pytest.mark.parametrize(
@@ -220,6 +244,7 @@ def test_an_interrupt_while_ranks_boot_waits_for_their_handlers(start: Start, tm
     booting.write_text(booting.read_text() + slow)
     command = start("train", "run.toml", scenario="time.sleep(600)")
     assert command.process.stdout is not None
+    assert command.process.stdout.readline().startswith("starting 2 ranks")
     assert [command.process.stdout.readline() for _ in range(2)] == ["booting\n"] * 2
     command.interrupt()
     ended = command.end(timeout_s=30)

@@ -1,5 +1,6 @@
 """`shardwise bench`: runs the comparison with other engines that lies in the source tree, not in the package."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         UserError: shardwise was not installed from a source tree and the working directory is none.
     """
-    return subprocess.run([sys.executable, str(find_script()), *arguments], check=False).returncode
+    environment = {**os.environ, "SHARDWISE_COMMAND": "shardwise bench"}
+    command = [sys.executable, str(find_script()), *arguments]
+    return subprocess.run(command, check=False, env=environment).returncode
 
 
 def find_script() -> Path:

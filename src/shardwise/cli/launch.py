@@ -24,6 +24,7 @@ from shardwise.cli.exit import Exit
 from shardwise.errors import UserError
 from shardwise.train.config.files import dump_toml
 from shardwise.train.config.schema import Config
+from shardwise.train.run.directory import RunDirectory
 
 LOOPBACK = "127.0.0.1"
 STRAGGLER_GRACE_S = 20.0
@@ -46,10 +47,17 @@ def launch(config: Config, debug: bool = False) -> Exit:
         UserError: MASTER_PORT is set and cannot be used.
     """
     assert config.parallel.ranks != "auto"
+    directory = RunDirectory(config.run_directory)
+    made = [path for path in (directory.path, *directory.path.parents) if not path.exists()]
+    many = "rank" if config.parallel.ranks == 1 else "ranks"
+    print(f"starting {config.parallel.ranks} {many}, {config.train.steps} steps: {directory.path}", flush=True)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         path = Path(name) / "config.toml"
         path.write_text(dump_toml(config), encoding="utf-8")
-        return launch_task("train", path, config.parallel.ranks, debug)
+        status = launch_task("train", path, config.parallel.ranks, debug)
+    if status == Exit.INTERRUPTED and made:
+        directory.drop_unbegun(made)
+    return status
 
 
 def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:

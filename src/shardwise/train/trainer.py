@@ -124,6 +124,7 @@ class Trainer:
         self.console = console
         train = config.train
         assert train.global_batch is not None, "Config.for_ranks fills it in"
+        console.doing("reading the data")
         with ranks.together():
             self.data = load_datasets(config.data)
         rank_consistency.check(config, self.data, ranks)
@@ -148,6 +149,7 @@ class Trainer:
 
         self.resumes = ranks.on_first(lambda: saved.has_any)
         """Whether the numbers are a checkpoint's."""
+        console.doing("building the model")
         torch.manual_seed(train.seed)  # the same on every rank: all build the same weights
         model = build_model(config.model, self.text, config.lora)
         self.loss_function = LossFunction(model)
@@ -232,6 +234,7 @@ class Trainer:
                 if self.interruption.agreed and not last:
                     self._leave(checkpoints, taken)
         footprint = self._footprint()
+        self.console.doing(f"writing {directory.final}")
         export(self.model, self.data.tokenizer, directory, self.ranks, max(self.first_step, train.steps), self.form)
         self._sum_up(directory, footprint)
 
@@ -415,6 +418,7 @@ class Trainer:
         """False where it was interrupted."""
         if not self.held_out:
             return True
+        self.console.doing(f"evaluating on {len(self.data.held_out):,} rows")
         loss = evaluate(self.model, self.loss_function, self.held_out, self.ranks, self.interruption)
         if loss is None:
             self.console.say(f"step {step}: the evaluation was interrupted")

@@ -18,6 +18,7 @@ from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train.build.lora import add_adapter
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import LoraConfig, ModelConfig
+from shardwise.train.data.early import check_fits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -143,17 +144,8 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
 
 def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
     check_sizes(hf_config.model_type, hf_config, ConfigError)
-    vocab_size = getattr(hf_config, "vocab_size", None)
-    if vocab_size is not None and vocab_size < text.vocab_size:
-        raise ConfigError(
-            f"the model has vocab_size={vocab_size} and the tokenizer needs {text.vocab_size}: "
-            "set vocab_size, or use the model's own tokenizer in data.tokenizer"
-        )
     positions = getattr(hf_config, "max_position_embeddings", None)
-    if positions is not None and positions < text.seq_len:
-        raise ConfigError(
-            f"data.seq_len={text.seq_len} is more than the model's max_position_embeddings={positions}; lower seq_len"
-        )
+    check_fits(getattr(hf_config, "vocab_size", None), positions, text.vocab_size, text.seq_len)
 
 
 def _without_numbers(model: nn.Module, config: ModelConfig) -> nn.Module:

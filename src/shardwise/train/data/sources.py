@@ -42,10 +42,15 @@ def read_documents(source: str, file_format: str | None = None) -> list[Document
     documents: list[Document] = []
     with reading("data.source", source):
         for file in files:
-            documents.extend(_read_file(file, file_format or _SUFFIX_FORMATS.get(file.suffix.lower(), "text")))
+            documents.extend(_read_file(file, file_format or format_of(file)))
     if not documents:
         raise ConfigError(f"data.source={source!r} holds no text in {len(files)} file(s)")
     return documents
+
+
+def format_of(file: Path) -> str:
+    """The format that a file's suffix says."""
+    return _SUFFIX_FORMATS.get(file.suffix.lower(), "text")
 
 
 def find_files(source: str) -> list[Path]:

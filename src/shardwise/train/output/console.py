@@ -100,6 +100,11 @@ class RunConsole:
         if self._live is not None:
             self._live.stop()
 
+    def doing(self, text: str) -> None:
+        """What the run is at, below the bar until there is something new. Only on a TTY."""
+        if self._live is not None:
+            self._live.update(Group(self._progress, Text(text)))
+
     def say(self, text: str) -> None:
         """One line, as it is."""
         self.console.print(escape(text), soft_wrap=True)

@@ -10,8 +10,7 @@ from shardwise.errors import ConfigError, MeshError
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import UNSET, Config
-from shardwise.train.data.corpus import BUILTIN_PREFIX
-from shardwise.train.data.sources import find_files
+from shardwise.train.data.early import check_data, check_model
 
 DEFAULT_CPU_RANKS = 2
 
@@ -40,6 +39,11 @@ def check_wishes(config: Config) -> None:
         raise ConfigError(
             'model.dtype="fp16" would update the weights in fp16, which loses small steps; '
             'set model.dtype="fp32" and parallel.param_dtype="fp16"'
+        )
+    if config.train.eval_every and not config.data.eval_fraction:
+        raise ConfigError(
+            f"train.eval_every={config.train.eval_every} and data.eval_fraction=0 leaves nothing to evaluate on: raise "
+            "eval_fraction, or set eval_every=0"
         )
     if config.lora.r and find_spec("peft") is None:
         raise ConfigError(f"lora.r={config.lora.r} needs PEFT, which is not installed: pip install peft")
@@ -95,8 +99,8 @@ def _check_files(config: Config) -> None:
             with reading(key, name):
                 if not _is_there(key, name):
                     raise ConfigError(f"{key}={name!r}: nothing is there{nearest_path(Path(name))}")
-    if not config.data.source.startswith(BUILTIN_PREFIX):
-        find_files(config.data.source)
+    check_data(config.data)
+    check_model(config.model, config.data)
 
 
 def _is_there(key: str, name: str) -> bool:

@@ -1,0 +1,150 @@
+"""Mistakes in the data that can be told within a second, before any rank is started. Imports no torch.
+
+What lies in large files is read by the ranks, and told then.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.suggest import nearest_path
+from shardwise.train.config.files import reading
+from shardwise.train.config.schema import DataConfig, ModelConfig
+from shardwise.train.data.corpus import BUILTIN_CORPORA, BUILTIN_PREFIX
+from shardwise.train.data.documents import Document, document_of_row
+from shardwise.train.data.holdout import hold_out
+from shardwise.train.data.sources import find_files, format_of, read_documents
+from shardwise.train.data.tokenizer import BYTES, ByteTokenizer
+
+SMALL_BYTES = 2**20
+"""Of all files of a source that is read whole."""
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
+    "tekken.json",
+)  # fmt: skip
+
+
+def check_data(config: DataConfig) -> None:
+    """Raise ConfigError for a source that is missing, empty, of another format, without a column of text, shorter than
+    a sequence, or that cannot be divided for evaluation; and for a directory without a tokenizer."""
+    _check_tokenizer(config.tokenizer)
+    if config.source.startswith(BUILTIN_PREFIX):
+        name = config.source.removeprefix(BUILTIN_PREFIX)
+        if name not in BUILTIN_CORPORA:
+            raise ConfigError(f"data.source: no built-in corpus {name!r}; there is builtin:{BUILTIN_CORPORA[0]}")
+        return
+    files = find_files(config.source)
+    with reading("data.source", config.source):
+        total_bytes = sum(file.stat().st_size for file in files)
+        if not total_bytes:
+            raise ConfigError(f"data.source={config.source!r} is empty: {len(files)} file(s) of no bytes")
+        if total_bytes > SMALL_BYTES:
+            _check_first_row(files[0], config.format or format_of(files[0]))
+            return
+    documents = read_documents(config.source, config.format)
+    hold_out(documents, config.eval_fraction)
+    _check_length(documents, config)
+
+
+def check_model(model: ModelConfig, data: DataConfig) -> None:
+    """Raise ConfigError where the model's configuration has fewer tokens than the tokenizer, or shorter sequences.
+    Only of models given by a configuration, and tokenizers with a `tokenizer.json`; the ranks check the others."""
+    described = _described(model)
+    vocabulary = _vocabulary_of(data.tokenizer)
+    positions = described.get("max_position_embeddings", described.get("n_positions"))
+    check_fits(_whole(described.get("vocab_size")), _whole(positions), vocabulary, data.seq_len)
+
+
+def check_fits(vocab_size: int | None, positions: int | None, needed: int | None, seq_len: int) -> None:
+    """Raise ConfigError for a model too small for token ids below `needed`, or sequences of `seq_len`; None: unknown.
+
+    Args:
+        vocab_size: the model's.
+        positions: the longest sequence that the model is made for.
+    """
+    if vocab_size is not None and needed is not None and vocab_size < needed:
+        raise ConfigError(
+            f"the model has vocab_size={vocab_size} and the tokenizer needs {needed}: "
+            "set vocab_size, or use the model's own tokenizer in data.tokenizer"
+        )
+    if positions is not None and positions < seq_len:
+        raise ConfigError(
+            f"data.seq_len={seq_len} is more than the model's max_position_embeddings={positions}; lower seq_len"
+        )
+
+
+def _check_tokenizer(name: str) -> None:
+    path = Path(name)
+    if name == BYTES:
+        return
+    with reading("data.tokenizer", name):
+        if not path.is_dir():
+            raise ConfigError(f"data.tokenizer={name!r}: no such directory{nearest_path(path)}")
+        if not any((path / file).exists() for file in _TOKENIZER_FILES):
+            raise ConfigError(f"data.tokenizer={name!r}: no tokenizer is there (no {_TOKENIZER_FILES[0]} or the like)")
+
+
+def _check_first_row(file: Path, file_format: str) -> None:
+    """Of a large table; text has none, and Parquet is the ranks' to read."""
+    row: Any = None
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+        if file_format == "jsonl":
+            first = next((line for line in lines if line.strip()), "")
+            try:
+                row = json.loads(first)
+            except ValueError:
+                return  # an array, or an object over several lines: `datasets` reads these
+        elif file_format in {"csv", "tsv"}:
+            row = next(csv.DictReader(lines, delimiter="\t" if file_format == "tsv" else ","), None)
+    if isinstance(row, Mapping):
+        document_of_row(f"{file.as_posix()}:1", row)
+
+
+def _check_length(documents: list[Document], config: DataConfig) -> None:
+    """Plain text that does not fill one sequence: no tokenizer makes more tokens than there are bytes."""
+    if any(document.whole for document in documents):
+        return
+    most_tokens = sum(
+        len(segment.text.encode(errors="surrogateescape")) + 1 for one in documents for segment in one.segments
+    )
+    if most_tokens < config.seq_len:
+        raise ConfigError(
+            f"data.seq_len={config.seq_len} is longer than all of data.source={config.source!r}, which has "
+            f"{most_tokens} bytes of text: lower seq_len, or give more text"
+        )
+
+
+def _vocabulary_of(name: str) -> int | None:
+    """Token ids are below this; None where a `tokenizer.json` does not say it."""
+    if name == BYTES:
+        return ByteTokenizer.vocab_size
+    try:
+        found = json.loads((Path(name) / "tokenizer.json").read_text(encoding="utf-8"))
+        known = found["model"]["vocab"]
+        ids = list(known.values()) if isinstance(known, dict) else range(len(known))
+        added = [int(token["id"]) for token in found.get("added_tokens", ())]
+        return 1 + int(max([*ids, *added]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _described(model: ModelConfig) -> Mapping[str, Any]:
+    if model.config is not None:
+        return model.config
+    if model.path is None:
+        return {}
+    path = Path(model.path)
+    try:
+        found = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
