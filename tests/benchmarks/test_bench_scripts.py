@@ -107,3 +107,15 @@ def test_targets_compare_round_by_round() -> None:
     assert target.value == 0.5
     assert str(target).startswith("PASS")
     assert str(Target("step", float("nan"), 1.0)).startswith("MISSED")
+
+
+@pytest.mark.slow
+def test_owners_send_what_arithmetic_says(tmp_path: Path) -> None:
+    script = str(ROOT / "benchmarks" / "whole_matrix.py")
+    tiny = ["--rounds=1", "--layers=1", "--width=24", "--out", str(tmp_path / "whole-matrix")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script, *tiny]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
+    assert done.returncode == 0, done.stderr
+    result: Any = _result(tmp_path)
+    assert [rank["sent"]["owners"] for rank in result["ranks"]] == [rank["expected"] for rank in result["ranks"]]
+    assert all(rank["off"] == 0.0 for rank in result["ranks"])

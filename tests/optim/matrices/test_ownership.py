@@ -28,7 +28,8 @@ def test_after_every_unit_loads_differ_by_one_matrix_at_most_from_the_best(
 
 def test_a_matrix_stays_where_it_lies_if_that_costs_no_balance() -> None:
     assert Balance(1, 2).owners([10, 10], [[0, 5], [5, 0]]) == [Owner(0, 1), Owner(0, 0)]
-    assert Balance(1, 2).owners([10, 10], [[0, 5], [1, 4]]) == [Owner(0, 1), Owner(0, 0)]
+    assert Balance(1, 2).owners([10, 10, 10], [[0, 5], [1, 4], [0, 5]]) == [Owner(0, 1), Owner(0, 1), Owner(0, 0)]
+    assert Balance(1, 3).owners([10, 10], [[2, 3, 2], [2, 3, 2]]) == [Owner(0, 1), Owner(0, 0)]
     assert Balance(2, 1).owners([10, 10], [[5], [5]]) == [Owner(0, 0), Owner(1, 0)]
 
 

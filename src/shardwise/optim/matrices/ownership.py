@@ -29,13 +29,12 @@ class Balance:
     def __init__(self, replicas: int, shards: int) -> None:
         self._shards = shards
         self._loads = [0] * (replicas * shards)
+        self._dearest = 0
 
     def owners(self, costs: Sequence[int], held: Sequence[Sequence[int]]) -> list[Owner]:
-        """Owners for the matrices of the next unit.
-
-        The dearest matrix first goes to the least loaded rank (Graham's rule, at most 4/3 of the best possible), or to
-        another that may have it without the highest load growing beyond that: the one that holds most of the matrix
-        already, which then need not travel.
+        """Owners for the matrices of the next unit: the dearest first, each to the least loaded rank (Graham's rule),
+        or to who holds half of it or more already, so that less has to travel, as long as no load comes to exceed the
+        mean by more than the dearest matrix so far.
 
         Args:
             costs: of each matrix.
@@ -43,10 +42,18 @@ class Balance:
         """
         owners = [Owner(0, 0)] * len(costs)
         for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-            cost, loads = costs[index], self._loads
-            limit = max(*loads, min(loads) + cost)
-            fitting = [rank for rank, load in enumerate(loads) if load + cost <= limit]
-            chosen = min(fitting, key=lambda rank: (-held[index][rank % self._shards], loads[rank], rank))
-            loads[chosen] += cost
+            chosen = self._choose(costs[index], held[index])
+            self._loads[chosen] += costs[index]
             owners[index] = Owner(*divmod(chosen, self._shards))
         return owners
+
+    def _choose(self, cost: int, held: Sequence[int]) -> int:
+        loads, ranks = self._loads, len(self._loads)
+        self._dearest = max(self._dearest, cost)
+        most = ranks * self._dearest + sum(loads) + cost  # times ranks, to stay among whole numbers
+        near = [
+            rank
+            for rank, load in enumerate(loads)
+            if 2 * held[rank % self._shards] >= sum(held) and ranks * (load + cost) <= most
+        ]
+        return min(near or range(ranks), key=lambda rank: (loads[rank], -held[rank % self._shards], rank))
