@@ -158,10 +158,8 @@ class Trainer:
         if train.compile:
             compile_blocks(self.model)
         torch.manual_seed(train.seed + 1 + ranks.rank)  # dropout differs between ranks
-        self.optimizer = build_optimizer(self.model, train)
+        self.optimizer = self._optimizer()
         self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(self.config.parallel))
-        if train.optimizer_in_backward:
-            sw.optimizer_in_backward(self.model, self.optimizer, clip=train.clip_units or None)
         self.schedule = Schedule.of(train)
         self.unread: deque[TakenStep] = deque()
         """Steps whose numbers may still be on the device, the oldest first."""
@@ -169,6 +167,13 @@ class Trainer:
         """When numbers were last read, on the clock of `time.perf_counter`."""
         self.step_times_s: list[float] = []
         self.interruption = Interruption()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        train = self.config.train
+        optimizer = build_optimizer(self.model, train)
+        if train.optimizer_in_backward:
+            sw.optimizer_in_backward(self.model, optimizer, clip=train.clip_units or None)
+        return optimizer
 
     def _shard(self, model: nn.Module) -> nn.Module:
         """Also read `model.weights`, each rank its own bytes. Nothing is drawn that these, or a checkpoint, overwrite.
