@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.model_tools.reduction import sync_gradients
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Block, Net, Twins, adamw, batch, on_ranks, squares
 
@@ -260,6 +261,17 @@ class Quiet(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
+
+
+@on_ranks(1)
+def test_whole_matrices_and_units_that_wait_are_refused() -> None:
+    model = sw.shard(Net())
+    muon = sw.optim.whole_matrix(torch.optim.Muon, model, lr=0.1, adamw={"lr": 0.1})
+    with pytest.raises(UsageError, match=r"an optimizer of sw.optim.whole_matrix, which updates whole matrices"):
+        sw.optimizer_in_backward(model, muon)
+    sync_gradients(model.blocks[1], False)  # type: ignore[index]
+    with pytest.raises(UsageError, match="gradients of unit 'blocks.1' are not reduced in each backward"):
+        sw.optimizer_in_backward(model, adamw(model.parameters()))
 
 
 @on_ranks(1)

@@ -12,6 +12,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_below
 from shardwise.errors import UsageError
 from shardwise.optim.clip import clip as clip_parameters
+from shardwise.optim.whole_matrix import WholeMatrixOptimizer
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.partial_step import by_owner, hollow
 
@@ -46,6 +47,11 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
         engine.clear_up()
     if any(engine.reducer.steps.serves(optimizer) for engine in engines):
         raise UsageError(f"sw.optimizer_in_backward has been called for this {type(optimizer).__name__} before")
+    if isinstance(optimizer, WholeMatrixOptimizer):
+        raise UsageError(
+            "sw.optimizer_in_backward with an optimizer of sw.optim.whole_matrix, which updates whole matrices in an "
+            "exchange of its own: leave one of the two out"
+        )
     _check_parameters(engines, optimizer)
     for unit in (unit for engine in engines for unit in engine.units):
         if not (unit.gradients.reducing.now and unit.gradients.reducing.over_replicas):
