@@ -1,6 +1,7 @@
 """A program, timed and watched from outside: the memory of it and of everything that it starts."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ class Ran:
     output: str
     """On standard output."""
     wall_s: float
+    cpu_s: float
+    """Processor seconds of all its processes that it waited for."""
     peak_bytes: int
     """The sum over all its processes of each one's own largest resident set: never less than they held at once."""
     processes: int
@@ -35,15 +38,20 @@ def watched(command: list[str], timeout_s: float) -> Ran:
         JobFailed: it ended with an error, or not in time.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:  # a pipe could fill and block
-        started_s = time.monotonic()
+        started_s, used_s = time.monotonic(), _children_cpu_s()
         process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment(), stdout=out, stderr=errors)
         peaks = _peaks_until_it_ends(process, started_s + timeout_s)
-        wall_s = time.monotonic() - started_s
+        wall_s, cpu_s = time.monotonic() - started_s, _children_cpu_s() - used_s
         output, said = (_text(file) for file in (out, errors))
     if process.returncode:
         last = (said.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         raise JobFailed(last, said)
-    return Ran(output, wall_s, sum(peaks.values()), len(peaks))
+    return Ran(output, wall_s, cpu_s, sum(peaks.values()), len(peaks))
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _text(file: TextIO) -> str:

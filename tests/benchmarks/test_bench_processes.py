@@ -1,7 +1,5 @@
 """What a benchmark sees of a program from outside."""
 
-import json
-
 import pytest
 
 from benchmarks import planner_speed
@@ -22,6 +20,7 @@ def test_children_are_counted_and_their_memory_added() -> None:
     assert both.peak_bytes - alone.peak_bytes > 2 * MIB, "the parent's own memory counts too"
     assert len(both.output) == 200001, "output that no pipe holds is no reason to stand still"
     assert alone.wall_s > 0.4
+    assert 0 < alone.cpu_s < alone.wall_s + 0.5
 
 
 def test_a_program_that_fails_is_told_in_its_last_line() -> None:
@@ -35,22 +34,16 @@ def test_a_program_without_end_is_ended_with_its_children() -> None:
         watched(["-c", child], 1.0)
 
 
-def ran(plain: object, wall_s: float, peak_bytes: int) -> Ran:
-    return Ran(json.dumps(plain), wall_s, peak_bytes, processes=3)
-
-
-def test_what_a_forecast_and_a_search_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    forecast = {
-        "parameters": 405e9, "job": {"world_size": 1024}, "peak_memory_bytes": 1, "reserved_memory_bytes": 1,
-        "fits": True, "step_time_s": 1.0, "mfu": 0.4,
-    }  # fmt: skip
-    monkeypatch.setattr(planner_speed, "watched", lambda *_: ran(forecast, 30.0, 9 * 2**30))
-    result, (seconds, memory) = planner_speed.forecast()
-    assert (seconds.passed, memory.passed) == (True, False)
-    assert result["peak_bytes"] == 9 * 2**30
-    candidates = [{"verdict": "fits", "needed_bytes": 1}] * 60 + [{"verdict": "implied"}] * 39
-    monkeypatch.setattr(planner_speed, "watched", lambda *_: ran({"search": {"candidates": candidates}}, 299.0, 1))
-    result, (seconds, enough) = planner_speed.search()
-    assert (seconds.passed, enough.passed) == (True, False)
-    assert result["verdicts"] == {"fits": 60, "implied": 39}
-    assert "99 configurations, 60 forecast" in seconds.detail
+def test_how_long_a_plan_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([Ran("answer", 20.0, 4.0, 9 * MIB, 1), Ran("answer", 1.6, 0.5, MIB, 1)])
+    monkeypatch.setattr(planner_speed, "watched", lambda *_: next(runs))
+    monkeypatch.setenv("SHARDWISE_PLAN_CACHE", "0")
+    result, (cold, warm) = planner_speed.measure("8b", "cpu")
+    assert (cold.passed, warm.passed) == (True, True)
+    assert result["cold"]["wall_s"] == 20.0
+    assert "wall 20.0 s, processor 4.0 s" in cold.detail
+    runs = iter([Ran("answer", 20.0, 4.0, 1, 1), Ran("answer", 1.6, 0.5, 1, 1)])
+    assert [target.passed for target in planner_speed.measure("8b", "wall")[1]] == [False, False]
+    runs = iter([Ran("answer", 1.0, 1.0, 1, 1), Ran("another", 1.0, 1.0, 1, 1)])
+    with pytest.raises(RuntimeError, match="the second answer is another one"):
+        planner_speed.measure("8b", "cpu")

@@ -71,6 +71,9 @@ class Options:
     attention: Annotated[Text, _option("sdpa (fused) or eager. [sdpa]")] = None
     loss: Annotated[Text, _option("model (its own), fused, chunked. [model]")] = None
     compiled: Annotated[bool, _option("Blocks are compiled.", "--compile")] = False
+    compare: Annotated[
+        Text, _option("Engines side by side: some of ddp, fsdp1, fsdp2, deepspeed, shardwise, with commas between.")
+    ] = None
     engine: Annotated[Text, _option("shardwise, fsdp1, fsdp2 or deepspeed. [shardwise]")] = None
     budget: Annotated[Text, _option("Memory of a device that may be used, such as 70GiB. [all]")] = None
     objective: Annotated[str, _option("tokens_per_s, memory or micro_batch. [tokens_per_s]")] = "tokens_per_s"
@@ -145,6 +148,7 @@ def _question(options: Options) -> "Question":
         budget_bytes=_bytes(options.budget),
         objective=Objective.parse(options.objective),
         effort=effort,
+        compare=tuple(_words("--compare", options.compare) or ()),
         workers=options.workers or min(_WORKERS, os.cpu_count() or 1),
         smallest_cluster=options.smallest_cluster,
         largest_batch=options.largest_batch,

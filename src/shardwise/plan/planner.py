@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job, with_sequences
 from shardwise.plan.models.source import ModelLike, ModelSource, resolve
 from shardwise.plan.report.report import PlanReport, amount, full_name, strategy_name
@@ -33,6 +34,7 @@ from shardwise.plan.search.space import Family, SearchSpace, search_space
 from shardwise.plan.simulate.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Cost, Forecast
 from shardwise.policy.precision import short_dtype_name
 from shardwise.policy.strategy import Strategy
+from shardwise.suggest import did_you_mean
 
 PARALLEL_FROM = 4
 """Configurations from which on it pays to start processes."""
@@ -40,6 +42,16 @@ BOUNDED_FROM = 12
 """Configurations from which on bounds spare some of them."""
 SCALED_FROM = 2
 """Batches of a family that are always recorded."""
+
+
+COMPARED = {
+    "ddp": ("fsdp2", Strategy.NO_SHARD),
+    "fsdp1": ("fsdp1", Strategy.FULL_SHARD),
+    "fsdp2": ("fsdp2", Strategy.FULL_SHARD),
+    "deepspeed": ("deepspeed", Strategy.FULL_SHARD),
+    "shardwise": ("shardwise", Strategy.FULL_SHARD),
+}
+"""By name, (engine, strategy) of what a plan can set side by side."""
 
 
 class Effort(enum.Enum):
@@ -67,6 +79,8 @@ class Question:
     effort: Effort = Effort.USUAL
     workers: int = 1
     """Processes that forecast."""
+    compare: tuple[str, ...] = ()
+    """Of `COMPARED`: each one's best, side by side, in place of a search over strategies."""
     smallest_cluster: bool = False
     """Also ask how few GPUs would do."""
     largest_batch: bool = False
@@ -125,7 +139,8 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
         answers, extra = _answers(question, forecasters, shown, best)
     report = PlanReport(
         title=f"{source.title}: {_count(shown.parameters)} parameters",
-        setting=setting(nearest),
+        setting=setting(replace(nearest, engine="shardwise") if question.compare else nearest),
+        compares=bool(question.compare),
         exploration=exploration,
         assumptions=tuple(assumptions(shown)),
         answers=tuple(answers),
@@ -317,10 +332,33 @@ def explore(question: Question, progress: Progress | None = None) -> Exploration
 
 
 def _space(question: Question) -> SearchSpace:
-    whole = search_space(with_sequences(resolve(question.model), question.arguments), question.global_batch)
+    arguments = with_sequences(resolve(question.model), question.arguments)
+    space = _side_by_side if question.compare else _searched
+    whole = space(question, arguments)
     for family in whole.families:  # unknown names raise before anything is run
         _ = family.base.hardware, family.base.node_interconnect
     return whole
+
+
+def _searched(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
+    return search_space(arguments, question.global_batch)
+
+
+def _side_by_side(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
+    """The configurations of everything that is compared. Raises PlanError for an unknown name, or where strategy or
+    engine are given besides."""
+    families: list[Family] = []
+    for name in question.compare:
+        if name not in COMPARED:
+            known = ", ".join(COMPARED)
+            raise PlanError(f"cannot compare {name!r}: there are {known}{did_you_mean(name, COMPARED)}")
+        for given in ("engine", "strategy", "shard_group"):
+            if arguments.get(given) is not None:
+                raise PlanError(f"{given} is what a comparison chooses: leave it out, or compare nothing")
+        engine, strategy = COMPARED[name]
+        space = search_space({**arguments, "engine": engine, "strategy": [strategy]}, question.global_batch)
+        families += space.families
+    return SearchSpace(tuple(families), ())
 
 
 def _forecasters(question: Question, whole: SearchSpace) -> Forecasters:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.search.exploration import Candidate, Exploration, Verdict, available_bytes, needed_bytes
 from shardwise.plan.simulate.forecast import Forecast
+from shardwise.policy.strategy import Strategy
 
 SHOWN = 10
 """Rows of the table of the best."""
@@ -28,6 +29,8 @@ class PlanReport:
     """To "smallest cluster that fits" and "largest batch that fits", in sentences."""
     timeline: str = ""
     """The best one's step, an SVG element; or nothing."""
+    compares: bool = False
+    """Engines are set side by side: the best of each, and no other rows."""
     config: str = ""
     """The best one as a training configuration, TOML; or nothing."""
 
@@ -39,7 +42,11 @@ class PlanReport:
     @property
     def rows(self) -> list[Candidate]:
         """The best that fit, best first; the first of each strategy is always among them."""
-        return shown_rows(self.exploration)
+        rows = shown_rows(self.exploration)
+        if not self.compares:
+            return rows
+        firsts = {id(candidate) for candidate in by_strategy(self.exploration)}
+        return [row for row in rows if id(row) in firsts]
 
     @property
     def bars(self) -> list[Bar]:
@@ -95,6 +102,8 @@ class Bar:
     needs_bytes: int
     has_bytes: int
     fits: bool
+    tokens_per_s: float
+    """Of a GPU."""
 
 
 def _bar(candidate: Candidate, budget_bytes: int | None) -> Bar:
@@ -106,6 +115,7 @@ def _bar(candidate: Candidate, budget_bytes: int | None) -> Bar:
         needs_bytes=needed_bytes(forecast),
         has_bytes=available_bytes(forecast, budget_bytes),
         fits=candidate.verdict is Verdict.FITS,
+        tokens_per_s=forecast.tokens_per_s_per_gpu,
     )
 
 
@@ -135,8 +145,11 @@ def amount(money: float) -> str:
 
 
 def strategy_name(job: Job) -> str:
-    """With its shard group, where it has one."""
-    return job.strategy.value + (f"/{job.shard_group}" if job.shard_group is not None else "")
+    """With its shard group, where it has one; and of another engine, with its name."""
+    if job.engine in {"fsdp1", "fsdp2"} and job.strategy is Strategy.NO_SHARD:
+        return "ddp"  # which both leave that to
+    engine = "" if job.engine == "shardwise" else f"{job.engine} "
+    return engine + job.strategy.value + (f"/{job.shard_group}" if job.shard_group is not None else "")
 
 
 def full_name(job: Job) -> str:

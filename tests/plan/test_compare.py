@@ -1,0 +1,44 @@
+"""Engines side by side: one row for each, its best."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.plan import planner
+from shardwise.plan.planner import COMPARED, Question
+from shardwise.plan.report.rendering import page_html, table_text
+from tests.plan.simulate.test_scaling import LLAMA
+
+ARGUMENTS: dict[str, Any] = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": [2, 4]}
+
+
+def test_one_row_for_each_engine() -> None:
+    arguments = {**ARGUMENTS, "activation_checkpointing": "none"}
+    answer = planner.plan(Question(LLAMA, arguments, compare=tuple(COMPARED)))
+    names = ["ddp", "fsdp1 full_shard", "fsdp2 full_shard", "deepspeed full_shard", "full_shard"]
+    assert sorted(bar.label.split(",")[0] for bar in answer.report.bars) == sorted(names)
+    assert len(answer.report.rows) == len(names)
+    assert answer.report.rows[0].forecast == answer.best
+    by_engine = {row.job.engine: row.forecast for row in answer.report.rows if row.job.strategy.sharded}
+    alone = planner.plan(Question(LLAMA, {**arguments, "engine": "fsdp2", "strategy": "full_shard"})).best
+    assert by_engine["fsdp2"] == alone
+    shown = table_text(answer.report)
+    assert all(f"\n{name} " in shown for name in names)
+    assert "as fsdp2 would run it" not in shown
+    page = page_html(answer.report)
+    assert "for each engine" in page
+    assert page.count('<div class="bar">') == len(names)
+
+
+@pytest.mark.parametrize(
+    ("compare", "more", "line"),
+    [
+        (("fsdp3",), {}, "cannot compare 'fsdp3': there are ddp, .*did you mean fsdp"),
+        (("ddp",), {"strategy": "full_shard"}, "strategy is what a comparison chooses"),
+        (("ddp",), {"engine": "fsdp1"}, "engine is what a comparison chooses"),
+    ],
+)
+def test_mistakes(compare: tuple[str, ...], more: dict[str, Any], line: str) -> None:
+    with pytest.raises(PlanError, match=line):
+        planner.plan(Question(LLAMA, {**ARGUMENTS, **more}, compare=compare))
