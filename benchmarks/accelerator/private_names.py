@@ -47,6 +47,7 @@ NAMES = (
     "torch.distributed.distributed_c10d._world.pg_coalesce_state",
     "torch.distributed.distributed_c10d._world.pg_group_ranks",
     "torch.distributed.distributed_c10d._world.pg_map",
+    "torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2",
     "torch.library._scoped_library",
     "torch.nn.modules.module._IncompatibleKeys",
     "torch.nn.utils.stateless._reparametrize_module",

@@ -189,6 +189,21 @@ def test_compiled(how: str, strategy: str) -> None:
     assert twins.engine.unsharder.retired_slots == 0
 
 
+@on_ranks(2, timeout_s=120)
+def test_equal_blocks_compile_once_and_steps_recompile_nothing() -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    twins = Twins(lambda: Net(depth=4), units={Block})
+    for block in twins.sharded.blocks:  # type: ignore[union-attr]
+        block.compile(backend="aot_eager")
+    graphs = []
+    for _ in range(4):
+        twins.train(1)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1] * 4, "of four blocks and four steps"
+
+
 @on_ranks(2, timeout_s=240)
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()

@@ -197,3 +197,5 @@ def test_no_sync_of_a_module_around_several_models_is_for_all_of_them() -> None:
     (squares(pair.first, batch(1)) + squares(pair.second, batch(1))).backward()
     for first, second in zip(pair.first.parameters(), pair.second.parameters(), strict=True):
         assert torch.equal(first.grad.full_tensor(), second.grad.full_tensor())
+    with pytest.raises(UsageError, match="not sharded"), sw.no_sync(torch.nn.Linear(2, 2)):
+        pass

@@ -115,9 +115,9 @@ def lost_gradient(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[
     """The last rank's gradient of one parameter counts as zero."""
     true_add, gradients = UnitGradients.add, engine.units[-1].gradients
 
-    def add(self: UnitGradients, key: tuple[int, int], grad: Tensor, scaled: ScaledAddition) -> None:
+    def add(self: UnitGradients, key: tuple[int, int], grad: Tensor) -> None:
         lost = self is gradients and key == (0, 0) and _is_last(dist.get_rank())
-        true_add(self, key, torch.zeros_like(grad) if lost else grad, scaled)
+        true_add(self, key, torch.zeros_like(grad) if lost else grad)
 
     with patch.object(UnitGradients, "add", add):
         yield

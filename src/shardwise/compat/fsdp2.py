@@ -12,9 +12,7 @@ UsageError and says what to do instead: `docs/fsdp2.md` lists them. Parameters a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -22,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
+from shardwise.compat.common import mixed_class, without_effect
 from shardwise.engine.lookup import engine_of
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
@@ -78,7 +77,7 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise UsageError("fully_shard: CPUOffloadPolicy is not there yet; leave offload_policy out")
     if shard_placement_fn is not None:
-        _without_effect("shard_placement_fn", "parameters are cut as one flat buffer, in ragged pieces")
+        without_effect("shard_placement_fn", "parameters are cut as one flat buffer, in ragged pieces")
     if mesh is not None and dp_mesh_dims is not None:
         mesh = mesh[_dims(dp_mesh_dims)]
     policy = mp_policy or MixedPrecisionPolicy()
@@ -118,17 +117,9 @@ def _dims(dims: DataParallelMeshDims) -> tuple[str, ...]:
     return tuple(found)
 
 
-_classes: dict[type, type] = {}
-
-
 def _class_for(kind: type) -> type:
-    """FSDPModule and the module's own class in one, named as FSDP2 does. The same each time."""
-    if issubclass(kind, FSDPModule):
-        return kind
-    if kind not in _classes:
-        inherited = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-        _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), inherited)
-    return _classes[kind]
+    """FSDPModule and the module's own class in one, named as FSDP2 does."""
+    return kind if issubclass(kind, FSDPModule) else mixed_class(FSDPModule, kind, f"FSDP{kind.__name__}")
 
 
 class UnshardHandle:
@@ -181,7 +172,7 @@ class FSDPModule:
         """Have `hook` called with this rank's slice of every reduction of the module's own unit: the mean over ranks,
         1-D. Each group of parameters of one dtype has a call of its own. Every rank must do so."""
         if stream is not None:
-            _without_effect("set_all_reduce_hook(stream=)", "the hook runs on the stream that computes")
+            without_effect("set_all_reduce_hook(stream=)", "the hook runs on the stream that computes")
         if self._is_sharded:
             hook_gradients(self._module, hook, recurse=False)
 
@@ -206,41 +197,41 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """The engine learns the order by itself."""
-        _without_effect("set_modules_to_forward_prefetch", "the engine learns in which order units are used")
+        without_effect("set_modules_to_forward_prefetch", "the engine learns in which order units are used")
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """The engine learns the order by itself."""
-        _without_effect("set_modules_to_backward_prefetch", "the engine learns in which order units are used")
+        without_effect("set_modules_to_backward_prefetch", "the engine learns in which order units are used")
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Slots are taken back after backward."""
         if not reshard_after_backward:
-            _without_effect("set_reshard_after_backward(False)", "slots are shared, and are taken back")
+            without_effect("set_reshard_after_backward(False)", "slots are shared, and are taken back")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """The engine gathers what backward is known to use."""
         if not unshard_in_backward:
-            _without_effect("set_unshard_in_backward(False)", "units are gathered in backward as they are in forward")
+            without_effect("set_unshard_in_backward(False)", "units are gathered in backward as they are in forward")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Reduce slots are the arena's."""
-        _without_effect("set_reduce_scatter_max_input_buffers", "reduce slots are allocated once")
+        without_effect("set_reduce_scatter_max_input_buffers", "reduce slots are allocated once")
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Ranks agree on which parameters were used."""
-        _without_effect("set_reduce_scatter_unused_params", "ranks agree on which parameters were used")
+        without_effect("set_reduce_scatter_unused_params", "ranks agree on which parameters were used")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reductions have a group of their own where that is of use."""
-        _without_effect("set_separate_reduce_scatter_group", "reductions have a group of their own on accelerators")
+        without_effect("set_separate_reduce_scatter_group", "reductions have a group of their own on accelerators")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Slots are allocated once."""
-        _without_effect("set_allocate_memory_from_process_group_for_comm", "slots are allocated once, by the engine")
+        without_effect("set_allocate_memory_from_process_group_for_comm", "slots are allocated once, by the engine")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not there yet; slower, not otherwise."""
-        _without_effect("set_symm_mem_for_comm", "slots are ordinary memory")
+        without_effect("set_symm_mem_for_comm", "slots are ordinary memory")
 
     # Refused ----------------------------------------------------------------------------------------------------------
 
@@ -284,9 +275,3 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     first = next((engine for root in roots if (engine := engine_of(root)) is not None), None)
     if first is not None and len({engine_of(root) for root in roots}) > 1:
         shard(roots, first.strategy, precision=first.precision, reshard_after_forward=first.resharding)
-
-
-@cache
-def _without_effect(what: str, why: str) -> None:
-    """Warn, once."""
-    warnings.warn(f"shardwise: {what} has no effect: {why}", stacklevel=3)

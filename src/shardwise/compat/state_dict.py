@@ -50,7 +50,7 @@ def get_model_state_dict(
     if engine_of(model) is None:
         return torchs.get_model_state_dict(model, submodules=submodules, options=options)
     model = _bare(model)
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=True)  # as they are, whatever a class makes of it
     wanted = _names_below(model, submodules)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     names = [name for name in state if wanted(name) and not (options.ignore_frozen_params and name in frozen)]
@@ -114,6 +114,8 @@ def get_state_dict(
 
 def _handed_out(value: Any, options: StateDictOptions) -> Any:
     """A value of a state as the options want it. Collective for a sharded one with `full_state_dict`."""
+    if isinstance(value, Tensor):
+        value = value.detach()
     if isinstance(value, ShardedParameter):
         if not options.full_state_dict:
             return value
@@ -153,7 +155,7 @@ def set_model_state_dict(
     if not options.broadcast_from_rank0:
         report: _IncompatibleKeys = model.load_state_dict(model_state_dict, strict=options.strict)
         return report
-    targets = model.state_dict()
+    targets = model.state_dict(keep_vars=True)
     names: list[str] = _from_rank0(list(model_state_dict))
     missing, unexpected = ([n for n in a if n not in b] for a, b in ((targets, set(names)), (names, targets)))
     if options.strict and (missing or unexpected):
@@ -185,15 +187,22 @@ def set_optimizer_state_dict(
     if engine_of(model) is None:
         torchs.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=options)
         return
-    model = _bare(model)
     for optimizer in _each(optimizers):
-        names = _names(model, optimizer)
-        is_flat = bool(optim_state_dict) and "param_groups" not in optim_state_dict
-        state, groups = _unflattened(optim_state_dict, names, optimizer) if is_flat else _parts(optim_state_dict)
-        if options.broadcast_from_rank0:
-            parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-            state, groups = _cut_from_rank0(state, parameters), _from_rank0(groups)
-        optimizer.load_state_dict(_by_position(optimizer, names, state, groups, options.strict))
+        optimizer.load_state_dict(loadable_state_dict(model, optimizer, optim_state_dict, options))
+
+
+def loadable_state_dict(
+    model: nn.Module, optimizer: Optimizer, given: Mapping[str, Any], options: StateDictOptions
+) -> dict[str, Any]:
+    """State and options by names as `optimizer.load_state_dict` takes them. Every rank must call this with
+    `broadcast_from_rank0`."""
+    names = _names(_bare(model), optimizer)
+    is_flat = bool(given) and "param_groups" not in given
+    state, groups = _unflattened(given, names, optimizer) if is_flat else _parts(given)
+    if options.broadcast_from_rank0:
+        parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        state, groups = _cut_from_rank0(state, parameters), _from_rank0(groups)
+    return _by_position(optimizer, names, state, groups, options.strict)
 
 
 def set_state_dict(

@@ -1,0 +1,141 @@
+"""FSDP1's arguments in the words of `sw.shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from shardwise import accelerators
+from shardwise.compat.common import without_effect
+from shardwise.errors import UsageError
+from shardwise.policy.precision import Precision
+
+STRATEGIES = {
+    ShardingStrategy.FULL_SHARD: "full_shard",
+    ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
+    ShardingStrategy.NO_SHARD: "no_shard",
+    ShardingStrategy.HYBRID_SHARD: "hybrid_shard",
+    ShardingStrategy._HYBRID_SHARD_ZERO2: "hybrid_shard_zero2",
+}
+FULL_PRECISION = MixedPrecision()
+
+
+def strategy_of(asked: ShardingStrategy | None) -> str:
+    """None is FULL_SHARD."""
+    return STRATEGIES[asked or ShardingStrategy.FULL_SHARD]
+
+
+def mesh_of(process_group: object, device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """None: all ranks. Raises UsageError for a pair of groups."""
+    if process_group is None or device_mesh is not None:
+        return device_mesh
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise UsageError(
+            "FSDP(process_group=(shard, replicate)): pass device_mesh=init_device_mesh(device, (replicas, shards))"
+        )
+    if process_group is dist.group.WORLD:
+        return None
+    return DeviceMesh.from_group(process_group, accelerators.of_group(process_group).type)
+
+
+def precision_of(asked: MixedPrecision | None) -> Precision:
+    """Inputs are cast where either of FSDP1's two switches says so; its default is that of the root."""
+    if asked is None:
+        return Precision()
+    if asked.keep_low_precision_grads:
+        without_effect("MixedPrecision(keep_low_precision_grads=True)", "gradients have their parameter's dtype")
+    return Precision(
+        param=_name(asked.param_dtype),
+        reduce=_name(asked.reduce_dtype),
+        buffers=_name(asked.buffer_dtype),
+        cast_inputs=asked.cast_forward_inputs or asked.cast_root_forward_inputs,
+    )
+
+
+def exempt_modules(root: nn.Module, asked: MixedPrecision | None) -> list[nn.Module]:
+    """Those that FSDP1 leaves in full precision inside a model of mixed precision: batch norms, unless it is told."""
+    kinds = () if asked is None or asked.param_dtype is None else tuple(asked._module_classes_to_ignore)
+    return [module for module in root.modules() if kinds and isinstance(module, kinds) and module is not root]
+
+
+def exempt_precision(asked: MixedPrecision) -> Precision:
+    """Theirs: in the masters' dtype, and what they give is in the others' again."""
+    return Precision(param="float32", output=_name(asked.param_dtype))
+
+
+def ignored_of(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> set[nn.Parameter]:
+    """Parameters of what is ignored by `ignored_modules` and `ignored_states`."""
+    found: set[nn.Parameter] = set()
+    for one in (*(modules or ()), *(states or ())):
+        found.update(one.parameters() if isinstance(one, nn.Module) else [one])
+    return found
+
+
+def units_of(
+    root: nn.Module, policy: Callable[..., Any] | CustomPolicy | None, ignored: set[nn.Parameter]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The modules below the root that a policy chooses, innermost first, and what it says of them alone."""
+    if policy is None:
+        return {}
+    if isinstance(policy, CustomPolicy):
+        chosen = policy._run_policy(root, set(), {})
+        return {module: options for module, options in reversed(chosen.items()) if module is not root}
+    found: dict[nn.Module, dict[str, Any]] = {}
+    _choose(root, policy, ignored, found, is_root=True)
+    return found
+
+
+def _choose(
+    module: nn.Module,
+    policy: Callable[..., Any],
+    ignored: set[nn.Parameter],
+    found: dict[nn.Module, dict[str, Any]],
+    is_root: bool = False,
+) -> int:
+    """Ask a policy of FSDP1's protocol whether to look below, and then, with how many elements are nobody's yet,
+    whether to choose this module. Returns how many are somebody's now."""
+    numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored)
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    taken = sum(_choose(child, policy, ignored, found) for child in module.children())
+    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+        found[module] = {}
+        return numel
+    return taken
+
+
+def check_others(
+    cpu_offload: CPUOffload | None, backward_prefetch: object, forward_prefetch: bool, limit_all_gathers: bool
+) -> None:
+    """Raise UsageError for what cannot be had, and warn once of what has no effect."""
+    if cpu_offload is not None and cpu_offload.offload_params:
+        raise UsageError("FSDP(cpu_offload=CPUOffload(offload_params=True)): not there yet; leave cpu_offload out")
+    if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+        without_effect(
+            f"FSDP(backward_prefetch={backward_prefetch})", "the engine learns in which order units are used"
+        )
+    if forward_prefetch:
+        without_effect("FSDP(forward_prefetch=True)", "the engine learns in which order units are used")
+    if not limit_all_gathers:
+        without_effect("FSDP(limit_all_gathers=False)", "as many units are gathered as there are slots")
+
+
+def initialise(root: nn.Module, given: Callable[[nn.Module], None] | None) -> None:
+    """Have a user's function give modules of the meta device memory and numbers, as FSDP1 does, before anything is
+    sharded. Without one, `sw.shard` draws the numbers of the unsharded build."""
+    for module in list(root.modules()) if given is not None else ():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in own):
+            assert given is not None
+            given(module)
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,0 +1,329 @@
+"""`FullyShardedDataParallel`: a class that a model takes on, beside its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.optim import Optimizer
+
+from shardwise.compat.common import mixed_class, without_effect
+from shardwise.compat.fsdp1 import arguments, optimizer_state
+from shardwise.compat.fsdp1.settings import restore, set_settings, settings_of
+from shardwise.compat.state_dict import get_optimizer_state_dict
+from shardwise.engine.lookup import engine_of, engines_of
+from shardwise.engine.setup.shard import shard
+from shardwise.errors import UsageError
+from shardwise.model_tools.reduction import no_sync
+from shardwise.model_tools.unsharded import full_state_dict, unsharded
+from shardwise.optim.clip import clip_grad_norm_
+
+__all__ = ["FullyShardedDataParallel"]
+
+
+class FullyShardedDataParallel(nn.Module):
+    """FSDP1's methods. `FullyShardedDataParallel(module, ...)` gives the module itself, sharded, of this class as well.
+
+    Every rank must construct it, and call the methods whose docstrings say so. `docs/fsdp1.md` has every argument.
+    """
+
+    def __new__(cls, module: nn.Module | None = None, *args: Any, **kwargs: Any) -> Self:
+        """The module, whose class is this one too from here on. Without one, as for any class (copies)."""
+        if module is None:
+            return super().__new__(cls)
+        if isinstance(module, FullyShardedDataParallel):
+            raise UsageError(f"this {type(module).__name__} is given to FSDP a second time")
+        kind = type(module)
+        module.__class__ = mixed_class(cls, kind, f"FSDP{kind.__name__}")
+        assert isinstance(module, cls)
+        return module
+
+    def __init__(  # noqa: PLR0913, PLR0917 - FSDP1's signature
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., Any] | ModuleWrapPolicy | CustomPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[Any] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Shard. Every rank must call this. Raises UsageError for what cannot be had; else as `sw.shard`."""
+        try:
+            arguments.check_others(cpu_offload, backward_prefetch, forward_prefetch, limit_all_gathers)
+            arguments.initialise(self, param_init_fn)
+            ignored = arguments.ignored_of(ignored_modules, ignored_states)
+            shared: dict[str, Any] = {
+                "mesh": arguments.mesh_of(process_group, device_mesh),
+                "ignored": ignored,
+                "strategy": arguments.strategy_of(sharding_strategy),
+            }
+            own = {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "mixed_precision": mixed_precision,
+                "device_mesh": device_mesh,
+                "ignored_states": ignored,
+            }
+            chosen = arguments.units_of(self, auto_wrap_policy, ignored)
+            if auto_wrap_policy is not None:
+                for exempt in arguments.exempt_modules(self, mixed_precision):
+                    assert mixed_precision is not None
+                    shard(exempt, precision=arguments.exempt_precision(mixed_precision), **shared)
+            for below, options in chosen.items():
+                if options:
+                    FullyShardedDataParallel(below, **(own | options))
+            with warnings.catch_warnings():
+                if sync_module_states:
+                    warnings.filterwarnings("ignore", "shardwise: initial values differ")
+                precision = arguments.precision_of(mixed_precision)
+                shard(self, units=lambda fqn, inner: inner in chosen, precision=precision, **shared)
+        except BaseException:
+            self.__class__ = type(self).__bases__[1]
+            raise
+        for below in chosen:
+            if not isinstance(below, FullyShardedDataParallel):
+                below.__class__ = mixed_class(FullyShardedDataParallel, type(below), f"FSDP{type(below).__name__}")
+
+    # Looking ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself: there is no wrapper. A child of that name, where it has one."""
+        child = self._modules.get("module")
+        return self if child is None else child
+
+    def check_is_root(self) -> bool:
+        """Whether this is the module that was given last, which serves those below."""
+        return engine_of(self, below=False) is not None
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Those at or below a module."""
+        found = [below for below in module.modules() if isinstance(below, FullyShardedDataParallel)]
+        return [below for below in found if below.check_is_root()] if root_only else found
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside accumulate, unreduced: `sw.no_sync`. Every rank must do so."""
+        return no_sync(self)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """`sw.clip_grad_norm_`: the norm over all ranks, before. Every rank must call this."""
+        return clip_grad_norm_(self, max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        """Raises UsageError."""
+        raise UsageError(
+            "FSDP.register_comm_hook: reductions are the engine's; hook_gradients(model, hook) of "
+            "shardwise.model_tools.reduction shows a hook this rank's slice of each"
+        )
+
+    # Full parameters --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """`sw.unsharded`, with all below the module. Every rank must enter and leave.
+
+        Raises UsageError `with_grads`.
+        """
+        if with_grads:
+            raise UsageError(
+                "FSDP.summon_full_params(with_grads=True): parameter.grad.full_tensor() before, on every rank"
+            )
+        if not recurse:
+            without_effect("FSDP.summon_full_params(recurse=False)", "what is below the module is opened as well")
+        if engine_of(module) is None and not any(True for _ in module.parameters()):
+            yield
+            return
+        with unsharded(module, writeback=writeback, rank0_only=rank0_only, cpu=offload_to_cpu):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """`nn.Module.apply` with full parameters, which are written back. Every rank must call this, with a function
+        that does the same on each."""
+        if any(engine.is_suspended for engine in engines_of(self)):
+            return super().apply(fn)
+        with unsharded(self, writeback=True):
+            return super().apply(fn)
+
+    # State dicts ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """What state dicts at and below a module are from now on. Returns what they were. LOCAL_STATE_DICT raises
+        UsageError."""
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        modules = [module, *FullyShardedDataParallel.fsdp_modules(module)]
+        set_settings(modules, state_dict_type, state_dict_config, optim_state_dict_config)
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What they are."""
+        found = FullyShardedDataParallel.fsdp_modules(module)
+        return settings_of(found[0] if found else module)
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Inside, state dicts at and below a module are of that kind."""
+        modules = [module, *FullyShardedDataParallel.fsdp_modules(module)]
+        before = [settings_of(one) for one in modules]
+        set_settings(modules, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            restore(modules, before)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Full, unless the settings say otherwise: every rank must call this. As handles it needs no communication, and
+        so with `keep_vars`, as this package asks for it."""
+        settings = settings_of(self)
+        is_part = bool(args) or kwargs.get("destination") is not None or kwargs.get("keep_vars", False)
+        if is_part or settings.state_dict_type is not StateDictType.FULL_STATE_DICT or engine_of(self) is None:
+            return super().state_dict(*args, **kwargs)
+        config, prefix = settings.state_dict_config, kwargs.get("prefix", "")
+        assert isinstance(config, FullStateDictConfig)
+        full = full_state_dict(self, cpu=config.offload_to_cpu, rank0_only=config.rank0_only)
+        return {f"{prefix}{name}": value for name, value in full.items()}
+
+    # Optimizer state --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """By names, as the settings say. Every rank must call this. Raises UsageError for another optimizer's state."""
+        if optim_state_dict is not None:
+            raise UsageError("FSDP.optim_state_dict reads the optimizer: leave optim_state_dict out")
+        return optimizer_state.as_set(model, optim)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """For `optim.load_state_dict`, of what `optim_state_dict` gave. Every rank must call this."""
+        from_rank0 = optimizer_state.is_first_alone(model)
+        state = optimizer_state.to_load(model, optim, optim_state_dict, from_rank0)
+        if load_directly:
+            optim.load_state_dict(state)
+        return state
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: object = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Full, by names, on the CPU. Every rank must call this."""
+        return optimizer_state.full(model, optim, rank0_only, on_cpu=True)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """Of handles, by names. No communication."""
+        return get_optimizer_state_dict(model, optim)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: object = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """For `optim.load_state_dict`, of full state that every rank has. Raises UsageError without `optim`."""
+        return optimizer_state.to_load(model, _given(optim), full_optim_state_dict, from_rank0=False)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: object = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Likewise of full state that rank 0 has. Every rank must call this."""
+        return optimizer_state.to_load(model, _given(optim), full_optim_state_dict, from_rank0=True)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """Likewise of handles."""
+        return optimizer_state.to_load(model, optim, sharded_optim_state_dict, from_rank0=False)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: object = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """A full state dict by names or by numbers. No communication."""
+        return optimizer_state.rekeyed(optim_state_dict, optim_state_key_type, model, optim)
+
+
+def _given(optimizer: Optimizer | None) -> Optimizer:
+    if optimizer is None:
+        raise UsageError("pass optim=, the optimizer that is to load the state")
+    return optimizer
