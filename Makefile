@@ -29,7 +29,7 @@ $(STAMP): $(RUN_STAMP)
 
 train: $(RUN_STAMP)
 	@$(BIN)/shardwise train recipes/quickstart.toml
-	@echo "Next: $(BIN)/shardwise train recipes/quickstart.toml log.name=longer train.steps=3000  (a better writer);"
+	@echo "Next: $(BIN)/shardwise train recipes/quickstart.toml log.name=longer train.steps=2000  (a better writer);"
 	@echo "      $(BIN)/shardwise inspect runs/quickstart/final;  docs/user-guide.md to fine-tune a model of your own."
 
 # Three files of tests at a time, the longest first, each with ranks of its own: tests wait for ranks as much as they work.

@@ -24,7 +24,8 @@ from shardwise.train.data.batches import Batches, Share, load_datasets
 from shardwise.train.run.preflight import check
 
 Path("text.txt").write_text("to be or not to be, " * 200)
-config = check(load(sys.argv[1], ["data.source=text.txt", "data.seq_len=32", "train.micro_batch=2"]), 0)
+overrides = ["data.source=text.txt", "data.seq_len=32", "data.tokenizer=bytes", "train.micro_batch=2"]
+config = check(load(sys.argv[1], overrides), 0)
 data = load_datasets(config.data)
 share = Share(1, config.parallel.ranks, config.train.micro_batch)
 (batch,) = Batches(data.train, share, config.train.global_batch, config.data.seed).batch(0)
