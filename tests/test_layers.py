@@ -17,7 +17,8 @@ LAYERS = [
     {"modules"},
     {"engine"},
     {"model_tools"},
-    {"plan", "checkpoint", "offload", "optim"},
+    {"optim"},
+    {"plan", "checkpoint", "offload"},
     {"train", "integrations", "compat"},
     {"cli"},
 ]

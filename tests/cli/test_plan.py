@@ -147,7 +147,7 @@ def test_a_plan_that_the_trainer_cannot_run_is_shown_all_the_same(capsys: Printe
     assert run(["plan", "config.json", *asked, *FIXED[2:]]) == 2
     shown = capsys.readouterr()
     assert shown.out.startswith("config.json: ")
-    assert "`shardwise train` has adamw, not sgd" in shown.err
+    assert "`shardwise train` has adamw and muon, not sgd" in shown.err
     assert not Path("run.toml").exists()
 
 

@@ -296,7 +296,10 @@ def test_the_unsharded_optimizer_is_torchs_two() -> None:
 @on_ranks(2)
 def test_state_is_with_its_owner_and_is_counted_once() -> None:
     model, optimizer = _build(Case("full_shard", 2), "muon")
-    _step(model, optimizer, 0)
+    squares(model, torch.ones(5, 4)).backward()
+    before = sw.memory(model).now["temporaries"]
+    optimizer.step()
+    assert sw.memory(model).now["temporaries"] - before == optimizer.exchange_bytes > 0
     held = sum(
         value.local.nbytes if isinstance(value, sw.ShardedParameter) else value.nbytes
         for state in optimizer.state.values()

@@ -67,7 +67,7 @@ class Options:
     reshard_after_forward: Annotated[Text, _option("true, false or a number of ranks.")] = None
     slots: Annotated[Text, _option("Buffers for gathered units per size class. [3]")] = None
     units: Annotated[Count, _option("Fewest parameters of a unit. [the model's blocks]")] = None
-    optimizer: Annotated[Text, _option("adamw, adamw-foreach, adam, sgd, momentum. [adamw]")] = None
+    optimizer: Annotated[Text, _option("adamw, adamw-foreach, adam, sgd, momentum, muon. [adamw]")] = None
     attention: Annotated[Text, _option("sdpa (fused) or eager. [sdpa]")] = None
     loss: Annotated[Text, _option("model (its own), fused, chunked. [model]")] = None
     compiled: Annotated[bool, _option("Blocks are compiled.", "--compile")] = False

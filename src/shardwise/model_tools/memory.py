@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise import accelerators
 from shardwise.engine.engine import Engine
@@ -27,13 +28,14 @@ def memory(model: nn.Module) -> Memory:
     """This rank's memory by kind. No communication, but before the first forward, when it allocates the slots, every
     rank must call it.
 
-    Shards, slots, optimizer state and buffers are exact. `temporaries` is the scratch memory of collectives and sums,
-    complete once a step has been made; `other` is ignored parameters with their gradients, used flags and what stands
-    for parameters that are not gathered. `activations` is what else the device's allocator has handed out (at the peak:
-    with the operations' own temporaries and anything that is not the model's); a CPU's allocator does not count, so
-    there it is absent. Its peak is the allocator's since that was last reset, which is the program's to do: call
-    torch's `reset_peak_memory_stats()` once the model is sharded and what built it is gone, or a model that was whole
-    on the device counts as activations. `shardwise train` does so before its first step.
+    Shards, slots, optimizer state and buffers are exact. `temporaries` is the scratch memory of collectives and sums
+    (and of whole matrices on their way to owners), complete once a step has been made; `other` is ignored parameters
+    with their gradients, used flags and what stands for parameters that are not gathered. `activations` is what else
+    the device's allocator has handed out (at the peak: with the operations' own temporaries and anything that is not
+    the model's); a CPU's allocator does not count, so there it is absent. Its peak is the allocator's since that was
+    last reset, which is the program's to do: call torch's `reset_peak_memory_stats()` once the model is sharded and
+    what built it is gone, or a model that was whole on the device counts as activations. `shardwise train` does so
+    before its first step.
     """
     engine = require_engine(model)
     engine.allocate()
@@ -75,23 +77,27 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
         "reduce_slots": engine.reducer.slots.total_bytes + sum(a.nbytes for a in aparts if a is not None),
         "optimizer": _held_bytes(_optimizer_state(engine)),
         "buffers": _held_bytes(model.buffers()),
-        "temporaries": engine.reducer.scratch_bytes + sum(c.scratch_bytes for c in engine.mesh.groups),
+        "temporaries": engine.reducer.scratch_bytes
+        + sum(group.scratch_bytes for group in engine.mesh.groups)
+        + sum(getattr(optimizer, "exchange_bytes", 0) for optimizer in _optimizers(engine)),
         "other": sum(group.placeholder_bytes for group in groups) + _held_bytes([*whole, *whole_gradients]),
     }
 
 
-def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
-    """Of the optimizers that stepped any unit."""
+def _optimizers(engine: Engine) -> Iterator[Optimizer]:
+    """Those that stepped any unit."""
     units = set(engine.units)
-    seen: set[int] = set()
-    """One optimizer inside another has its state."""
     for optimizer in stepped:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if any(isinstance(parameter, ShardedParameter) and parameter.unit in units for parameter in parameters):
-            for state in optimizer.state.values():
-                if id(state) not in seen:
-                    seen.add(id(state))
-                    yield from (value for value in state.values() if isinstance(value, Tensor))
+            yield optimizer
+
+
+def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
+    """Of each parameter once: an optimizer inside another has its state."""
+    states = {id(state): state for optimizer in _optimizers(engine) for state in optimizer.state.values()}
+    for state in states.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _held_bytes(tensors: Iterable[Tensor]) -> int:

@@ -312,6 +312,11 @@ class WholeMatrixOptimizer(Optimizer):
                     "the last sw.shard"
                 )
 
+    @property
+    def exchange_bytes(self) -> int:
+        """Of memory that it keeps for exchanges, from the first step on. No communication."""
+        return sum({lanes: lanes.nbytes for _, lanes in self._jobs or ()}.values())
+
     def state_placement(self, parameter: Tensor, shape: tuple[int, ...]) -> Placement | None:
         """Where state of that shape of a parameter is to lie; None where as the parameter does. No communication."""
         if not isinstance(parameter, ShardedParameter) or parameter not in self._matrices:

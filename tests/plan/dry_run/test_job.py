@@ -49,6 +49,7 @@ def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: i
         ({"nodes": 0}, "nodes=0: a whole number from 1 on"),
         ({"micro_batch": 1.5}, "micro_batch=1.5: a whole number"),
         ({"slots": 1}, "slots=1: a whole number from 2 on"),
+        ({"optimizer": "muon", "engine": "fsdp2"}, "is forecast for shardwise, which gives matrices owners, not fsdp2"),
         ({"optimizer": "adamv"}, "optimizer='adamv': one of adamw, adamw-foreach.*; did you mean adam"),
         ({"attention": "flash"}, "one of sdpa, eager"),
         ({"loss": "chunk"}, "did you mean chunked"),

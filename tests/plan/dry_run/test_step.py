@@ -82,14 +82,24 @@ def traffic_of(recorded: Recording) -> list[tuple[str, str, int]]:
     for event in recorded.events:
         if isinstance(event, Collective):
             times = 2 if event.op == "all_reduce" else 1
-            sent.append((event.group, event.op, times * event.nbytes * (event.ranks - 1) // event.ranks))
+            nbytes = times * event.nbytes * (event.ranks - 1) // event.ranks
+            sent.append((event.group, event.op, event.nbytes if event.op == "all_to_all" else nbytes))
     return sent
 
 
-def real(case: Case, precision: sw.Precision) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    groups = [[p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]]
+    return sw.optim.whole_matrix(torch.optim.Muon, [{"params": g} for g in groups], adamw={"fused": True})
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def real(case: Case, precision: sw.Precision, make: Any = adamw) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     with recording():
         model = case.shard(seeded(lambda: Regression(3)), precision=precision)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = make(list(model.parameters()))
     mesh = require_engine(model).mesh
     groups = {"shard": mesh.shard, "replicate": mesh.replicate, "secondary": mesh.secondary}
     recorded = {name: group for name, group in groups.items() if isinstance(group, RecordingCollectives)}
@@ -103,7 +113,7 @@ def real(case: Case, precision: sw.Precision) -> tuple[dict[str, int], list[tupl
         (name, "all_reduce" if event.op == "control" else event.op, event.bytes_sent)
         for name, group in recorded.items()
         for event in group.events[start[name] :]
-        if event.op in {"all_gather", "reduce_scatter", "all_reduce", "control"}
+        if event.op in {"all_gather", "reduce_scatter", "all_reduce", "control", "all_to_all"}
     ]
     return {kind: sw.memory(model).peak[kind] for kind in STATE}, sent
 
@@ -120,6 +130,19 @@ def test_engine_memory_and_traffic(ranks: RankPools, case: Case, precision: sw.P
         dry = traffic_of(recorded)
         for group in ("shard", "replicate", "secondary"):
             assert [event for event in dry if event[0] == group] == [event for event in sent if event[0] == group]
+
+
+@pytest.mark.parametrize("case", [Case("full_shard", 3), Case("no_shard", 2), Case("hybrid_shard", 4)], ids=str)
+def test_muons_memory_and_traffic(ranks: RankPools, case: Case) -> None:
+    """To the byte, on every rank: whose matrix is whose, and what travels."""
+    of_ranks = ranks(case.world_size).run(real, case, FP32, muon)
+    for rank, (state, sent) in enumerate(of_ranks):
+        recorded = record(lambda: Regression(3), job_of(case, FP32, optimizer="muon"), rank)
+        assert state_of(recorded) == state
+        dry = traffic_of(recorded)
+        for group in ("shard", "replicate"):
+            assert [event for event in dry if event[0] == group] == [event for event in sent if event[0] == group]
+    assert len({state["optimizer"] for state, _ in of_ranks}) > 1
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective-ops", "every-2"])

@@ -61,6 +61,7 @@ def test_a_group_of_one_costs_nothing() -> None:
 def test_bytes_sent() -> None:
     assert bytes_sent("all_gather", 800, 8) == 700
     assert bytes_sent("all_reduce", 800, 8) == 1400
+    assert bytes_sent("all_to_all", 800, 8) == 800
 
 
 def test_measured_collectives_replace_the_data_sheet() -> None:

@@ -55,6 +55,11 @@ class Lane:
         self._buffers = [group.allocate(capacity_bytes, BufferKind.REDUCE) for _ in range(count)]
         self._posted = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Of its buffers, which are kept."""
+        return sum(buffer.bytes.numel() for buffer in self._buffers)
+
     def post(
         self,
         transfers: Sequence[Transfer],

@@ -38,6 +38,11 @@ class Lanes:
         self.from_owners = Lane(mesh.shard, most([unit.from_owners for unit in units], 1))
         self.to_replicas = Lane(mesh.replicate, most([unit.to_replicas for unit in units], 1))
 
+    @property
+    def nbytes(self) -> int:
+        """Of their buffers."""
+        return sum(lane.nbytes for lane in (self.to_owners, self.from_owners, self.to_replicas))
+
 
 class UnitMatrices:
     """No state but whose matrix is whose."""

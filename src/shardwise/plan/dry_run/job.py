@@ -18,8 +18,9 @@ from shardwise.suggest import did_you_mean, divisors
 if TYPE_CHECKING:
     from torch import nn
 
-OPTIMIZERS = ("adamw", "adamw-foreach", "adam", "sgd", "momentum")
-"""Fused kernels, but for "adamw-foreach": torch's default on GPUs, which needs a temporary of every tensor's size."""
+OPTIMIZERS = ("adamw", "adamw-foreach", "adam", "sgd", "momentum", "muon")
+"""Fused kernels, but for "adamw-foreach": torch's default on GPUs, which needs a temporary of every tensor's size.
+"muon": whole hidden matrices on their owners, AdamW for the rest."""
 
 LOSSES = ("model", "fused", "chunked")
 """The model's own; log-softmax and its gradient in the logits' own dtype; logits of some tokens at a time."""
@@ -203,6 +204,10 @@ class Job:
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+        if self.optimizer == "muon" and self.engine != "shardwise":
+            raise ConfigError(
+                f'optimizer="muon" is forecast for shardwise, which gives matrices owners, not {self.engine}'
+            )
         price: object = self.price_per_hour
         if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
             raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")

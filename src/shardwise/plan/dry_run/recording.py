@@ -101,11 +101,11 @@ class Collective:
 
     number: int
     op: str
-    """all_gather, reduce_scatter or all_reduce."""
+    """all_gather, reduce_scatter, all_reduce or all_to_all."""
     group: str
     """shard, replicate or secondary."""
     nbytes: int
-    """Of the whole buffer: unsharded, padded, in the dtype that travels."""
+    """Of the whole buffer: unsharded, padded, in the dtype that travels. Of an all_to_all what this rank sends."""
     ranks: int
     """In the group."""
     unit: str

@@ -27,6 +27,7 @@ from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
+from shardwise.optim.whole_matrix import whole_matrix
 from shardwise.plan.dry_run.autocast import autocast
 from shardwise.plan.dry_run.depth import deepened
 from shardwise.plan.dry_run.forward import TrainingForward
@@ -39,8 +40,9 @@ from shardwise.plan.dry_run.traced_collectives import traced_mesh
 from shardwise.sharded.parameter import ShardedParameter
 
 _MAX_NORM = 1.0
-_LAST_FIRST = frozenset({"adamw-foreach"})
-"""Optimizers that give a list of memory back last first, which cannot be made longer (`depth`)."""
+_NOT_BY_BLOCK = frozenset({"adamw-foreach", "muon"})
+"""Optimizers whose step is not one block's over and over (`depth`): one gives a list of memory back last first, in the
+other a block's matrices may be anybody's."""
 _BATCH_SEQUENCE_WIDTH = 3
 """Dimensions of what blocks of transformers are given."""
 
@@ -51,7 +53,7 @@ def record_once(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Re
 
     Args and Raises: as `record`.
     """
-    stack = None if job.optimizer in _LAST_FIRST else repeated_blocks(builder, job)
+    stack = None if job.optimizer in _NOT_BY_BLOCK else repeated_blocks(builder, job)
     if stack is None:
         return record(builder, job, rank)
     with _without_collection(), suppress(UserError):  # code may count on all of its blocks
@@ -203,6 +205,8 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if name == "muon":
+        return whole_matrix(torch.optim.Muon, groups, adjust_lr_fn="match_rms_adamw", adamw={"fused": True})
     if name == "adamw-foreach":
         return torch.optim.AdamW(groups, foreach=True)
     if name in {"sgd", "momentum"}:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.backends.dry import DryCollectives
-from shardwise.comm.buffers import check_reductions, deliver, finishing_op, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Combine, Reduction, Region, Work
+from shardwise.comm.buffers import check_reductions, deliver, finishing_op, sent_parts, slice_of
+from shardwise.comm.protocol import FINISHED, Buffer, Combine, Part, Reduction, Region, Work
 from shardwise.engine.mesh import Mesh
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Pending, Recorder
@@ -86,6 +86,10 @@ class TracedCollectives(DryCollectives):
         """Record the call. No communication."""
         unit = self._recorder.unit_of(tensor)
         return self._reduce("all_reduce", tensor.nbytes, unit, super().all_reduce(tensor, op, after, label))
+
+    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+        """Record the call, with the bytes that this rank sends. No communication."""
+        return self._issue("all_to_all", sum(part.nbytes for part, _ in sent_parts(parts, self.rank)), None, FINISHED)
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
         """Record the call on streams, where no collective stands for it. No communication."""

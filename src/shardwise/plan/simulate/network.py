@@ -62,8 +62,8 @@ class Cluster:
         """Seconds of one collective.
 
         Args:
-            op: all_gather, reduce_scatter or all_reduce.
-            nbytes: of the whole buffer.
+            op: all_gather, reduce_scatter, all_reduce or all_to_all.
+            nbytes: of the whole buffer; of an all_to_all what this rank sends.
             group: shard, replicate or secondary.
             ranks: in the group.
         """
@@ -73,6 +73,8 @@ class Cluster:
         if measured is not None and op in measured.collectives:
             return measured_seconds(measured.collectives[op], nbytes) * _passes(ranks) / _passes(measured.ranks)
         placed = self.place(group, ranks)
+        if op == "all_to_all":
+            return nbytes / self.bytes_per_s(placed) + self._ring_latency_s(placed)
         once = nbytes * _passes(ranks) / self.bytes_per_s(placed)
         if op != "all_reduce":
             return once + self._ring_latency_s(placed)
@@ -99,7 +101,9 @@ class Cluster:
 
 
 def bytes_sent(op: str, nbytes: int, ranks: int) -> float:
-    """Bytes that each rank sends in a collective of a buffer of `nbytes`."""
+    """Bytes that each rank sends in a collective of a buffer of `nbytes`; of an all_to_all those are given."""
+    if op == "all_to_all":
+        return nbytes
     return nbytes * _passes(ranks) * (2 if op == "all_reduce" else 1)
 
 

@@ -42,6 +42,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
             "steps": STEPS,
             "micro_batch": job.micro_batch,
             "global_batch": job.micro_batch * job.accumulation * job.world_size,
+            "optimizer": job.optimizer,
             "activation_checkpointing": job.activation_checkpointing,
             "compile": job.compile,
         },
@@ -96,5 +97,5 @@ def check_model(source: ModelSource) -> None:
 def _check_job(job: Job) -> None:
     if job.engine != "shardwise":
         raise PlanError(f"--config writes a configuration for shardwise, and the plan is for engine={job.engine!r}")
-    if job.optimizer != "adamw":
-        raise PlanError(f"`shardwise train` has adamw, not {job.optimizer}: plan with --optimizer adamw")
+    if job.optimizer not in {"adamw", "muon"}:
+        raise PlanError(f"`shardwise train` has adamw and muon, not {job.optimizer}: plan with --optimizer adamw")
