@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece_of
 from shardwise.checkpoint.format.training_json import check_json
 from shardwise.errors import UsageError
+from shardwise.offload.state_store import store_of
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 
 _BY_POSITION = {"params", "param_names"}
@@ -98,7 +99,7 @@ def _option(key: str, value: Any) -> Any:
 
 def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any:
     """The JSON form of one value of the state; a tensor is appended to `pieces`."""
-    if isinstance(value, Tensor) and type(value) is type(parameter) is ShardedParameter:
+    if isinstance(value, ShardedParameter) and type(parameter) is ShardedParameter:
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
     if isinstance(value, dict):  # in the document these stand for tensors
@@ -149,11 +150,20 @@ def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
     return torch.full(saved["shape"], saved["scalar"], dtype=dtype, device=device)
 
 
-def room_for(parameter: Tensor, dtype: torch.dtype, present: object) -> Tensor:
-    """Uninitialised state with the parameter's shape and sharding.
+def room_for(parameter: Tensor, name: str, dtype: torch.dtype, present: object) -> Tensor:
+    """Uninitialised state with the parameter's shape and sharding; on disk where it is kept there.
 
     `present`: the optimizer's current value; reused if shape, dtype and sharding agree: state is not held twice.
     """
+    store = store_of(parameter)
+    if store is not None and isinstance(parameter, ShardedParameter):
+        room = store.place(parameter, name)
+        if room is None or room.dtype != dtype:
+            raise UsageError(
+                f"optimizer state {name!r} of {parameter.fqn!r} in {dtype} has no room on disk ({store.directory}): "
+                "load it into an optimizer of the same kind and options, or leave offload.optimizer out"
+            )
+        return room
     if (
         isinstance(present, Tensor)
         and isinstance(present, ShardedParameter) == isinstance(parameter, ShardedParameter)
