@@ -12,18 +12,18 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 LAYERS = [
     {"accelerators", "errors", "liveness", "suggest"},
     {"layout", "policy", "foreign"},
-    {"comm"},
+    {"comm", "files"},
     {"sharded"},
-    {"modules"},
+    {"modules", "offload"},
     {"engine"},
     {"model_tools"},
     {"optim"},
-    {"plan", "checkpoint", "offload"},
+    {"plan", "checkpoint"},
     {"train", "integrations", "compat"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-SELF = {"jax": {"errors", "layout", "policy", "checkpoint"}}  # beside the layers
+SELF = {"jax": {"errors", "layout", "policy", "files", "checkpoint"}}  # beside the layers
 # What each folder or module of a package may import of that package; "." is the modules that are not named.
 ROOMS: dict[str, dict[str, set[str]]] = {
     "comm": {".": set(), "backends": {"."}},
@@ -57,7 +57,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         ".": {"config", "data", "run", "process", "build", "output"},
     },
 }
-NO_TORCH = {"errors", "liveness", "suggest", "layout", "policy", "foreign"}
+NO_TORCH = {"errors", "liveness", "suggest", "layout", "policy", "foreign", "files"}
 TOP = "the package itself"
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.optim.clip import clip_grad_norm_
     from shardwise.optim.in_backward import optimizer_in_backward
     from shardwise.optim.scaler import GradScaler
+    from shardwise.policy.offload import Offload
     from shardwise.policy.precision import Precision
     from shardwise.policy.strategy import Strategy
     from shardwise.sharded.parameter import ShardedParameter
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "GradScaler": "optim.scaler",
+    "Offload": "policy.offload",
     "Precision": "policy.precision",
     "ShardedParameter": "sharded.parameter",
     "Strategy": "policy.strategy",
@@ -52,6 +54,7 @@ _PACKAGES = ("checkpoint", "optim", "plan")
 
 __all__ = [
     "GradScaler",
+    "Offload",
     "Precision",
     "ShardedParameter",
     "Strategy",

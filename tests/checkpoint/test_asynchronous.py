@@ -23,12 +23,12 @@ import shardwise as sw
 from shardwise import accelerators
 from shardwise.checkpoint import latest, verify
 from shardwise.checkpoint.format.local_tensor import piece_of
-from shardwise.checkpoint.io.direct import PAGE_BYTES
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.checkpoint.ranks.file_barrier import FileBarrier
 from shardwise.checkpoint.staging import HostMemory
 from shardwise.errors import CheckpointError
+from shardwise.files.direct import PAGE_BYTES
 from tests.checkpoint.states import build, everything, same, step
 from tests.engine.cases import Case
 from tests.engine.rig import events, on_ranks, recording

@@ -9,11 +9,15 @@ from pathlib import Path
 from safetensors.numpy import load_file
 
 MODULES = [
-    *(f"io.{name}" for name in ("checksums", "direct", "local_file", "range_reader", "range_writer", "remote")),
-    *("io.storage", "io.thread_pool", "names.index_map", "ranks.file_barrier", "ranks.save_thread"),
-    *(f"format.{name}" for name in ("contents", "hugging_face", "manifest", "names_json", "safetensors_layout")),
-    *("format.tensor_files", "format.training_json"),
-    *(f"publish.{name}" for name in ("commit", "consolidation", "per_rank_files", "shared_files", "target")),
+    *(f"files.{name}" for name in ("direct", "local_file", "scratch_file", "thread_pool")),
+    *(f"checkpoint.io.{name}" for name in ("checksums", "range_reader", "range_writer", "remote", "storage")),
+    *(f"checkpoint.{name}" for name in ("names.index_map", "ranks.file_barrier", "ranks.save_thread")),
+    *(
+        f"checkpoint.format.{name}"
+        for name in ("contents", "hugging_face", "manifest", "names_json", "safetensors_layout")
+    ),
+    *(f"checkpoint.format.{name}" for name in ("tensor_files", "training_json")),
+    *(f"checkpoint.publish.{name}" for name in ("commit", "consolidation", "per_rank_files", "shared_files", "target")),
 ]
 SCRIPT = """
 import sys
@@ -26,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 for name in sys.argv[2:]:
-    import_module(f"shardwise.checkpoint.{name}")
+    import_module(f"shardwise.{name}")
 
 from shardwise.checkpoint import latest, verify
 from shardwise.checkpoint.format import tensor_files, training_json

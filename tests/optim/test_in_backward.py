@@ -270,7 +270,7 @@ def test_whole_matrices_and_units_that_wait_are_refused() -> None:
     with pytest.raises(UsageError, match=r"an optimizer of sw.optim.whole_matrix, which updates whole matrices"):
         sw.optimizer_in_backward(model, muon)
     sync_gradients(model.blocks[1], False)  # type: ignore[index]
-    with pytest.raises(UsageError, match="gradients of unit 'blocks.1' are not reduced in each backward"):
+    with pytest.raises(UsageError, match=r"gradients of unit 'blocks.1' are not reduced in each backward"):
         sw.optimizer_in_backward(model, adamw(model.parameters()))
 
 

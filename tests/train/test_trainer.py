@@ -149,6 +149,33 @@ def test_what_steps_in_backward_cannot_do_is_refused_with_the_reason(overrides: 
         run_alone("train.optimizer_in_backward=true", *overrides)
 
 
+def test_optimizer_state_on_disk_trains_as_ever_and_goes_on_without(tmp_path: Path) -> None:
+    disk = ("offload.optimizer=nvme", f"offload.path={tmp_path / 'states'}", "offload.ring_mib=1")
+    saving = ("train.schedule=constant", "checkpoint.every=2", "train.eval_every=0")
+    run_alone(*saving, "log.name=memory")
+    run_alone(*saving, *disk, "log.name=disk", "train.steps=4")
+    assert {row["memory"]["optimizer"] < 2**20 + 1024 for row in read("runs/disk/metrics.jsonl")} == {True}
+    run_alone(*saving, "log.name=disk", "train.steps=5")
+    run_alone(*saving, *disk, "log.name=disk")
+    assert losses("disk") == losses("memory")
+    assert list((tmp_path / "states").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("offload.optimizer=nvme",), "needs path"),
+        (("offload.params=nvme",), "is not there yet"),
+        (("offload.optimizer=nvme", "offload.path=x", "checkpoint.asynchronous=true"), "checkpoint.asynchronous with"),
+        (("offload.ring=3",), "unknown key offload.ring; did you mean offload.ring_mib"),
+    ],
+)
+def test_what_cannot_be_on_disk_is_refused_in_one_line(overrides: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        run_alone(*overrides)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_peak_of_memory_is_reset_between_the_build_and_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     noted: list[tuple[Any, str]] = [

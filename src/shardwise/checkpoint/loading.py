@@ -23,6 +23,7 @@ from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import adapter_names
+from shardwise.offload.state_store import stores_of
 
 _log = logging.getLogger(__name__)
 
@@ -90,11 +91,16 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
         engine.reshard_all()
+        stores = [] if optimizer is None else stores_of(optimizer)
+        for store in stores:
+            store.forgive()
         done = [
             tensor_files.read(reading.contents, reading.model_files, matched.wanted, peers.reads_alone),
             tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces, peers.reads_alone),
             tensor_files.read(reading.contents, reading.by_rank_files, rows),
         ]
+        for store in stores:
+            store.settle()
         give_extra_state(model, [piece for piece, _ in matched.wanted])
         if optimizer is not None:
             reading.restore(optimizer)
@@ -145,6 +151,8 @@ class _Reading:
 
     def expect_optimizer(self, model: nn.Module, optimizer: Optimizer, strict: bool) -> None:
         """Match the optimizer's parameters with the saved groups and state by fqn."""
+        for store in stores_of(optimizer):
+            store.prepare(optimizer)
         saved = self._saved_for(optimizer_state.class_of(optimizer), strict)
         groups_of = {fqn: number for number, group in enumerate(saved["groups"]) for fqn in group["fqns"]}
         stored = self.optimizer_files.tensors

@@ -43,6 +43,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.modules.adapters import adapter_config
+from shardwise.offload.state_store import stores_of
 
 _SIGHT_S = 5.0
 """How long a rank waits for rank 0's token to come in sight: network file systems cache names for a moment."""
@@ -105,6 +106,14 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     with peers.together("the checkpoint cannot be saved"):
         _check(step, extra, max_file_bytes)
         engine.reducer.steps.check()
+        for store in () if optimizer is None else stores_of(optimizer):
+            store.check()
+            if asynchronous:
+                raise UsageError(
+                    "asynchronous=True with optimizer state on disk (offload.optimizer='nvme'): the next step would "
+                    "write over what is being saved, and a copy of all of it is what host memory has no room for; "
+                    "leave asynchronous out"
+                )
         target = _target(path, overwrite)
         writing = _prepare(target, model, optimizer, peers, max_file_bytes, adapter)
         _take_along(files or {}, writing)

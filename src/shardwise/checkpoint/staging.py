@@ -9,7 +9,7 @@ import torch
 
 from shardwise import accelerators
 from shardwise.checkpoint.format.local_tensor import Piece
-from shardwise.checkpoint.io.direct import PAGE_BYTES, huge_page_buffer
+from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.layout.flat import round_up
 
 _ALIGN_BYTES = 64

@@ -18,8 +18,9 @@ from shardwise.engine.control import Control, Moment
 from shardwise.engine.units.gradients import Fate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.offload.state_store import step_with_stores
 from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.partial_step import Selected, by_owner, step_some
+from shardwise.sharded.partial_step import Selected, by_owner
 from shardwise.sharded.penalties import hooks_run
 
 Clip = Callable[[Sequence[ShardedParameter]], object]
@@ -97,7 +98,7 @@ class BackwardSteps:
             own = [p for some in selected for p in some if isinstance(p, ShardedParameter)]
             if clip is not None:
                 clip(own)
-            step_some(optimizer, selected)
+            step_with_stores(optimizer, selected)
             for parameter in own:
                 parameter.grad = None
         unit.stepped()

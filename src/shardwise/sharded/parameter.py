@@ -41,6 +41,9 @@ def outer_face(parameter: Tensor) -> ShardedParameter | None:
 class Owner(Protocol):
     """What a parameter belongs to and tells of its updates: its unit."""
 
+    states: Any
+    """What keeps the optimizer's state of its parameters on disk (`offload.StateStore`), or None."""
+
     @property
     def is_running(self) -> bool:
         """Whether a forward of the model that it is in is under way."""

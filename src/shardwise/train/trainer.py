@@ -189,7 +189,7 @@ class Trainer:
             elif weights is not None:
                 with self.ranks.together():  # sharding is collective: a rank without the directory must stop all
                     stack.enter_context(blank_for(weights, model))
-            sharded = shard_model(model, self.config.parallel, self.ranks)
+            sharded = shard_model(model, self.config.parallel, self.ranks, self.config.offload)
         if saved_whole or weights is None:
             return sharded
         report = sw.checkpoint.load_pretrained(weights, sharded)

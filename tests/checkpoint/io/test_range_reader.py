@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpoint.io import range_reader
-from shardwise.checkpoint.io.direct import PAGE_BYTES, huge_page_buffer
-from shardwise.checkpoint.io.local_file import LocalFile
 from shardwise.checkpoint.io.range_reader import Buffers, RangeReader
+from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
+from shardwise.files.local_file import LocalFile
 
 FILE_BYTES = 40 * PAGE_BYTES + 123
 UNTOUCHED = b"\xee"

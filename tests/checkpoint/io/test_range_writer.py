@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpoint.io import range_writer
-from shardwise.checkpoint.io.direct import PAGE_BYTES
 from shardwise.checkpoint.io.range_writer import RangeWriter
+from shardwise.files.direct import PAGE_BYTES
 
 FILE_BYTES = 40 * PAGE_BYTES + 123
 BEFORE = b"\xee"

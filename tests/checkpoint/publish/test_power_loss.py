@@ -15,8 +15,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import verify
 from shardwise.checkpoint.io import range_writer
-from shardwise.checkpoint.io.direct import PAGE_BYTES
 from shardwise.errors import CheckpointError
+from shardwise.files.direct import PAGE_BYTES
 from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
 from shardwise.train.output.checkpoints import Checkpoints

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.errors import UsageError
 from shardwise.layout.ranges import Range, share
+from shardwise.offload.state_on_disk import StateOnDisk
 from shardwise.sharded.parameter import ShardedParameter
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
@@ -73,7 +74,11 @@ class Piece:
         if not elements.length:
             return None
         flat = self.tensor.reshape(-1)[elements.start - self.start : elements.stop - self.start]
-        return Piece(self.names, self.shape, flat, elements.start, False, self.places, self.ranks)
+        return self.part(flat, elements.start)
+
+    def part(self, flat: Tensor, start: int) -> Piece:
+        """The elements `flat` of this piece, which begin at `start`."""
+        return Piece(self.names, self.shape, flat, start, False, self.places, self.ranks)
 
     def with_tensor(self, tensor: Tensor) -> Piece:
         """The same piece with its numbers elsewhere. (`dataclasses.replace` takes five times as long.)"""
@@ -113,6 +118,46 @@ class Piece:
         return Read(runs.numel * dtype.itemsize, staged_bytes)
 
 
+@dataclass(slots=True, eq=False)
+class PieceOnDisk(Piece):
+    """Optimizer state that is kept on disk: `tensor` has its number of elements, and no memory."""
+
+    state: StateOnDisk = field(kw_only=True)
+    skipped: int = 0
+    """Elements of this rank's state before the piece."""
+
+    def part(self, flat: Tensor, start: int) -> Piece:
+        """See `Piece`."""
+        skipped = self.skipped + start - self.start
+        return PieceOnDisk(
+            self.names, self.shape, flat, start, False, self.places, self.ranks, skipped, state=self.state
+        )
+
+    def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
+        """See `WritablePiece`. Read from the state's file a chunk at a time."""
+        assert len(runs) <= 1, "state is stored as it is"
+        for part in runs.stretches(_step(self.tensor.itemsize, runs)):
+            chunk = torch.empty(part.numel, dtype=self.tensor.dtype)
+            self.state.store.read_into(self._byte(int(part.there[0])), chunk)
+            yield int(part.here[0]), bytes_of(chunk)
+
+    def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
+        """See `ReadablePiece`. Written to the state's file a chunk at a time."""
+        runs = self.held_at(place)
+        dtype, staged_bytes = DTYPES[layout.tensors[place.name].dtype], 0
+        for part in runs.stretches(_step(dtype.itemsize, runs)):
+            chunk = torch.empty(part.numel, dtype=dtype)
+            start = layout.byte_range(place.name, int(part.here[0]), int(part.here[0])).start
+            reader.ask(start, bytes_of(chunk), past_cache)
+            reader.finish()
+            self.state.store.write_from(self._byte(int(part.there[0])), chunk.to(self.tensor.dtype))
+            staged_bytes = max(staged_bytes, chunk.nbytes)
+        return Read(runs.numel * dtype.itemsize, staged_bytes)
+
+    def _byte(self, element: int) -> int:
+        return self.state.start + (self.skipped + element) * self.tensor.itemsize
+
+
 def _at(flat: Tensor, part: IndexMap) -> Tensor:
     """The elements there: a view of them where they are one run."""
     if len(part) == 1:
@@ -149,6 +194,10 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
     if tensor.dtype not in NAMES:
         raise UsageError(f"{names[0]!r} is of {tensor.dtype}, which safetensors files cannot hold")
     places = places or (Place.whole(names[0], tensor.shape),)
+    if isinstance(tensor, StateOnDisk):
+        like = torch.empty(1, dtype=tensor.dtype).expand(tensor.fragment.numel)
+        ranks, start = tensor.placement.shard_group.world_size, tensor.fragment.start
+        return PieceOnDisk(tuple(names), tuple(tensor.shape), like, start, False, places, ranks, state=tensor)
     if isinstance(tensor, ShardedParameter):
         ranks = tensor.placement.shard_group.world_size
         local = tensor.local.detach()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece_of
 from shardwise.checkpoint.format.training_json import check_json
 from shardwise.errors import UsageError
+from shardwise.offload.state_store import store_of
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 
 _BY_POSITION = {"params", "param_names"}
@@ -103,7 +104,7 @@ def _option(key: str, value: Any) -> Any:
 
 def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any:
     """The JSON form of one value of the state; a tensor is appended to `pieces`."""
-    if isinstance(value, Tensor) and type(value) is type(parameter) is ShardedParameter:
+    if isinstance(value, ShardedParameter) and type(parameter) is ShardedParameter:
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
     if isinstance(value, dict):  # in the document these stand for tensors
@@ -155,9 +156,9 @@ def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
 
 
 def room_for(optimizer: Optimizer, parameter: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Uninitialised state with the parameter's shape and sharding, or with `shape` where the optimizer places its state
-    itself (`state_placement`). The optimizer's current value is reused if shape, dtype and sharding agree: state is not
-    held twice."""
+    """Uninitialised state with the parameter's shape and sharding, on disk where it is kept there; or with `shape`
+    where the optimizer places its state itself (`state_placement`). The optimizer's current value is reused if shape,
+    dtype and sharding agree: state is not held twice."""
     present = optimizer.state.get(parameter, {}).get(name)
     own_placement = getattr(optimizer, "state_placement", None)
     placement = None if own_placement is None else own_placement(parameter, shape)
@@ -167,6 +168,15 @@ def room_for(optimizer: Optimizer, parameter: Tensor, name: str, dtype: torch.dt
             return present
         numel = placement.fragment.numel
         return ShardedParameter(torch.empty(numel, dtype=dtype, device=parameter.local.device), placement)
+    store = store_of(parameter)
+    if store is not None and isinstance(parameter, ShardedParameter):
+        room = store.place(parameter, name)
+        if room is None or room.dtype != dtype:
+            raise UsageError(
+                f"optimizer state {name!r} of {parameter.fqn!r} in {dtype} has no room on disk ({store.directory}): "
+                "load it into an optimizer of the same kind and options, or leave offload.optimizer out"
+            )
+        return room
     if (
         isinstance(present, Tensor)
         and isinstance(present, ShardedParameter) == isinstance(parameter, ShardedParameter)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ from shardwise.checkpoint.io.range_writer import Ranges, RangeWriter
 from shardwise.checkpoint.io.storage import Directory, Source
 from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.files.local_file import allocate
 
 METADATA = {"format": "pt"}
 MODEL, ADAPTER, OPTIMIZER = "model", "adapter_model", "optimizer"
@@ -149,16 +148,7 @@ def create(directory: Path, files: TensorFiles) -> None:
     """Make the files in their full size, so that a full disk is an error now. One rank does it."""
     for name, layout in files.files.items():
         with (directory / name).open("xb") as file:
-            _allocate(file.fileno(), layout.nbytes)
-
-
-def _allocate(fd: int, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
-            raise
-        os.ftruncate(fd, nbytes)
+            allocate(file.fileno(), layout.nbytes)
 
 
 def write(

@@ -21,9 +21,9 @@ from shardwise.checkpoint.interchange.carried import Carried, Run, Tensors, part
 from shardwise.checkpoint.interchange.dcp_metadata import Key, dotted
 from shardwise.checkpoint.interchange.nested import Tree, nested_state
 from shardwise.checkpoint.interchange.torch_file import SavedTensor, read_stream
-from shardwise.checkpoint.io.local_file import write_at
 from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError
+from shardwise.files.local_file import write_at
 
 # Writing --------------------------------------------------------------------------------------------------------------
 

@@ -19,11 +19,11 @@ from shardwise.checkpoint.format.manifest import FileRecord, Manifest
 from shardwise.checkpoint.format.safetensors_layout import TensorFile
 from shardwise.checkpoint.interchange.carried import Carried, Run, Tensors, parts
 from shardwise.checkpoint.io.checksums import RegionSums
-from shardwise.checkpoint.io.local_file import write_at
 from shardwise.checkpoint.io.storage import Directory, LocalDirectory, Location, Source
 from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.publish.target import write_documents
 from shardwise.errors import CheckpointError
+from shardwise.files.local_file import write_at
 
 # Writing --------------------------------------------------------------------------------------------------------------
 

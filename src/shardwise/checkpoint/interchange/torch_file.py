@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.local_tensor import NAMES, bytes_of
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.io.local_file import read_at
 from shardwise.errors import CheckpointError
+from shardwise.files.local_file import read_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Self
 
 import numpy as np
 
-from shardwise.checkpoint.io.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.checkpoint.io.storage import Source
-from shardwise.checkpoint.io.thread_pool import ThreadPool
+from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
+from shardwise.files.thread_pool import ThreadPool
 from shardwise.layout.flat import round_up
 
 _BUFFERS, _BUFFER_BYTES = 4, 4 * 2**20

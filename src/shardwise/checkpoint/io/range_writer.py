@@ -20,9 +20,9 @@ from typing import Self
 import numpy as np
 
 from shardwise.checkpoint.io.checksums import Region, RegionSums
-from shardwise.checkpoint.io.direct import PAGE_BYTES, REFUSALS, begin_writeback, cut_at_pages, huge_page_buffer
-from shardwise.checkpoint.io.local_file import write_at
-from shardwise.checkpoint.io.thread_pool import ThreadPool
+from shardwise.files.direct import PAGE_BYTES, begin_writeback, cut_at_pages, huge_page_buffer
+from shardwise.files.local_file import write_at, write_pages
+from shardwise.files.thread_pool import ThreadPool
 from shardwise.layout.ranges import Range
 
 Ranges = Iterator[tuple[int, bytes | memoryview]]
@@ -197,17 +197,10 @@ class _File:
     def write_pages(self, start: int, data: memoryview) -> int:
         """Past the page cache, or through it where the file system turns out to refuse. Returns the former's bytes."""
         assert self._direct is not None
-        direct_bytes = 0
-        try:
-            while data.nbytes:
-                count = os.pwrite(self._direct, data, start)
-                data, start = data[count:], start + count
-                direct_bytes += count
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
+        direct_bytes = write_pages(self._direct, start, data)
+        if direct_bytes < data.nbytes:
             self._refused = True
-            self.write(start, data)
+            self.write(start + direct_bytes, data[direct_bytes:])
         return direct_bytes
 
     def keep(self, start: int, data: memoryview) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.checkpoint.io.local_file import LocalFile
+from shardwise.files.local_file import LocalFile
 
 Location = str | os.PathLike[str]
 """A path, or a URL such as "s3://bucket/run/step-000100"."""

@@ -12,11 +12,11 @@ from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.manifest import FileRecord, Manifest, Part
 from shardwise.checkpoint.io.checksums import RegionSums
-from shardwise.checkpoint.io.local_file import write_at
 from shardwise.checkpoint.io.storage import LocalDirectory, Location, is_url
 from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.files.local_file import write_at
 from shardwise.layout.ranges import intersection
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
@@ -29,6 +30,8 @@ from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
 from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.wrapping import SideBySide, Together, UnitPlan, Units, assign_parameters, choose_units, nesting
+from shardwise.offload.state_store import StateStore
+from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
 from shardwise.sharded.parameter import ShardedParameter
@@ -45,6 +48,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     reshard_after_forward: bool | int | None = None,
     slots: int = 3,
     ignored: Iterable[nn.Parameter] = (),
+    offload: Offload | None = None,
 ) -> M:
     """Shard a model's parameters, gradients and optimizer state over ranks. Every rank must call this.
 
@@ -62,6 +66,8 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         reshard_after_forward: None = the strategy's; True or False; an int = re-shard to groups of so many ranks.
         slots: arena slots for gathered units per size class: how many units are gathered at once, at most.
         ignored: parameters left alone: neither moved, sharded nor reduced.
+        offload: where the optimizer's state of these units is kept between steps. On disk it goes through a ring of
+            buffers, unit by unit, in `optimizer.step()` of any elementwise optimizer.
 
     Returns:
         The same module, or sequence. Its parameters are now `ShardedParameter`s; build the optimizer from them.
@@ -104,6 +110,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     for fqn in below:
         take_over(tree.get_submodule(fqn))
     engine = Engine(groups, strategy, precision, slots, resharding)
+    _checked_offload(offload, groups.device.type)
     own = build_units(tree, plans, groups, precision, resharding, (strategy, precision, slots, resharding))
     prepare_buffers(tree, groups, precision, settled)
     plain = [parameter for parameter in tree.parameters() if not isinstance(parameter, ShardedParameter)]
@@ -111,6 +118,10 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     engine.install(in_module_order(tree, own, old, groups), late)
     for module in [model] if isinstance(model, nn.Module) else model:
         _put_in_charge(module, engine)
+    if offload is not None and offload.optimizer == "nvme" and offload.path is not None:
+        states = StateStore(Path(offload.path), offload.ring_bytes)
+        for unit in own:
+            unit.states = states
     give_sharded_parameters()
     return model
 
@@ -173,6 +184,14 @@ def _check_nesting(model: nn.Module, slots: int, unit_modules: Sequence[nn.Modul
     least = LEAST_SLOTS + nesting(model, unit_modules)
     if slots < least:
         raise ConfigError(f"slots={slots} is fewer than this model's nesting of units needs: at least {least}")
+
+
+def _checked_offload(offload: object, device: str) -> None:
+    if offload is None:
+        return
+    if not isinstance(offload, Offload):
+        raise ConfigError(f"offload={offload!r}: pass sw.Offload(optimizer=..., path=...)")
+    offload.check_device(device)
 
 
 def _checked_precision(precision: Precision | None) -> Precision | None:

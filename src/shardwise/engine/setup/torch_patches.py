@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 
 from shardwise.errors import UsageError
+from shardwise.offload.step_hook import put_last
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
 from shardwise.sharded.partial_step import is_view
@@ -121,6 +122,7 @@ def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] |
         return None
     _check_sharded(optimizer)
     owners = _stepping[optimizer] = _owners(optimizer)
+    put_last(optimizer, has_stores=any(unit.states is not None for unit in owners))
     if owners and "torch._dynamo" in sys.modules:
         _leave_dispatch_uncompiled()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

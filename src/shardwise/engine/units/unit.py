@@ -81,6 +81,7 @@ class Unit:
         self.gradients = UnitGradients(self.groups)
         self.calls: UnitCalls[Unit] = UnitCalls()
         self.listener: Listener | None = None
+        self.states: Any = None
         self._handles: list[RemovableHandle] = []
         self._hooked_leaves: set[int] = set()
 

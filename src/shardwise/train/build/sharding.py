@@ -10,12 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.suggest import did_you_mean
-from shardwise.train.config.schema import HYBRID_STRATEGIES, ParallelConfig
+from shardwise.train.config.schema import HYBRID_STRATEGIES, OffloadConfig, ParallelConfig
 from shardwise.train.process.ranks import Ranks
 
 
-def shard_model(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:
-    """Shard a model in place as `[parallel]` says. Every rank must call this.
+def shard_model(
+    model: nn.Module, config: ParallelConfig, ranks: Ranks, offload: OffloadConfig | None = None
+) -> nn.Module:
+    """Shard a model in place as `[parallel]` and `[offload]` say. Every rank must call this.
 
     Raises:
         ConfigError: `parallel.units` names a class that the model has not.
@@ -28,7 +30,15 @@ def shard_model(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
         precision=sw.Precision(param=config.param_dtype, reduce=config.reduce_dtype),
         reshard_after_forward=config.reshard_after_forward,
         slots=config.slots,
+        offload=_offload(offload),
     )
+
+
+def _offload(config: OffloadConfig | None) -> sw.Offload | None:
+    if config is None or (config.params is None and config.optimizer is None):
+        return None
+    ring_bytes = None if config.ring_mib is None else config.ring_mib * 2**20
+    return sw.Offload(config.params, config.optimizer, config.path, ring_bytes=ring_bytes)
 
 
 def needs_loss_scaling(config: ParallelConfig) -> bool:

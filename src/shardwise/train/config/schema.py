@@ -15,6 +15,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -212,6 +213,33 @@ class CheckpointConfig(Section):
     """"auto" (the run's newest good checkpoint), "never", or a checkpoint's directory or URL."""
 
 
+class OffloadConfig(Section):
+    """`[offload]`: what lies elsewhere than on the device."""
+
+    params: Annotated[Literal["cpu"] | None, NoneWord] = None
+    """Shards: none = on the device; "cpu" = on the host, which on CPU ranks is the same."""
+    optimizer: Annotated[Literal["cpu", "nvme"] | None, NoneWord] = None
+    """The optimizer's state: none = beside the shards; "cpu" = on the host; "nvme" = on disk, on CPU ranks."""
+    path: Annotated[str | None, NoneWord] = None
+    """Directory on a local disk for `optimizer = "nvme"`. Nothing is left in it."""
+    ring_mib: Annotated[PositiveInt | None, NoneWord] = None
+    """Host memory of a rank through which state goes to and from disk, MiB; none = four times the largest parameter's
+    state, 64 at least."""
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _is_there(cls, params: object) -> object:
+        if params == "nvme":
+            raise ValueError('params = "nvme" is not there yet: only the optimizer\'s state can be on disk')
+        return params
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> Self:
+        if self.optimizer == "nvme" and self.path is None:
+            raise ValueError('optimizer = "nvme" needs path, a directory on a local disk')
+        return self
+
+
 class LogConfig(Section):
     """`[log]`: the run's directory and its logs."""
 
@@ -240,7 +268,17 @@ class Config(Section):
     train: TrainConfig
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    offload: OffloadConfig = OffloadConfig()
     log: LogConfig
+
+    @model_validator(mode="after")
+    def _saves_from_disk_at_once(self) -> Self:
+        if self.offload.optimizer == "nvme" and self.checkpoint.asynchronous:
+            raise ValueError(
+                'checkpoint.asynchronous with offload.optimizer = "nvme": host memory has no room for '
+                "a copy of all of the state; set checkpoint.asynchronous = false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _scales_no_loss_in_backward(self) -> Self:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shardwise.checkpoint.io.thread_pool import ThreadPool
+from shardwise.files.thread_pool import ThreadPool
 
 
 def test_results_and_errors_are_in_the_futures() -> None:

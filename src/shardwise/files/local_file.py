@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.checkpoint.io.direct import PAGE_BYTES, REFUSALS
+from shardwise.files.direct import PAGE_BYTES, REFUSALS
 
 
 def write_at(fd: int, start: int, data: memoryview | bytes) -> None:
@@ -29,6 +30,44 @@ def read_at(fd: int, start: int, into: memoryview) -> None:
         if not count:
             raise EOFError(start)
         into, start = into[count:], start + count
+
+
+def write_pages(fd: int, start: int, data: memoryview) -> int:
+    """Write whole pages past the page cache; `fd` is open that way. Returns the bytes that were written: fewer than all
+    where the file system turns out to refuse. Raises OSError for anything else."""
+    done = 0
+    try:
+        while done < data.nbytes:
+            done += os.pwrite(fd, data[done:], start + done)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+    return done
+
+
+def read_pages(fd: int, start: int, into: memoryview) -> int:
+    """Likewise read; fewer also where the file ends."""
+    done = 0
+    try:
+        while done < into.nbytes:
+            count = os.preadv(fd, [into[done:]], start + done)
+            done += count
+            if not count or done % PAGE_BYTES:  # the file ends here
+                break
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+    return done
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Have the disk keep room for a file's first `nbytes`, so that a full disk is an error now. Raises OSError."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
+            raise
+        os.ftruncate(fd, nbytes)
 
 
 class LocalFile:
@@ -99,17 +138,7 @@ class _Direct:
 
     def read(self, start: int, into: memoryview) -> int:
         """See `storage.Source.read_pages`."""
-        done = 0
-        try:
-            while done < into.nbytes:
-                count = os.preadv(self.fd, [into[done:]], start + done)
-                done += count
-                if not count or done % PAGE_BYTES:  # the file ends here
-                    break
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-        return done
+        return read_pages(self.fd, start, into)
 
     def share_cached(self, start: int, nbytes: int) -> float:
         """Of the pages from byte `start`, a page's first, on. 1 where the kernel does not say, or there are none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.io.direct import cut_at_pages
+from shardwise.files.direct import cut_at_pages
 
 PAGE = 8
 

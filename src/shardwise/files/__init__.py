@@ -1,0 +1,1 @@
+"""Files of this machine: byte ranges through and past the page cache, memory for them, threads. No torch."""

@@ -1,0 +1,1 @@
+"""Optimizer state that is kept on disk between steps."""

@@ -1,0 +1,102 @@
+"""Which parameters' state is read, updated and written together, and where it lies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError
+from shardwise.files.direct import PAGE_BYTES
+from shardwise.layout.flat import round_up
+from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.partial_step import step_some
+
+BUFFERS = 4
+"""Of the ring: one is computed with, one or two are read ahead, one or two are written back."""
+_ALIGN_BYTES = 64
+_LEAST_RING_BYTES = 64 * 2**20
+
+Dtypes = Mapping[str, torch.dtype]
+"""Of the state tensors with a parameter's shape, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Portion:
+    """Some parameters of one unit. Their state lies in one run of whole pages."""
+
+    parameters: tuple[ShardedParameter, ...]
+    start: int
+    """Byte in the file."""
+    nbytes: int
+    places: Mapping[tuple[ShardedParameter, str], tuple[int, torch.dtype]]
+    """By parameter and name: the first byte, counted from `start`, and the dtype."""
+
+
+def probe(optimizer: Optimizer, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The state that a step gives a parameter of this dtype: the optimizer's own, over one of two elements."""
+    stand_in = nn.Parameter(torch.zeros(2, dtype=dtype))
+    stand_in.grad = torch.zeros(2, dtype=dtype)
+    selected = [[stand_in] if number == group else [] for number in range(len(optimizer.param_groups))]
+    state: dict[Any, dict[str, Any]] = defaultdict(dict)
+    step_some(optimizer, selected, state)
+    return {
+        name: value.dtype
+        for name, value in state[stand_in].items()
+        if isinstance(value, Tensor) and value.shape == stand_in.shape
+    }
+
+
+def bytes_of(parameter: ShardedParameter, dtypes: Dtypes) -> int:
+    """Of its state on this rank."""
+    return sum(round_up(parameter.fragment.numel * dtype.itemsize, _ALIGN_BYTES) for dtype in dtypes.values())
+
+
+def ring_bytes_for(asked: int | None, needs: Mapping[ShardedParameter, Dtypes]) -> int:
+    """Bytes of the ring. Raises ConfigError, with the least that would do, if fewer were asked for."""
+    largest = max(needs, key=lambda parameter: bytes_of(parameter, needs[parameter]))
+    least = BUFFERS * round_up(bytes_of(largest, needs[largest]), PAGE_BYTES)
+    if asked is None:
+        return max(least, _LEAST_RING_BYTES)
+    if asked < least:
+        raise ConfigError(
+            f"offload.ring_bytes={asked}: a rank's state of {largest.fqn!r} is not cut, and {BUFFERS} times that has "
+            f"to go into the ring: {least} bytes at least ({-(-least // 2**20)} MiB)"
+        )
+    return asked // (BUFFERS * PAGE_BYTES) * BUFFERS * PAGE_BYTES
+
+
+def portions_of(
+    units: Iterable[Sequence[ShardedParameter]],
+    needs: Mapping[ShardedParameter, Dtypes],
+    buffer_bytes: int,
+    start: int,
+) -> list[Portion]:
+    """Cut each unit's parameters into portions that fit in a buffer, one after another in the file from `start` on."""
+    portions: list[Portion] = []
+    for unit in units:
+        run: list[ShardedParameter] = []
+        for parameter in unit:
+            if run and sum(bytes_of(p, needs[p]) for p in (*run, parameter)) > buffer_bytes:
+                portions.append(_portion(run, needs, start))
+                start += portions[-1].nbytes
+                run = []
+            run.append(parameter)
+        if run:
+            portions.append(_portion(run, needs, start))
+            start += portions[-1].nbytes
+    return portions
+
+
+def _portion(parameters: Sequence[ShardedParameter], needs: Mapping[ShardedParameter, Dtypes], start: int) -> Portion:
+    places, offset = {}, 0
+    for parameter in parameters:
+        for name, dtype in needs[parameter].items():
+            places[parameter, name] = offset, dtype
+            offset += round_up(parameter.fragment.numel * dtype.itemsize, _ALIGN_BYTES)
+    return Portion(tuple(parameters), start, round_up(offset, PAGE_BYTES), places)

@@ -1,0 +1,93 @@
+"""What stands in `optimizer.state` for a tensor that is in a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from shardwise.offload.state_store import StateStore
+
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class StateOnDisk(ShardedParameter):
+    """Shape, dtype and place of one state tensor, without memory. Reading it reads the file; writing it raises.
+
+    Between steps only: a step is given its numbers in memory.
+    """
+
+    store: StateStore
+    start: int
+    """Byte in the file."""
+    _dtype: torch.dtype
+
+    def __new__(cls, parameter: ShardedParameter, dtype: torch.dtype, store: StateStore, start: int) -> Self:
+        self: Self = Tensor._make_wrapper_subclass(
+            cls, parameter.placement.shape, dtype=dtype, device=parameter.local.device
+        )
+        self.placement = parameter.placement
+        self.store, self.start, self._dtype = store, start, dtype
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The stored dtype."""
+        return self._dtype
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Of this rank's piece in the file."""
+        return self.fragment.numel * self._dtype.itemsize
+
+    @property
+    def local(self) -> Tensor:  # type: ignore[override]
+        """A copy of this rank's piece, read from the file now."""
+        piece = torch.empty(self.fragment.numel, dtype=self._dtype)
+        self.store.read_into(self.start, piece)
+        return piece
+
+    def without_autograd(self) -> Self:
+        """Itself: it has none."""
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _SAME:
+            return args[0]
+        own = [value for value in tree_leaves(args[:1]) if isinstance(value, cls)]
+        if own and func._schema.is_mutable:
+            own[0]._refuse(func._schema.name.replace("::", "."))
+        read_args, read_kwargs = tree_map_only(cls, cls._read, (args, kwargs or {}))
+        return func(*read_args, **read_kwargs)
+
+    def _read(self) -> ShardedParameter:
+        return ShardedParameter(self.local, self.placement)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        self._refuse("loading with torch.distributed.checkpoint")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{what} into optimizer state of {self.fqn!r} is not possible, because it is on disk "
+            f"({os.fspath(self.store.directory)}): use sw.checkpoint.load, or put another tensor into optimizer.state"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StateOnDisk({self.fqn!r}, shape={tuple(self.shape)}, dtype={self._dtype})"

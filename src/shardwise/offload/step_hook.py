@@ -1,0 +1,47 @@
+"""How an unchanged optimizer comes to step with state on disk: a hook before its step, after all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.offload.state_store import step_with_stores
+from shardwise.sharded.partial_step import hollow
+
+_HANDLE = "_shardwise_offload_hook"
+
+
+def put_last(optimizer: Optimizer, has_stores: bool) -> None:
+    """The optimizer is about to step: if it keeps state on disk (`has_stores`), its step is taken when all hooks have
+    run."""
+    handle = optimizer.__dict__.pop(_HANDLE, None)
+    if handle is not None:
+        handle.remove()
+    if has_stores:
+        optimizer.__dict__[_HANDLE] = optimizer.register_step_pre_hook(_take)
+
+
+def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Take the step, after the closure if there is one, and leave nothing to do for the one that follows."""
+    if args[0] is not optimizer:  # backward has taken it
+        return args, kwargs
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _step(optimizer)
+        return (hollow(optimizer), *args[1:]), kwargs
+
+    def with_step() -> Any:
+        result = closure()
+        _step(optimizer)
+        return result
+
+    if "closure" in kwargs:
+        return (hollow(optimizer), *args[1:]), {**kwargs, "closure": with_step}
+    return (hollow(optimizer), with_step, *args[2:]), kwargs
+
+
+@torch.no_grad()
+def _step(optimizer: Optimizer) -> None:
+    step_with_stores(optimizer, [group["params"] for group in optimizer.param_groups])

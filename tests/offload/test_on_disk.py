@@ -1,0 +1,355 @@
+"""Optimizer state on disk: the same bits, in little memory, and what happens when the disk fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ConfigError, UsageError
+from shardwise.files.scratch_file import PREFIX, ScratchFile
+from shardwise.offload.state_on_disk import StateOnDisk
+from shardwise.offload.state_store import StateStore
+from shardwise.sharded.parameter import ShardedParameter
+from tests.engine.rig import Net, Twins, on_ranks, squares
+from tests.optim.test_in_backward import Tied, same_states
+
+STRATEGIES = ["full_shard", "shard_optimizer", "no_shard"]
+
+
+def shared_folder() -> str:
+    """One for all ranks, on a disk."""
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(path)
+    return path[0]
+
+
+def on_disk(path: str, **options: Any) -> sw.Offload:
+    return sw.Offload(optimizer="nvme", path=path, **options)
+
+
+def store(twins: Twins) -> StateStore:
+    found: StateStore = twins.engine.root.states
+    return found
+
+
+def amsgrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.05, amsgrad=True, foreach=True)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, fused=True)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """Its state begins as a copy of the first gradient, not as zeros."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, dampening=0.1)
+
+
+def nadam(parameters: Any) -> torch.optim.Optimizer:
+    """Two numbers by parameter."""
+    return torch.optim.NAdam(parameters, lr=0.01)
+
+
+def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad.mul_(0.5)
+
+
+LEAST = 4 * 4096
+
+
+@pytest.mark.parametrize("build", [Net, Tied])
+@pytest.mark.parametrize("optimizer", [amsgrad, momentum, nadam])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(1, 2)
+def test_the_same_bits_through_the_least_ring(
+    strategy: str, optimizer: Callable[[Any], torch.optim.Optimizer], build: Callable[[], nn.Module]
+) -> None:
+    path = shared_folder()
+    twins = Twins(build, optimizer=optimizer, strategy=strategy, offload=on_disk(path, ring_bytes=LEAST))
+    for _ in range(4):
+        twins.train(1)
+    same_states(twins)
+    kept = [
+        value
+        for state in twins.optimizers[1].state.values()
+        for value in state.values()
+        if isinstance(value, ShardedParameter)
+    ]
+    assert kept
+    assert all(type(value) is StateOnDisk for value in kept)
+    assert store(twins).ring_bytes == LEAST
+    in_memory = sum(
+        value.nbytes
+        for state in twins.optimizers[1].state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and not isinstance(value, ShardedParameter)
+    )
+    assert sw.memory(twins.sharded).now["optimizer"] == LEAST + in_memory
+    assert not any(Path(path).iterdir()), "the file has no name: nothing can be left behind"
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_with_steps_in_backward_schedules_closures_and_hooks(strategy: str) -> None:
+    twins = Twins(strategy=strategy, offload=on_disk(shared_folder()))
+    sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
+    for _ in range(3):
+        twins.backward()
+        twins.step()
+        twins.same_parameters()
+    same_states(twins)
+
+    twins = Twins(strategy=strategy, offload=on_disk(shared_folder()))
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in twins.optimizers]
+    for optimizer in twins.optimizers:  # a hook of the user's that changes gradients comes before the step
+        optimizer.register_step_pre_hook(halve)
+    for index in range(3):
+        twins.backward()
+        if index == 1:
+            for optimizer in twins.optimizers:
+                assert optimizer.step(lambda: 3.5) == 3.5
+                optimizer.zero_grad()
+        else:
+            twins.step()
+        twins.same_parameters()
+        for schedule in schedules:
+            schedule.step()
+
+
+@on_ranks(2)
+def test_clipping_accumulation_and_scaling() -> None:
+    twins = Twins(offload=on_disk(shared_folder()), optimizer=fused)
+    usual = Twins(optimizer=fused)
+    scalers = [sw.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    for index in range(3):
+        for each, scaler in zip((twins, usual), scalers, strict=True):
+            with sw.no_sync(each.sharded):
+                scaler.scale(squares(each.sharded, each.batch())).backward()
+            each.steps = index
+            scaler.scale(squares(each.sharded, each.batch())).backward()
+            scaler.unscale_(each.optimizers[1])
+            sw.clip_grad_norm_(each.sharded, 0.1)
+            scaler.step(each.optimizers[1])
+            scaler.update()
+            each.optimizers[1].zero_grad()
+    for p, q in zip(twins.sharded.parameters(), usual.sharded.parameters(), strict=True):
+        assert torch.equal(p.local, q.local)
+
+
+@pytest.mark.parametrize("strategies", [("full_shard", "no_shard"), ("no_shard", "shard_optimizer")])
+@on_ranks(2)
+def test_checkpoints_go_from_disk_to_memory_and_back(strategies: tuple[str, str]) -> None:
+    path = shared_folder()
+    twins = Twins(strategy=strategies[0], offload=on_disk(path, ring_bytes=LEAST))
+    twins.train(2)
+    sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+    sw.checkpoint.verify(f"{path}/one")
+    in_memory = Twins(strategy=strategies[1])
+    sw.checkpoint.load(f"{path}/one", in_memory.sharded, in_memory.optimizers[1])
+    again = Twins(strategy=strategies[0], offload=on_disk(path, ring_bytes=LEAST))
+    twins.train(1)
+    go_on(in_memory, twins, 2)
+    sw.checkpoint.save(f"{path}/two", in_memory.sharded, in_memory.optimizers[1])
+    sw.checkpoint.load(f"{path}/two", again.sharded, again.optimizers[1])
+    assert all(
+        type(value) is StateOnDisk
+        for state in again.optimizers[1].state.values()
+        for name, value in state.items()
+        if name != "step"
+    )
+    twins.train(1)
+    go_on(again, twins, 3)
+    with pytest.raises(UsageError, match="asynchronous=True with optimizer state on disk"):
+        sw.checkpoint.save(f"{path}/three", again.sharded, again.optimizers[1], asynchronous=True)
+
+
+def go_on(other: Twins, twins: Twins, index: int) -> None:
+    """The step that `twins` has taken."""
+    other.steps = index
+    squares(other.sharded, other.batch()).backward()
+    other.optimizers[1].step()
+    other.optimizers[1].zero_grad()
+    for p, q in zip(other.sharded.parameters(), twins.plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q.detach()), p.fqn
+
+
+@on_ranks(1)
+def test_a_save_never_holds_all_of_the_state() -> None:
+    path = shared_folder()
+    torch.manual_seed(0)
+    model = sw.shard(
+        nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(24)]),
+        units={nn.Linear},
+        offload=on_disk(path, ring_bytes=40 * 2**20),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(2):
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sw.checkpoint.save(f"{path}/warm", model, optimizer)
+    for call in (
+        lambda: sw.checkpoint.save(f"{path}/one", model, optimizer),
+        lambda: sw.checkpoint.load(f"{path}/one", model, optimizer),
+    ):
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        call()
+        assert resident("VmHWM") - before < 64 * 2**20 < 192 * 2**20, "bytes of state are 192 MiB"
+
+
+def resident(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+@on_ranks(1)
+def test_a_full_disk_is_told_before_anything_is_updated() -> None:
+    twins = Twins(offload=on_disk(shared_folder()))
+    before = [p.local.clone() for p in twins.sharded.parameters()]
+    twins.backward()
+
+    def full(fd: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardwise.files.scratch_file.allocate", full)
+        with pytest.raises(UsageError, match=r"no room for \d+ bytes of this rank's optimizer state .*No space left"):
+            twins.optimizers[1].step()
+    assert all(torch.equal(p.local, q) for p, q in zip(twins.sharded.parameters(), before, strict=True))
+    assert not twins.optimizers[1].state
+    twins.step()  # there is room now
+    twins.same_parameters()
+
+
+@pytest.mark.parametrize("broken", ["read", "write"])
+@on_ranks(1)
+def test_after_an_error_everything_raises_until_a_checkpoint_is_loaded(broken: str) -> None:
+    path = shared_folder()
+    twins = Twins(offload=on_disk(path, ring_bytes=LEAST))
+    twins.train(2)
+    sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+    calls = []
+    whole = getattr(ScratchFile, broken)
+
+    def fails_at_the_third(self: ScratchFile, start: int, data: memoryview) -> None:
+        calls.append(start)
+        if len(calls) == 3:
+            raise OSError(errno.EIO, "Input/output error")
+        whole(self, start, data)
+
+    squares(twins.sharded, twins.batch()).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScratchFile, broken, fails_at_the_third)
+        with pytest.raises(UsageError, match=r"is lost .*Input/output error") as caught:
+            twins.optimizers[1].step()
+    assert path in str(caught.value)
+    for call in (
+        twins.optimizers[1].step,
+        lambda: sw.checkpoint.save(f"{path}/two", twins.sharded, twins.optimizers[1]),
+        next(iter(twins.optimizers[1].state.values()))["exp_avg"].full_tensor,
+    ):
+        with pytest.raises(Exception, match=r"Load the last checkpoint with sw.checkpoint.load"):
+            call()
+    twins.optimizers[1].zero_grad()
+    sw.checkpoint.load(f"{path}/one", twins.sharded, twins.optimizers[1])
+    twins.train(2)
+    same_states(twins)
+
+
+@on_ranks(1)
+def test_what_stands_for_state_reads_the_file_and_cannot_be_written() -> None:
+    twins = Twins(offload=on_disk(shared_folder()))
+    twins.train(1)
+    state = twins.optimizers[1].state_dict()["state"][0]["exp_avg"]
+    plain = twins.optimizers[0].state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(state.full_tensor(), plain)
+    assert torch.equal((2 * state).full_tensor(), 2 * plain)
+    assert state.shape == plain.shape
+    assert state.dtype == plain.dtype
+    with pytest.raises(UsageError, match=r"because it is on disk"):
+        state.zero_()
+    saved = twins.optimizers[1].state_dict()
+    twins.optimizers[1].load_state_dict(saved)  # in memory, until the next step
+    twins.train(1)
+    same_states(twins)
+    assert isinstance(next(iter(twins.optimizers[1].state.values()))["exp_avg"], StateOnDisk)
+
+
+def test_configurations_are_refused_by_name() -> None:
+    for options, reason in [
+        ({"optimizer": "nvme"}, r"offload.optimizer='nvme' needs offload.path"),
+        ({"params": "nvme", "path": "/tmp"}, r"offload.params='nvme' is not there yet"),
+        ({"optimizer": "disk"}, r"offload.optimizer='disk': None, 'cpu' or 'nvme'"),
+        ({"ring_bytes": 0}, r"offload.ring_bytes=0"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            sw.Offload(**options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'cpu' on cuda is not there yet"):
+        sw.Offload(params="cpu").check_device("cuda")
+    with pytest.raises(ConfigError, match=r"pass sw\.Offload"):
+        sw.shard(nn.Linear(2, 2), offload="nvme")  # type: ignore[arg-type]
+
+
+@on_ranks(1)
+def test_the_host_on_cpu_ranks_changes_nothing_and_too_small_a_ring_names_the_least() -> None:
+    twins = Twins(offload=sw.Offload(params="cpu", optimizer="cpu"))
+    twins.train(2)
+    assert twins.engine.root.states is None
+    twins = Twins(offload=on_disk(shared_folder(), ring_bytes=4096))
+    twins.backward()
+    with pytest.raises(ConfigError, match=r"state of 'blocks.*' is not cut.*: 16384 bytes at least"):
+        twins.step()
+
+
+DIES = """
+import sys, time
+from pathlib import Path
+from shardwise.files.scratch_file import ScratchFile
+file = ScratchFile(Path(sys.argv[1]))
+file.grow(2**26)
+print("there", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / f"{PREFIX}abc").write_bytes(b"of a process that died between two calls")
+    with subprocess.Popen([sys.executable, "-c", DIES, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"there\n"
+        assert list(tmp_path.iterdir()) == []
+        process.send_signal(signal.SIGKILL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_files_need_names_and_where_the_page_cache_cannot_be_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    monkeypatch.delattr(os, "O_DIRECT")
+    file = ScratchFile(tmp_path)
+    assert not file.is_direct
+    assert list(tmp_path.iterdir()) == []
+    file.grow(8192)
+    file.write(4096, memoryview(b"a" * 4096))
+    back = bytearray(4096)
+    file.read(4096, memoryview(back))
+    assert bytes(back) == b"a" * 4096
+    with pytest.raises(EOFError):
+        file.read(8192, memoryview(back))
+    file.close()
