@@ -176,8 +176,8 @@ def main() -> None:
             "# Optimizer state on disk",
             f"GPT of {runs['none'][0]['parameters'] / 1e6:.0f} M parameters, fp32, 2 CPU ranks, "
             f"full_shard, a thread each, {args.steps} steps of one sequence of 256 a rank; the slower or larger "
-            "rank, the median of all steps but the first. `none` is SGD without momentum, which keeps no state; the others are "
-            "AdamW. Processor time is the whole run's.",
+            "rank, the median of all steps but the first. `none` is SGD without momentum, which keeps no state; the "
+            "others are AdamW. Processor time is the whole run's.",
             report.facts_line({**facts.machine(), "load": f"{os.getloadavg()[0]:.0f}"}),
             report.table(["state", "step s", "optimizer.step s", "processor s", "peak RSS MiB"], rows),
             "\n".join(str(target) for target in targets(runs)),
