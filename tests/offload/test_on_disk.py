@@ -23,7 +23,7 @@ from shardwise.files.scratch_file import PREFIX, ScratchFile
 from shardwise.offload.state_on_disk import StateOnDisk
 from shardwise.offload.state_store import StateStore
 from shardwise.sharded.parameter import ShardedParameter
-from tests.engine.rig import Net, Twins, on_ranks, squares
+from tests.engine.rig import Net, Twins, batch, on_ranks, squares
 from tests.optim.test_in_backward import Tied, same_states
 
 STRATEGIES = ["full_shard", "shard_optimizer", "no_shard"]
@@ -353,3 +353,12 @@ def test_where_files_need_names_and_where_the_page_cache_cannot_be_passed(
     with pytest.raises(EOFError):
         file.read(8192, memoryview(back))
     file.close()
+
+
+@on_ranks(1)
+def test_optimizers_of_whole_matrices_are_refused() -> None:
+    model = sw.shard(Net(), offload=on_disk(shared_folder()))
+    muon = sw.optim.whole_matrix(torch.optim.Muon, model, lr=0.1, adamw={"lr": 0.1})
+    squares(model, batch(0)).backward()
+    with pytest.raises(UsageError, match="keeps whole matrices' state on their owners"):
+        muon.step()

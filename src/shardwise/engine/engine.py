@@ -37,6 +37,7 @@ from shardwise.engine.units.unit import Arguments, Unit
 from shardwise.engine.unsharder import Unsharder
 from shardwise.errors import CollectiveTimeout, MismatchError, UsageError
 from shardwise.modules.dtypes import check_autocast
+from shardwise.modules.graph_breaks import hide_from_dynamo
 from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.trees import cast_tensors, exchange_tensors, mark_first_input, output_tensors
 from shardwise.policy.precision import Precision
@@ -67,11 +68,6 @@ def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
     held = engine()
     if held is not None and held.backward is not Backward.NONE:
         held.leave_backward()
-
-
-def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make torch.compile break the graph here: hooks traced into a graph would run once, at tracing."""
-    return torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
 
 
 class Engine:

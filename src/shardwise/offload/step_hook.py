@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardwise.errors import UsageError
 from shardwise.offload.state_store import step_with_stores
 from shardwise.sharded.partial_step import hollow
 
@@ -15,7 +16,15 @@ _HANDLE = "_shardwise_offload_hook"
 
 def put_last(optimizer: Optimizer, has_stores: bool) -> None:
     """The optimizer is about to step: if it keeps state on disk (`has_stores`), its step is taken when all hooks have
-    run."""
+    run.
+
+    Raises UsageError if the optimizer places its state itself, as those of whole matrices do.
+    """
+    if has_stores and hasattr(optimizer, "state_placement"):
+        raise UsageError(
+            f"offload.optimizer='nvme' with {type(optimizer).__name__}, which keeps whole matrices' state on their "
+            "owners: leave one of the two out"
+        )
     handle = optimizer.__dict__.pop(_HANDLE, None)
     if handle is not None:
         handle.remove()
