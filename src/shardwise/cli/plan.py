@@ -62,6 +62,9 @@ class Options:
     accumulation: Annotated[Text, _option("Micro-batches of a step. [1, or from --global-batch]")] = None
     activation_checkpointing: Annotated[Text, _option("none, full, selective-ops, every-N. [searched]")] = None
     precision: Annotated[Text, _option("bf16, fp16, fp32, bf16-true, or param/reduce/master. [bf16]")] = None
+    autocast: Annotated[
+        Text, _option("bf16 or fp16: torch's autocast over fp32 parameters, of other engines. [none]")
+    ] = None
     seq_len: Annotated[Text, _option("Tokens of a sequence. [2048]")] = None
     offload: Annotated[str, _option("none; the engine has no other yet. [none]")] = "none"
     reshard_after_forward: Annotated[Text, _option("true, false or a number of ranks.")] = None
@@ -167,7 +170,8 @@ def _arguments(options: Options) -> dict[str, Any]:
         "micro_batch": _numbers("--micro-batch", options.micro_batch),
         "accumulation": _numbers("--accumulation", options.accumulation),
         "activation_checkpointing": _words("--activation-checkpointing", options.activation_checkpointing),
-        "precision": _precisions(options.precision),
+        "precision": _precisions(options.precision or ("fp32" if options.autocast else None)),
+        "autocast": _words("--autocast", options.autocast),
         "seq_len": _numbers("--seq-len", options.seq_len),
         "reshard_after_forward": _resharding(options.reshard_after_forward),
         "slots": _numbers("--slots", options.slots),

@@ -213,6 +213,7 @@ def setting(job: Job) -> str:
         job.optimizer,
         f"{job.attention} attention",
     ]
+    words += [f"autocast to {job.autocast}"] if job.autocast else []
     words += ["compiled"] if job.compile else []
     words += [f"as {job.engine} would run it"] if job.engine != "shardwise" else []
     return ", ".join(words)
