@@ -142,8 +142,8 @@ def test_initial_values_of_every_dtype_are_broadcast() -> None:
     with doubled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "shardwise: initial values differ between ranks")
         model = sw.shard(seeded(build))
+        whole = sw.full_state_dict(model, rank0_only=False)
     expected = Net(depth=1, block=Rotated).blocks[0]
-    whole = sw.full_state_dict(model, rank0_only=False)
     for name in ("turn", "counted", "back"):
         assert torch.equal(whole[f"blocks.0.{name}"], getattr(expected, name))
 

@@ -256,7 +256,7 @@ def whole_matrix_races(case: Case) -> list[str]:
     return order.races
 
 
-@pytest.mark.parametrize("case", [Case("full_shard", 2), Case("no_shard", 2), Case("hybrid_shard", 4)], ids=str)
+@pytest.mark.parametrize("case", [Case("full_shard", 3), Case("no_shard", 2), Case("hybrid_shard", 4)], ids=str)
 def test_matrices_on_their_way_to_owners_and_back(ranks: RankPools, case: Case) -> None:
     for races in ranks(case.world_size).run(whole_matrix_races, case):
         assert races == []

@@ -155,7 +155,7 @@ def test_what_is_refused() -> None:
     sw.shard([model.norm, model.leave])
     with pytest.raises(UsageError, match="LayerNorm, Linear were sharded together, but not all of them"):
         sw.shard(holder)
-    with pytest.raises(UsageError, match="sharded already"):
+    with pytest.raises(UsageError, match="together, but not all of them are in this list"):
         sw.shard([model.norm])
     sw.shard(model)
     model(batch(0))

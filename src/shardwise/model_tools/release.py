@@ -21,7 +21,7 @@ def release(model: nn.Module) -> None:
 
     Args:
         model: a sharded model, a module inside one, or one around several: whole models are meant. On a device the
-            memory goes to torch's caching allocator; `torch.accelerator.empty_cache()` returns it from there.
+            memory goes to torch's caching allocator, from which its `empty_cache()` returns it.
 
     Raises:
         UsageError: the module is not sharded; a forward, a backward or `sw.unsharded` of its model is under way; or

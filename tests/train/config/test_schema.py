@@ -96,7 +96,10 @@ def test_the_last_override_wins(path: Path) -> None:
         ("parallel.stratgy=no_shard", "unknown key parallel.stratgy; did you mean parallel.strategy?"),
         ("train.strategy=no_shard", "unknown key train.strategy; did you mean parallel.strategy?"),
         ("trian.lr=1", "unknown section [trian]; did you mean [train]?"),
-        ("xyz.q=1", "unknown section [xyz]; the sections are model, lora, data, train, parallel, checkpoint, log"),
+        (
+            "xyz.q=1",
+            "unknown section [xyz]; the sections are model, lora, data, train, parallel, checkpoint, offload, log",
+        ),
         ("log.xyz=1", "unknown key log.xyz; [log] has directory, name, every, tensorboard"),
         ("lr=1", "override 'lr=1': unknown section [lr]; did you mean train.lr?"),
         ("train=1", "override 'train=1': train is a section; set one of its keys"),

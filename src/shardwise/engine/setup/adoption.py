@@ -14,6 +14,7 @@ from shardwise.engine.mesh import Mesh, spans_of
 from shardwise.engine.setup.copying import refuse_to_copy
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.modules.wrapping import SideBySide
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 
@@ -96,9 +97,10 @@ def units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
     for unit in units:
         if unit.has_several and not here.issuperset(unit.modules):
             names = ", ".join(type(module).__name__ for module in unit.modules)
+            where = "list" if isinstance(model, SideBySide) else type(model).__name__
             raise UsageError(
-                f"{names} were sharded together, but not all of them are in this {type(model).__name__}: shard a "
-                "module around all of them"
+                f"{names} were sharded together, but not all of them are in this {where}: shard a module around all of "
+                "them"
             )
     return units
 
