@@ -7,8 +7,9 @@ from shardwise.train.data.corpus import stdlib_documents
 from shardwise.train.data.sources import read_documents
 
 
-def test_packages_and_tests_are_left_out(tmp_path: Path) -> None:
+def test_packages_tests_and_tables_are_left_out(tmp_path: Path) -> None:
     names = ["zip.py", "json/tool.py", "site-packages/torch.py", "test/test_os.py", "lib2to3/tests/a.py"]
+    names += ["encodings/cp437.py", "pydoc_data/topics.py"]
     for name in [*names, "idlelib/idle_test/a.py", "notes.txt"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

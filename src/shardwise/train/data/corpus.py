@@ -13,6 +13,8 @@ BUILTIN_CORPORA = ("python-stdlib",)
 
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+_TABLES = frozenset({"encodings", "pydoc_data"})
+"""Folders of character tables and help texts: a sixth of all files, which a small model learns instead of Python."""
 
 
 def builtin_documents(name: str) -> list[Document]:
@@ -32,7 +34,7 @@ def builtin_documents(name: str) -> list[Document]:
 def stdlib_documents(root: Path) -> list[Document]:
     """Every `.py` file of the standard library below `root`, in the order of their relative paths.
 
-    Installed packages and test folders are left out. The same Python gives the same list on every rank and machine.
+    Installed packages, tests and tables are left out. The same Python gives the same list on every rank and machine.
 
     Raises:
         ConfigError: no sources are there.
@@ -53,4 +55,4 @@ def stdlib_documents(root: Path) -> list[Document]:
 
 def _is_left_out(name: str) -> bool:
     folders = name.split("/")[:-1]
-    return any(folder in _NOT_STDLIB or folder in _TEST_FOLDERS for folder in folders)
+    return any(folder in _NOT_STDLIB | _TEST_FOLDERS | _TABLES for folder in folders)
