@@ -362,3 +362,13 @@ def test_optimizers_of_whole_matrices_are_refused() -> None:
     squares(model, batch(0)).backward()
     with pytest.raises(UsageError, match="keeps whole matrices' state on their owners"):
         muon.step()
+
+
+@on_ranks(1)
+def test_what_cannot_be_offloaded_leaves_units_below_as_they_are() -> None:
+    model = Net()
+    sw.shard(model.blocks[0])  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"offload='nvme': pass sw.Offload"):
+        sw.shard(model, offload="nvme")  # type: ignore[arg-type]
+    sw.shard(model)
+    squares(model, batch(0)).backward()

@@ -91,16 +91,11 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
         engine.reshard_all()
-        stores = [] if optimizer is None else stores_of(optimizer)
-        for store in stores:
-            store.forgive()
         done = [
             tensor_files.read(reading.contents, reading.model_files, matched.wanted, peers.reads_alone),
-            tensor_files.read(reading.contents, reading.optimizer_files, reading.optimizer_pieces, peers.reads_alone),
+            reading.read_optimizer(optimizer, peers),
             tensor_files.read(reading.contents, reading.by_rank_files, rows),
         ]
-        for store in stores:
-            store.settle()
         give_extra_state(model, [piece for piece, _ in matched.wanted])
         if optimizer is not None:
             reading.restore(optimizer)
@@ -170,6 +165,16 @@ class _Reading:
                 else:
                     self._matched.missing.append(f"optimizer state of {fqn}")
         self._matched.unexpected.update((f"optimizer state of {fqn}", fqn) for fqn in left)
+
+    def read_optimizer(self, optimizer: Optimizer | None, peers: Peers) -> tensor_files.Read:
+        """Fill the optimizer's pieces, those on disk as well. No communication."""
+        stores = [] if optimizer is None else stores_of(optimizer)
+        for store in stores:
+            store.forgive()
+        read = tensor_files.read(self.contents, self.optimizer_files, self.optimizer_pieces, peers.reads_alone)
+        for store in stores:
+            store.settle()
+        return read
 
     def _saved_for(self, kind: str, strict: bool) -> dict[str, Any]:
         """The saved state that an optimizer of this kind can take; empty if another kind was saved."""

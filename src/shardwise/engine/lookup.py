@@ -61,8 +61,11 @@ def engines_of(model: nn.Module) -> list[Engine]:
     return list(engines)
 
 
-def units_at(engine: Engine, module: nn.Module) -> list[Unit]:
-    """The engine's units with a parameter that stands at or below the module."""
+def units_at(engine: Engine, module: nn.Module, recurse: bool = True) -> list[Unit]:
+    """The engine's units with a parameter that stands at or below the module; without `recurse` the one that the module
+    itself is."""
+    if not recurse:
+        return [unit for unit in engine.units if module in unit.modules]
     within = {id(below) for below in module.modules()}
     return [
         unit

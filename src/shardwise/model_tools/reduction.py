@@ -83,8 +83,7 @@ def _units(module: nn.Module, recurse: bool) -> Sequence[tuple[Engine, Unit]]:
     for engine in engines_of(module):
         if engine.backward is Backward.RUNNING:
             raise UsageError("how gradients are reduced cannot change inside a backward of the model: do it before")
-        units = units_at(engine, module) if recurse else [unit for unit in engine.units if module in unit.modules]
-        found += [(engine, unit) for unit in units]
+        found += [(engine, unit) for unit in units_at(engine, module, recurse)]
     return found
 
 

@@ -55,9 +55,8 @@ def reshard_after_forward(module: nn.Module, wanted: bool, recurse: bool = True)
     for engine in _between_steps(module, "reshard_after_forward"):
         engine.reshard_all()
         engine.unsharder.release(engine.units)
-        for unit in units_at(engine, module) if recurse else engine.units:
-            if recurse or module in unit.modules:
-                unit.keep_after_forward(not wanted)
+        for unit in units_at(engine, module, recurse):
+            unit.keep_after_forward(not wanted)
         with torch.inference_mode(False), torch.no_grad():
             engine.unsharder.allocate(engine.units)
 

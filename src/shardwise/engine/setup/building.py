@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
+from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.setup.agreement import agree_on_init, agree_on_layout, agree_on_values
 from shardwise.engine.units.group import Dtypes, Group
@@ -15,6 +16,7 @@ from shardwise.engine.units.unit import Unit
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize, on_meta
 from shardwise.modules.site import Site, Values
 from shardwise.modules.wrapping import UnitPlan
+from shardwise.offload.state_store import StateStore
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import SHARDED_FACE
 
@@ -22,25 +24,25 @@ from shardwise.sharded.parameter import SHARDED_FACE
 def build_units(
     model: nn.Module,
     plans: list[UnitPlan],
-    mesh: Mesh,
-    precision: Precision,
-    resharding: bool | int,
-    agreed: Sequence[object],
+    engine: Engine,
+    states: StateStore | None,
 ) -> list[Unit]:
-    """A unit for each plan, the model's own first, sharded, after all ranks have agreed on the model and on what is to
-    be `agreed`. Every rank must call this.
+    """A unit for each plan, the model's own first, sharded as the engine is set, after all ranks have agreed on the
+    model and on that. Every rank must call this. `states`: where their optimizer's state is kept, if not in memory.
 
     Raises:
         DifferentModelsError: on every rank, if ranks built different models or were given different settings.
     """
+    mesh, precision, resharding = engine.mesh, engine.precision, engine.resharding
     inner = Settings(resharding)
     outer = Settings(resharding, precision.param if precision.cast_inputs else None, precision.output)
     units = [
-        (Unit(plan.fqn, plan.modules, _groups(plan, mesh, precision), (), inner if index else outer), plan)
+        (Unit(plan.fqn, plan.modules, _groups(plan, mesh, precision), (), inner if index else outer, states), plan)
         for index, plan in enumerate(plans)
     ]
     given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
-    agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), agreed, mesh)
+    settings = (engine.strategy, precision, engine.slots, resharding)
+    agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
     with torch.no_grad(), torch.inference_mode(False):
         if on_meta(model):
             _materialize(model, units, plans, mesh, precision)

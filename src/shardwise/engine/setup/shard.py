@@ -107,21 +107,17 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     settled = {module for fqn in below for module in tree.get_submodule(fqn).modules()}
     groups = common_mesh(below.values(), resharding) or build_mesh(strategy, mesh, _group_size(resharding), None)
     check_mesh(below, groups)
+    states = _state_store(offload, groups.device.type)
     for fqn in below:
         take_over(tree.get_submodule(fqn))
     engine = Engine(groups, strategy, precision, slots, resharding)
-    _checked_offload(offload, groups.device.type)
-    own = build_units(tree, plans, groups, precision, resharding, (strategy, precision, slots, resharding))
+    own = build_units(tree, plans, engine, states)
     prepare_buffers(tree, groups, precision, settled)
     plain = [parameter for parameter in tree.parameters() if not isinstance(parameter, ShardedParameter)]
     late = LateParameters(tree, [*ignored, *plain])  # of those on the meta device others stand there now
     engine.install(in_module_order(tree, own, old, groups), late)
     for module in [model] if isinstance(model, nn.Module) else model:
         _put_in_charge(module, engine)
-    if offload is not None and offload.optimizer == "nvme" and offload.path is not None:
-        states = StateStore(Path(offload.path), offload.ring_bytes)
-        for unit in own:
-            unit.states = states
     give_sharded_parameters()
     return model
 
@@ -186,12 +182,16 @@ def _check_nesting(model: nn.Module, slots: int, unit_modules: Sequence[nn.Modul
         raise ConfigError(f"slots={slots} is fewer than this model's nesting of units needs: at least {least}")
 
 
-def _checked_offload(offload: object, device: str) -> None:
+def _state_store(offload: object, device: str) -> StateStore | None:
+    """Where the optimizer's state is kept; None: in memory. Raises ConfigError for what cannot be."""
     if offload is None:
-        return
+        return None
     if not isinstance(offload, Offload):
         raise ConfigError(f"offload={offload!r}: pass sw.Offload(optimizer=..., path=...)")
     offload.check_device(device)
+    if offload.optimizer != "nvme" or offload.path is None:
+        return None
+    return StateStore(Path(offload.path), offload.ring_bytes)
 
 
 def _checked_precision(precision: Precision | None) -> Precision | None:

@@ -25,6 +25,7 @@ from shardwise.engine.units.settings import PLAIN, Settings
 from shardwise.errors import UsageError
 from shardwise.modules.dtypes import explain
 from shardwise.modules.site import Values
+from shardwise.offload.state_store import StateStore
 from shardwise.sharded.parameter import ShardedParameter
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -63,6 +64,7 @@ class Unit:
         groups: Sequence[Group],
         ancestors: Sequence[Unit] = (),
         settings: Settings = PLAIN,
+        states: StateStore | None = None,
     ) -> None:
         self.fqn = fqn
         """Of the module, from the model that was sharded first; "" is that model itself. Several are joined by "+"."""
@@ -81,7 +83,8 @@ class Unit:
         self.gradients = UnitGradients(self.groups)
         self.calls: UnitCalls[Unit] = UnitCalls()
         self.listener: Listener | None = None
-        self.states: Any = None
+        self.states = states
+        """What has the optimizer's state of its parameters between steps; None: memory. A copy's is in memory."""
         self._handles: list[RemovableHandle] = []
         self._hooked_leaves: set[int] = set()
 
