@@ -5,7 +5,10 @@ STAMP := $(VENV)/.setup-done
 RUN_STAMP := $(VENV)/.run-done
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: setup setup-integrations train test test-integrations gpu lint clean
+# Some images set it. Every rank and every command would then compile the package anew: a second of processor time each.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: setup setup-integrations train test test-slow test-integrations gpu lint clean
 
 setup: $(STAMP)
 
@@ -34,8 +37,14 @@ train: $(RUN_STAMP)
 
 # Three files of tests at a time, the longest first, each with ranks of its own: tests wait for ranks as much as they work.
 # Plain pytest runs one.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 --ignore tests/integrations
+
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 --ignore tests/integrations
+	$(PYTEST) -m "not slow"
+
+# Those that take more than ten seconds each: runs that are killed again and again, scripts of benchmarks, whole searches.
+test-slow: setup
+	$(PYTEST) -m slow
 
 # Beside the libraries that people bring, which it installs.
 test-integrations: setup-integrations

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+if not __package__:  # started as a file
+    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "src")]
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from benchmarks import facts, report
+from benchmarks import facts, own_ranks, report
 
 TARGET = 0.03
 VOCABULARY = 8192
@@ -86,10 +87,7 @@ def worker(options: argparse.Namespace) -> None:
     del optimizer  # it was to be alive
     stock: nn.Module = nn.parallel.DistributedDataParallel(build(options))
     found = {"frozen": frozen, "adapters": adapters, "own": own, "stock": trained(stock)[0]}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    if dist.get_rank() == 0:
-        print(json.dumps(everyone))
+    own_ranks.tell(found)
     dist.destroy_process_group()
 
 
@@ -99,13 +97,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out")
     options = parser.parse_args()
-    if "RANK" in os.environ:
+    if own_ranks.is_rank():
         worker(options)
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-    environment = {**os.environ, "SHARDWISE_COLLECTIVES": "gloo"}
-    out = subprocess.run([*command, *sys.argv], check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
-    ranks = json.loads(out.splitlines()[-1])
+    ranks = own_ranks.run(options.ranks, SHARDWISE_COLLECTIVES="gloo")
     rows = rows_of(ranks, options.ranks)
     text = markdown(ranks[0], options, rows)
     print(text)

@@ -70,7 +70,7 @@ def train(way: str, args: argparse.Namespace) -> dict[str, Any]:
         "optimizer_s": median(optimizer_s[1:]),
         "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
         "losses": losses,
-        "file_bytes": 0 if store is None else store.file_bytes,
+        "file_bytes": 0 if store is None else store.medium.nbytes,
         "ring_bytes": 0 if store is None else store.ring_bytes,
         "parameters": sum(p.numel() for p in model.parameters()),
     }

@@ -5,6 +5,7 @@
     python benchmarks/planner.py --rows                # every row's forecast beside what was published
     python benchmarks/planner.py --choose              # choose the constants again, with each source left out
     python benchmarks/planner.py --out planner         # and write results/DATE-planner.{json,md}
+    python benchmarks/planner.py --spread              # and write, from kept results, the ranges that plans show
 
 How rows become forecasts and errors become figures is written in `benchmarks/data/README.md`. Nothing is fitted to a
 row or a source: five efficiency constants (`shardwise.plan.simulate.roofline.Efficiency`) are the same for all.
@@ -30,6 +31,7 @@ from benchmarks.published.choose import Case, Choice
 from benchmarks.published.recordings import Steps, steps_of
 from benchmarks.published.rows import DATA, OUT_OF_MEMORY, Row, read, read_what_can_be
 from benchmarks.published.score import Scored, by_source, headline, merge, percentile, quantiles
+from benchmarks.published.spread import newest, range_lines, seen, write_table
 from benchmarks.published.timing import Timed, time_row
 from benchmarks.target import Target
 from shardwise.errors import ShardwiseError
@@ -70,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--data", type=Path, default=DATA, help="rows, one JSON object a line (%(default)s)")
     p.add_argument("--sources", help="comma-separated source keys; default: all")
     p.add_argument("--rows", action="store_true", help="print every row")
+    p.add_argument("--spread", action="store_true", help="write the ranges that plans show, from the results kept")
     p.add_argument("--choose", action="store_true", help="choose the constants again, with each source left out")
     default = Path(tempfile.gettempdir()) / "shardwise-planner"
     p.add_argument("--cache", type=Path, default=default, help="where recordings are kept (%(default)s)")
@@ -127,6 +130,24 @@ def metric_lines(forecasts: list[Forecasted], metric: str) -> tuple[list[str], l
     return lines, targets
 
 
+def float8_lines(forecasts: list[Forecasted]) -> list[str]:
+    """Rows whose linear layers compute in float8: scored, and no part of a headline."""
+    metrics = ("throughput", "memory")
+    rows = [(f, metric, f.scored(metric)) for f in forecasts for metric in metrics if f.row.scored_apart(metric)]
+    if not rows:
+        return ["float8: no rows"]
+    lines = ["float8, scored apart:", "| row | metric | published | forecast | |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {f.row.name}, {f.row.job.float8} | {metric} | {of.published:,.5g} | {of.forecast:,.5g} | {of.signed:+.1%} |"
+        for f, metric, of in rows
+    ]
+    for metric in metrics:
+        errors = [of.error for _, of_metric, of in rows if of_metric == metric]
+        if errors:
+            lines.append(f"{metric}: median error {median(errors):.1%}, largest {max(errors):.1%}, n = {len(errors)}")
+    return lines
+
+
 def feasibility_lines(forecasts: list[Forecasted]) -> tuple[list[str], list[Target]]:
     """How many runs that ran are forecast to fit, and how full the device is forecast to be."""
     ran = [f for f in forecasts if "feasibility" in f.row.published["usable_for"] and not f.row.reasons]
@@ -173,7 +194,8 @@ def unscored_lines(forecasts: list[Forecasted]) -> list[str]:
     """Rows that are forecast but not scored."""
     lines = ["not scored:"]
     for f in forecasts:
-        if any(f.row.scored(metric) for metric in ("throughput", "memory", "feasibility")):
+        metrics = ("throughput", "memory", "feasibility")
+        if any(f.row.scored(metric) or f.row.scored_apart(metric) for metric in metrics):
             continue
         parts = [f"{f.row.name} ({', '.join(f.row.reasons) or 'not usable for a metric'})"]
         published = f.row.published
@@ -225,12 +247,23 @@ def choice_lines(forecasts: list[Forecasted]) -> list[str]:
     return lines
 
 
+def spread() -> None:
+    """Write the ranges that plans show; nothing is forecast."""
+    forecasts = newest(RESULTS)
+    of = seen(read(DATA), lambda row: forecasts.get(row.name))
+    write_table(of, "benchmarks/data/published.jsonl, and benchmarks/results for their newest forecasts")
+    print("\n".join(range_lines(of)))
+
+
 def _told(efficiency: Efficiency) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in asdict(efficiency).items())
 
 
 def main() -> int:
     args = parser().parse_args()
+    if args.spread:
+        spread()
+        return 0
     sources = args.sources.split(",") if args.sources else None
     known, unknown = read_what_can_be(args.data)
     rows = [row for row in known if sources is None or row.source in sources]
@@ -251,7 +284,9 @@ def main() -> int:
         lines, found = section()
         sections.append(lines)
         targets += found
-    sections.append(unscored_lines(forecasts))
+    known_parts = {id(f.row): f.tokens_per_s for f in forecasts}
+    sections.append(range_lines(seen((f.row for f in forecasts), lambda row: known_parts[id(row)])))
+    sections += [float8_lines(forecasts), unscored_lines(forecasts)]
     if failed:
         sections.append([f"{len(failed)} rows could not be forecast:", *failed])
     if args.choose:

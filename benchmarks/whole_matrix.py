@@ -54,9 +54,9 @@ class Everywhere:
         for group in self._groups:
             if not self._hidden.intersection(group.fqns):
                 continue
-            assert group.grad_shard is not None
+            assert group.gradients.flat is not None
             flat = torch.empty(group.layout.numel)
-            dist.all_gather_into_tensor(flat, group.grad_shard)
+            dist.all_gather_into_tensor(flat, group.gradients.flat)
             for entry, face in zip(group.layout.entries, group.sharded, strict=True):
                 if entry.fqn in self._hidden:
                     update = self._update(entry.fqn, flat[entry.start : entry.stop].view(entry.shape))

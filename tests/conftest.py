@@ -21,6 +21,8 @@ TESTS = Path(__file__).parent
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("SHARDWISE_POISON", "1")
 os.environ.setdefault("SHARDWISE_PLAN_CACHE", tempfile.mkdtemp(prefix="shardwise-plan-"))  # of this suite alone
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="shardwise-jax-"))  # compiled once for all
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job: runs would not hear it either
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,11 +33,17 @@ LONGEST = (
     "benchmarks/test_bench_scripts.py",
     "cli/test_launch.py",
     "plan/dry_run/test_repetition.py",
+    "jax/test_trainer.py",
     "cli/test_interrupt.py",
     "programs/test_programs.py",
     "cli/test_crashes.py",
+    "plan/simulate/test_forecast.py",
+    "cli/test_quickstart.py",
+    "cli/test_second_launch.py",
     "parity/test_architectures.py",
     "benchmarks/test_bench_gpu.py",
+    "plan/dry_run/test_step.py",
+    "plan/test_planner.py",
     "cli/test_plan.py",
 )
 """Files that take a minute or more. They go first: whoever began one at the end would let the others wait."""

@@ -70,6 +70,13 @@ CHECKS = (
         _SAME_BITS,
     ),
     Check(
+        "offload",
+        "shards and optimizer state in host memory: bits, share of the link, beyond the device's memory",
+        60,
+        "benchmarks.accelerator.offloaded",
+        _POISON | _SAME_BITS,
+    ),
+    Check(
         "init",
         "initial numbers of 3.2 G parameters: drawn on the device and on the CPU",
         40,

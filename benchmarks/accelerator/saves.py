@@ -49,7 +49,7 @@ def blocked(bench: Bench) -> Iterator[Row]:
         yield figure("asynchronous save, blocked", value, f"the first one {first:.0f} ms; {NO_ACCELERATOR}")
         yield impossible("pinned memory", NO_ACCELERATOR)
         return
-    copy_ms = 1e3 * nbytes / _copy_bytes_per_s(bench)
+    copy_ms = 1e3 * nbytes / copy_bytes_per_s(bench)
     target = f"at most {_BLOCKED:g} copies to pinned memory: {_BLOCKED * copy_ms:.0f} ms"
     told = f"the first one, which allocates, {first:.0f} ms"
     yield reached("asynchronous save, blocked", again <= _BLOCKED * copy_ms, value, target, told)
@@ -66,7 +66,8 @@ def blocked(bench: Bench) -> Iterator[Row]:
     )
 
 
-def _copy_bytes_per_s(bench: Bench) -> float:
+def copy_bytes_per_s(bench: Bench) -> float:
+    """From the device to pinned memory, alone."""
     source = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=bench.device)
     place = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
     best = float("inf")

@@ -22,7 +22,16 @@ _PACKAGES = ("comm", "engine", "layout", "model_tools", "modules", "optim", "pla
 """Folders whose code makes recordings; the others use them."""
 _UNTIMED = (Allocate, Free, Gradient)
 """Events that time does not depend on."""
-_NOT_RECORDED = ("gpu", "interconnect", "engine", "segments", "context_bytes", "nccl_bytes", "separate_reductions")
+_NOT_RECORDED = (
+    "gpu",
+    "interconnect",
+    "engine",
+    "segments",
+    "float8",
+    "context_bytes",
+    "nccl_bytes",
+    "separate_reductions",
+)
 """Of a job: what a recording does not depend on."""
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,9 @@ _PRECISIONS = (
 """Of words in a row: (param, reduce, master)."""
 _AUTOCAST = "autocast"
 """In words about precision: torch's own over fp32 parameters, which are gathered in fp32."""
+_FLOAT8 = r"float8|fp8"
+FLOAT8 = "float8"
+"""The reason why a row is scored apart."""
 _BUILT_WHOLE = ("ds-bf16mw",)
 """Sources of before 2026 whose models are built outside `deepspeed.zero.Init`, so that linear layers stay torch's."""
 _SUMMER_2025 = ("2c8b594", "6fc499f", "775a486")
@@ -112,6 +115,10 @@ class Row:
             return "tokens_per_s_per_gpu" in self.published
         return metric != "memory" or self.memory_metric is not None
 
+    def scored_apart(self, metric: str) -> bool:
+        """Whether it would be scored if it did not compute in float8."""
+        return self.reasons == (FLOAT8,) and replace(self, reasons=()).scored(metric)
+
     @property
     def memory_metric(self) -> str | None:
         """allocated or reserved; None where the source does not say."""
@@ -155,6 +162,7 @@ def _row_of(published: dict[str, Any]) -> Row:
         shard_group=_shard_group(published),
         units=_ends_apart if _is_of(published, _SUMMER_2025) else {block},
         precision=_precision(published),
+        float8=_float8(published),
         autocast="bf16" if _AUTOCAST in published["precision"] else None,
         seq_len=published["seq_len"],
         micro_batch=published["micro_batch_per_gpu"],
@@ -248,6 +256,13 @@ def _precision(published: dict[str, Any]) -> Precision:
     return Precision(param=param, reduce=reduce, master=master)
 
 
+def _float8(published: dict[str, Any]) -> str | None:
+    text = published["precision"]
+    if not re.search(_FLOAT8, text):
+        return None
+    return "gathers" if "fp8 all-gather" in text else "compute"
+
+
 def _recomputation(published: dict[str, Any]) -> str:
     mode = published.get("act_ckpt") or "unknown"
     if mode == "unknown":
@@ -297,8 +312,8 @@ def _reasons(published: dict[str, Any]) -> list[str]:
     reasons = []
     if published["tier"] not in ("A", "B"):
         reasons.append(f"tier {published['tier']}")
-    if re.search(r"float8|fp8", published["precision"]):
-        reasons.append("float8")
+    if re.search(_FLOAT8, published["precision"]):
+        reasons.append(FLOAT8)
     if (published.get("offload") or "none") != "none":
         reasons.append("offload")
     if "JAX" in published["strategy"]:

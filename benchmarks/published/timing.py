@@ -8,6 +8,7 @@ from benchmarks.published.rows import Row
 from shardwise.plan.dry_run.recording import StepEvent
 from shardwise.plan.hardware.devices import find_device, find_interconnect
 from shardwise.plan.simulate.network import Cluster
+from shardwise.plan.simulate.other_engines.float8 import in_float8
 from shardwise.plan.simulate.other_engines.order import ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Efficiency, Roofline
 from shardwise.plan.simulate.timeline import simulate
@@ -45,5 +46,5 @@ def _simulated(row: Row, events: tuple[StepEvent, ...], efficiency: Efficiency) 
     bundles = any(isinstance(event, Bundle) for event in events)
     make = BundleRoofline if bundles else Roofline
     roofline = make(hardware, efficiency, job.compile, row.attention)
-    timeline = simulate(ordered_as(job.engine, events), roofline, cluster, job.slots)
+    timeline = simulate(ordered_as(job.engine, in_float8(events, job.float8)), roofline, cluster, job.slots)
     return Timed(timeline.step_time_s, timeline.exposed_comm_s)

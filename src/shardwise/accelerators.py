@@ -174,6 +174,11 @@ def fetched(number: Tensor) -> Callable[[], float]:
     return value
 
 
+def host_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Bytes of the host, 1-D uint8; pinned, where the device is to copy from and to them by itself."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=device.type != "cpu")
+
+
 def pin(memory: Tensor, device: torch.device) -> Callable[[], object]:
     """Have the device copy to and from host memory by itself, beside what the host does. Pins the pages that the
     memory lies in, no others.
@@ -188,6 +193,11 @@ def pin(memory: Tensor, device: torch.device) -> Callable[[], object]:
     runtime, address = module.cudart(), memory.data_ptr()
     module.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))
     return partial(runtime.cudaHostUnregister, address)
+
+
+def has_memory(device: torch.device) -> bool:
+    """Whether the device computes with memory of its own, and not the host's."""
+    return device.type != "cpu"
 
 
 def total_bytes(device: torch.device) -> int:

@@ -120,7 +120,8 @@ def test_what_no_longer_fits_is_not_run(tmp_path: Path) -> None:
 # The checks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["streams", "tiny", "init"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["streams", "tiny", "init", "offload"])
 def test_a_check_runs_without_a_device(tmp_path: Path, name: str) -> None:
     check = next(check for check in CHECKS if check.name == name)
     rows, runner = rows_of(tmp_path, check, quick=True)

@@ -1,8 +1,11 @@
 """The count of operations, on a little block."""
 
+import pytest
+
 from benchmarks.launches import CLIP_MOST, REDUCE, SHAPES, Row, clip_of, of_sharding
 
 
+@pytest.mark.slow
 def test_sharding_a_little_block_launches_less_than_fsdp2() -> None:
     for reduce in REDUCE:
         row = Row("", {engine: of_sharding(engine, SHAPES["little"], reduce) for engine in ("shardwise", "fsdp2")})

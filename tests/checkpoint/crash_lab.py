@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import mmap
 import os
@@ -97,6 +99,8 @@ class Ending:
     error: str = ""
     ended_s: float = 0.0
     """Monotonic."""
+    imported: list[str] = field(default_factory=list)
+    """Modules of the package's that were not there yet."""
 
 
 @dataclass
@@ -152,6 +156,9 @@ class Net(nn.Module):
         return self.leave(torch.tanh(self.enter(x)))  # type: ignore[no-any-return]
 
 
+_AT_START = frozenset(sys.modules)
+
+
 # A rank -------------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +188,7 @@ class Rank:
         except Exception as error:
             self.ending.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
         self.ending.ended_s = time.monotonic()
+        self.ending.imported = [name for name in sys.modules if name.startswith("shardwise") and name not in _AT_START]
         return self.ending
 
     def _train(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -267,6 +275,7 @@ class Lab:
     def __init__(self, work: Path) -> None:
         self._work = work
         self._runs = 0
+        gc.freeze()  # ranks need not look through what the lab has imported, nor copy its pages
 
     def run(
         self,
@@ -306,6 +315,8 @@ class Lab:
                     os.waitpid(pid, 0)
                 os.close(pipe)
             store.unlink(missing_ok=True)
+        for name in (name for ending in endings if ending for name in ending.imported):
+            importlib.import_module(name)  # for the ranks of later runs
         by = kill.leader if kill else next(iter(killed), 0)
         killed_s = shared.get(by, Shared.KILLED_NS) / 1e9
         longest = max((ending.ended_s - killed_s for ending in endings if ending and killed_s), default=0.0)

@@ -17,6 +17,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import latest, saving, verify
+from shardwise.checkpoint.publish import writing
 from shardwise.errors import CheckpointError, MismatchError, UsageError
 from tests.checkpoint.states import build, everything, same, step
 from tests.engine.cases import Case
@@ -133,7 +134,7 @@ def _resume(run: Path) -> None:
 def test_ranks_that_do_not_see_the_same_files_are_told(tmp_path: Path) -> None:
     model, optimizer = build(CASE)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(saving, "_SIGHT_S", 0.1)
+        monkeypatch.setattr(writing, "_SIGHT_S", 0.1)
         with pytest.raises(CheckpointError, match=r"rank 1 does not see what rank 0 wrote .* share"):
             sw.checkpoint.save(tmp_path / str(dist.get_rank()) / "c", model, optimizer)
 

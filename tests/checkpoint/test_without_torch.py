@@ -11,13 +11,17 @@ from safetensors.numpy import load_file
 MODULES = [
     *(f"files.{name}" for name in ("direct", "local_file", "scratch_file", "thread_pool")),
     *(f"checkpoint.io.{name}" for name in ("checksums", "range_reader", "range_writer", "remote", "storage")),
-    *(f"checkpoint.{name}" for name in ("names.index_map", "ranks.file_barrier", "ranks.save_thread")),
+    *(
+        f"checkpoint.{name}"
+        for name in ("names.index_map", "ranks.agreement", "ranks.file_barrier", "ranks.save_thread")
+    ),
     *(
         f"checkpoint.format.{name}"
         for name in ("contents", "hugging_face", "manifest", "names_json", "safetensors_layout")
     ),
     *(f"checkpoint.format.{name}" for name in ("tensor_files", "training_json")),
     *(f"checkpoint.publish.{name}" for name in ("commit", "consolidation", "per_rank_files", "shared_files", "target")),
+    "checkpoint.publish.writing",
 ]
 SCRIPT = """
 import sys

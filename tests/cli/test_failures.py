@@ -119,7 +119,7 @@ def nobody_runs() -> bool:
     return True
 
 
-@pytest.mark.parametrize("command", [OURS, TORCHRUN], ids=["train", "torchrun"])
+@pytest.mark.parametrize("command", [OURS, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["train", "torchrun"])
 def test_a_run_comes_to_its_end(command: tuple[str, ...]) -> None:
     ended = train(command)
     assert ended.status == 0, ended.err
@@ -145,6 +145,7 @@ def test_what_happens_to_one_rank_ends_all_and_is_said(failure: str, first: str,
     assert nobody_runs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,9 @@ def test_on_standard_output_with_the_notes_as_comments(capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     Path("out.toml").write_text(text)
     assert load("out.toml").parallel.strategy == "shard_grad_op"
+    assert load("out.toml").offload.optimizer == "cpu"
     assert "# To set: model.path, data.source, train.steps.\n" in text
-    assert "# No equal: offload of optimizer state to cpu" in text
+    assert "# Different: the optimizer's step is taken on the device" in text
     assert "# Left to the program there, to our defaults here: " in text
     assert run(["convert", "accelerate.yaml"]) == 0
     assert 'units = ["LlamaDecoderLayer", "LlamaMLP"]' in capsys.readouterr().out
@@ -61,6 +63,7 @@ def test_on_standard_output_with_the_notes_as_comments(capsys: pytest.CaptureFix
         (["convert", "ds_confg.json"], "there is no such file; did you mean ds_config.json?"),
         (["convert", "ds_config.json", "no/such/out.toml"], "no/such/out.toml cannot be written: No such file"),
         (["convert", "ds_config.json", "--to", "hf"], "--to is for checkpoints, and ds_config.json is a configuration"),
+        (["convert", "ds_config.json", "--max-file-bytes", "5"], "--max-file-bytes is for checkpoints"),
         (["convert", "step-100"], "TARGET is missing: shardwise convert step-100 TARGET"),
         (["plan", "llama-3-8b", "--from", "ds_confg.json"], "there is no such file"),
     ],
@@ -85,3 +88,71 @@ def test_a_plan_of_what_they_have_now(capsys: pytest.CaptureFixture[str]) -> Non
     assert question.arguments["strategy"] == ["no_shard"]  # the command line's
     assert (question.arguments["micro_batch"], question.global_batch) == ([4], 64)
     assert with_settings(Options(model="x")) == Options(model="x")
+
+
+def test_the_command_line_wins() -> None:
+    def asked(**given: object) -> Options:
+        return with_settings(Options(model="llama-3-8b", **given))  # type: ignore[arg-type]
+
+    options = asked(foreign=Path("accelerate.yaml"), gpus=8, nodes=1)  # the usual, but given
+    assert (options.gpus, options.nodes) == (8, 1)
+    Path("ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 3, "mics_shard_size": 4}, "gradient_accumulation_steps": 4})
+    )
+    file = Path("ds.json")
+    assert (asked(foreign=file).accumulation, asked(foreign=file).shard_group) == ("4", "4")
+    assert asked(foreign=file, global_batch=128).accumulation is None
+    assert asked(foreign=file, strategy="full_shard").shard_group is None
+    assert asked(foreign=file, compare="ddp,deepspeed").strategy is None
+
+
+def test_offload_to_the_host_is_planned_with() -> None:
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
+    options = Options(model="llama-3-8b", foreign=Path("ds.json"))
+    assert with_settings(options).offload == "optimizer=cpu"
+    for change in ({"offload": "none"}, {"compare": "ddp,deepspeed"}, {"engine": "deepspeed"}):
+        assert with_settings(replace(options, **change)).offload == change.get("offload")  # type: ignore[arg-type]
+
+
+RUN = """
+[model]
+path = "llama-3-8b"
+dtype = "bf16"
+[data]
+seq_len = 1024
+[train]
+steps = 10
+micro_batch = 2
+optimizer_in_backward = true
+clip = 0
+activation_checkpointing = "offload"
+[parallel]
+ranks = 4
+strategy = "hybrid_shard"
+shard_group = 2
+[offload]
+params = "cpu"
+"""
+
+
+def test_a_configuration_to_train_with_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text(RUN)
+    question = _question(with_settings(Options(foreign=Path("run.toml"), micro_batch="4")))
+    arguments = {name: value for name, value in question.arguments.items() if value is not None}
+    told = capsys.readouterr().err
+    assert told.startswith("run.toml (shardwise): model llama-3-8b, gpus 4, strategy hybrid_shard, shard-group 2, ")
+    assert told.endswith("optimizer adamw, optimizer-in-backward, offload params=cpu\n")
+    assert question.model == "llama-3-8b"
+    assert (arguments["optimizer_in_backward"], arguments["offload"]) == (True, "params=cpu")
+    assert (arguments["micro_batch"], arguments["seq_len"], arguments["shard_group"]) == ([4], [1024], [2])
+    assert arguments["activation_checkpointing"] == ["offload"]
+    [precision] = arguments["precision"]
+    assert (precision.param, precision.reduce, precision.master) == ("bfloat16", "float32", "bfloat16")
+    other = with_settings(Options(foreign=Path("run.toml"), compare="ddp,fsdp2"))
+    assert (other.optimizer_in_backward, other.offload, other.strategy) == (False, None, None)
+    Path("run.toml").write_text(RUN.replace("clip = 0", "clip = 1.0"))
+    assert run(["plan", "--from", "run.toml"]) == 2
+    assert "the norm of all gradients is known when the last one has come" in capsys.readouterr().err
+    Path("run.toml").write_text(RUN.replace("[parallel]", '[parallel]\nbackend = "jax"'))
+    with pytest.raises(ConfigError, match="is planned with shardwise plan --backend jax"):
+        with_settings(Options(foreign=Path("run.toml")))

@@ -139,6 +139,7 @@ def test_an_interrupted_run_is_saved_and_goes_on_bit_exactly(start: Start, ranks
     assert losses("tiny") == losses("whole")
 
 
+@pytest.mark.slow
 def test_asynchronous_saves_are_waited_for(start: Start) -> None:
     process = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=1", "checkpoint.asynchronous=true")
     process.send_signal(signal.SIGTERM)
@@ -147,6 +148,7 @@ def test_asynchronous_saves_are_waited_for(start: Start) -> None:
     assert len(list(Path("runs/tiny/checkpoints").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_torchrun_sends_it_on(start: Start) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     process = start(*torchrun, "-m", "shardwise.cli.main", "train", "tiny.toml", "checkpoint.every=1000")
@@ -155,6 +157,7 @@ def test_torchrun_sends_it_on(start: Start) -> None:
     saved_where_it_ended()
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_it_at_once(start: Start) -> None:
     process = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=1000", SLOW="1")
     process.send_signal(signal.SIGINT)

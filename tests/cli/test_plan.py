@@ -97,8 +97,21 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         (["config.json", "--global-batch", "12"], "a global batch of 12 is not a multiple of 8 ranks; use 8 or 16"),
         (["config.json", "--micro-batch", "two"], "--micro-batch two: whole numbers from 1 on, separated by commas"),
         (["config.json", "--strategy", "zero3"], "unknown strategy 'zero3'"),
-        (["config.json", "--offload", "cpu"], "--offload cpu: the engine has no offload yet; leave it out"),
+        (["config.json", "--offload", "disk"], "offload='disk': params=PLACE, optimizer=PLACE or both"),
+        (["config.json", "--offload", "nvme"], "offload.params='nvme' on gpu is not there yet"),
+        (["config.json", "--offload", "params=disk"], "offload.params='disk': None, 'cpu' or 'nvme'"),
+        (
+            ["config.json", "--offload", "cpu", "--optimizer", "muon"],
+            "offload='params=cpu,optimizer=cpu' with",
+        ),
+        (
+            ["config.json", "--offload", "cpu", "--engine", "fsdp2"],
+            "offload='params=cpu,optimizer=cpu' is",
+        ),
         (["config.json", "--precision", "fp8"], "precision.param = 'fp8' is none of the dtypes"),
+        (["config.json", "--float8", "compute"], "float8='compute': engine 'shardwise' computes in no 8 bits yet"),
+        (["config.json", "--base", "nf4"], "--base nf4 is of a frozen base: add --lora 16, or leave --base out"),
+        (["config.json", "--lora", "8", "--base", "nf"], "precision.frozen = 'nf' is none of nf4, int8; did you mean"),
         (["config.json", "--budget", "lots"], "--budget lots: an amount of memory, such as 70GiB"),
         (["config.json", "--objective", "speed"], "objective='speed': one of tokens_per_s, memory, micro_batch"),
         (
@@ -147,7 +160,7 @@ def test_a_plan_that_the_trainer_cannot_run_is_shown_all_the_same(capsys: Printe
     assert run(["plan", "config.json", *asked, *FIXED[2:]]) == 2
     shown = capsys.readouterr()
     assert shown.out.startswith("config.json: ")
-    assert "`shardwise train` has adamw and muon, not sgd" in shown.err
+    assert "`shardwise train` has adamw, adamw-bf16, adamw-8bit and muon, not sgd" in shown.err
     assert not Path("run.toml").exists()
 
 
@@ -187,6 +200,7 @@ def test_a_vision_model_has_a_plan_and_no_configuration(capsys: Printed) -> None
     assert not Path("run.toml").exists()
 
 
+@pytest.mark.slow
 def test_calibration_writes_a_file_that_plans_use(capfd: Printed) -> None:
     assert run(["plan", "--calibrate", "--quick", "--ranks", "2", "--output", "here.toml"]) == 0
     assert "use it with shardwise plan MODEL --gpu here.toml" in capfd.readouterr().out

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from shardwise.train.run.claim import NAME
 from tests.cli.test_interrupt import LAUNCHER, Start, _folder, start, steps
 
@@ -19,6 +21,7 @@ RUN = Path("runs/tiny")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shardwise.cli.main")
 
 
+@pytest.mark.slow
 def test_a_second_launch_is_refused_by_name_and_a_dead_one_does_not_block(start: Start) -> None:
     """As orphans of a torchrun that was killed would be met: their first rank still runs."""
     first = start(*TORCHRUN, "train", "tiny.toml", "checkpoint.every=2", SLOW="1")

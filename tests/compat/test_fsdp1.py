@@ -24,7 +24,7 @@ import shardwise as sw
 from shardwise.compat import fsdp1 as ours
 from shardwise.compat.common import without_effect
 from shardwise.compat.fsdp1 import wrap as ours_wrap
-from shardwise.errors import UsageError
+from shardwise.errors import LayoutError, UsageError
 from tests.engine.rig import Block, Net, batch, on_ranks, same_tensors, seeded, squares
 
 FSDP = ours.FullyShardedDataParallel
@@ -169,6 +169,38 @@ def test_precision_of_the_model_of_batch_norms_and_of_one_module() -> None:
     assert torch.equal(other(batch(0)), seeded(Net)(batch(0)))
 
 
+@on_ranks(2)
+def test_a_batch_norm_that_is_ignored_stays_as_it_is() -> None:
+    mixed = ours.MixedPrecision(param_dtype=torch.bfloat16)
+    for affine in (True, False):
+        plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=affine), nn.Linear(4, 4))
+        policy = ours.ModuleWrapPolicy({nn.Linear})
+        model = FSDP(plain, auto_wrap_policy=policy, mixed_precision=mixed, ignored_modules=[plain[1]])
+        assert not any(isinstance(parameter, sw.ShardedParameter) for parameter in plain[1].parameters())
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+
+
+@on_ranks(2)
+def test_apply_and_full_state_of_a_part_and_of_what_is_around() -> None:
+    def halve(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            with torch.no_grad():
+                module.weight.div_(2)
+
+    plain, model = seeded(Net).apply(halve), wrapped().apply(halve)
+    same_tensors(plain.state_dict(), model.state_dict())
+    for one, other in ((plain.blocks[1], model.blocks[1]), (nn.ModuleList([plain]), nn.ModuleList([model]))):
+        full = other.state_dict(prefix="a.")
+        assert not any(isinstance(value, sw.ShardedParameter) for value in full.values())
+        same_tensors(one.state_dict(prefix="a."), full)
+    with FSDP.summon_full_params(model):
+        same_tensors(plain.state_dict(), model.state_dict())
+    with FSDP.state_dict_type(model, ours.StateDictType.SHARDED_STATE_DICT):
+        assert all(
+            isinstance(value, sw.ShardedParameter) for value in model.blocks[0].state_dict(keep_vars=True).values()
+        )
+
+
 @on_ranks(4)
 def test_hybrids_take_a_mesh_and_groups() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
@@ -288,13 +320,14 @@ def test_what_has_no_effect_warns_once_and_what_cannot_be_had_raises() -> None:
         wrapped(limit_all_gathers=False)
     plain = seeded(Net)
     for call, said in (
-        (lambda: FSDP(plain, cpu_offload=ours.CPUOffload(offload_params=True)), "not there yet"),
         (lambda: model.register_comm_hook(None, print), "hook_gradients"),
         (lambda: FSDP.set_state_dict_type(model, ours.StateDictType.LOCAL_STATE_DICT), "SHARDED_STATE_DICT"),
         (lambda: FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters()), {}), "leave optim_state_dict out"),
     ):
         with pytest.raises(UsageError, match=said):
             call()
+    with pytest.raises(LayoutError, match="nothing to shard"):
+        FSDP(plain, ignored_modules=[plain])
     assert type(plain) is Net, "what failed is left as it was"
     with pytest.raises(UsageError, match="with_grads"), FSDP.summon_full_params(model, with_grads=True):
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 import warnings
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +22,7 @@ from shardwise.compat import fsdp2 as ours
 from shardwise.compat.common import without_effect
 from shardwise.compat.state_dict import StateDictOptions, get_model_state_dict
 from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, batch, on_ranks, seeded, squares
 
 
@@ -180,10 +183,61 @@ def test_what_has_no_effect_warns_once_and_what_cannot_be_had_raises() -> None:
     for call, said in (
         (lambda: model.set_custom_all_gather(None), "the engine's collectives cannot be exchanged"),
         (lambda: model.set_gradient_divide_factor(0.0), "a positive number"),
-        (lambda: ours.fully_shard(Net(), offload_policy=ours.CPUOffloadPolicy()), "CPUOffloadPolicy is not there yet"),
     ):
         with pytest.raises(UsageError, match=said):
             call()
+
+
+@on_ranks(2)
+def test_what_cannot_be_sharded_raises_fsdp2s_errors() -> None:
+    with pytest.raises(ValueError, match="nobody calls a ModuleList"):
+        ours.fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+    with pytest.raises(ValueError, match="1D or 2D DeviceMesh"):
+        ours.fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1, 1)))
+    model = sharded()
+    for given in (model, model.blocks[0]):
+        with pytest.raises(AssertionError, match="fully_shard has already been applied"):
+            ours.fully_shard(given)
+
+
+@on_ranks(2)
+def test_a_slice_and_a_copy() -> None:
+    model = ours.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    assert type(model[:2]) is nn.Sequential
+    assert list(model[:2]) == list(model)[:2]
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model)
+    assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), model.parameters(), strict=True))
+
+
+@on_ranks(2)
+def test_parameters_that_lie_on_the_host_anyway() -> None:
+    losses = []
+    for policy in (None, ours.CPUOffloadPolicy()):
+        model = ours.fully_shard(seeded(Net), offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(2):
+            loss = squares(model, batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2)
+def test_torchs_replicate_around_it_reduces_what_is_not_sharded() -> None:
+    models = [seeded(Net), seeded(Net)]
+    for block in models[0].blocks:
+        ours.fully_shard(block, reshard_after_forward=False)
+    for model in models:
+        replicate(model)
+        for step in range(2):
+            squares(model, batch(step)).backward()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert one.grad is not None
+        whole = one.grad.full_tensor() if isinstance(one.grad, ShardedParameter) else one.grad
+        torch.testing.assert_close(whole, other.grad)
 
 
 def test_every_name_and_argument_of_torchs_is_there() -> None:

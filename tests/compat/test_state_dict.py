@@ -128,6 +128,26 @@ def test_handles_go_through_dcp_into_a_fresh_optimizer(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_an_optimizer_in_backward_goes_on_from_dcp(tmp_path: Path) -> None:
+    model, optimizer = trained(True, steps=0)
+    sw.optimizer_in_backward(model, optimizer)
+    go_on(model, optimizer, 2)
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=tmp_path / "dcp")
+    other, fresh = trained(True, steps=0)
+    sw.optimizer_in_backward(other, fresh)
+    targets = get_state_dict(other, fresh)
+    assert len(targets[1]["state"]) == len(list(other.parameters()))
+    assert not fresh.state, "asking makes none"
+    target = {"model": targets[0], "optimizer": targets[1]}
+    dcp.load(target, checkpoint_id=tmp_path / "dcp")
+    set_state_dict(other, fresh, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+    for each in ((model, optimizer), (other, fresh)):
+        go_on(*each, 1)
+    same(get_state_dict(other, fresh, options=FULL), get_state_dict(model, optimizer, options=FULL))
+
+
+@on_ranks(2)
 def test_asking_a_fresh_optimizer_changes_nothing() -> None:
     model, optimizer = trained(True, steps=0)
     before = sw.full_state_dict(model, rank0_only=False)

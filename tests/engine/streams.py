@@ -245,6 +245,7 @@ def played(**options: Any) -> Iterator[Order]:
         mock.patch.object(accelerators, "new_stream", Stream),
         mock.patch.object(accelerators, "on", order.stream),
         mock.patch.object(accelerators, "current_stream", order.current_stream),
+        mock.patch.object(accelerators, "has_memory", return_value=True),
         order,
     ):
         yield order

@@ -257,6 +257,29 @@ def test_zero_grad_of_one_of_two_optimizers_drops_its_parameters_alone() -> None
     head.step()
 
 
+@on_ranks(2)
+def test_no_sync_of_two_models_of_which_the_second_refuses_leaves_the_first_as_it_was() -> None:
+    first, second = sw.shard(seeded(Net)), sw.shard(seeded(Net))
+    sw.optimizer_in_backward(second, torch.optim.SGD(second.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"sw.no_sync with sw.optimizer_in_backward"):
+        sw.no_sync(nn.ModuleList([first, second])).__enter__()
+    squares(first, batch(0)).backward()
+    assert all(parameter.grad.numel() for parameter in first.parameters() if parameter.grad is not None)
+    torch.optim.SGD(first.parameters(), lr=0.1).step()  # raises where gradients wait
+
+
+@on_ranks(1)
+def test_what_waits_is_not_lost_to_a_shard_call_on_an_ancestor() -> None:
+    model = nn.Sequential(sw.shard(seeded(Net)))
+    with sw.no_sync(model):
+        squares(model[0], batch(0)).backward()
+    with pytest.raises(UsageError, match=r"sw.shard while gradients of unit '.*' below wait to be reduced"):
+        sw.shard(model)
+    model.zero_grad()
+    sw.shard(model)
+    squares(model, batch(0)).backward()
+
+
 @pytest.mark.parametrize("how", ["by hand", "zero", "zeros", "optimizer", "replaced"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 @on_ranks(2)

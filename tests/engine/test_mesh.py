@@ -48,6 +48,7 @@ def test_groups_that_are_given_are_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     sw.shard(nn.Linear(2, 2), mesh=mesh)
 
 
+@pytest.mark.slow
 def test_a_script_under_torchrun_that_forgets_the_process_group_ends() -> None:
     script = """
         import torch, shardwise as sw

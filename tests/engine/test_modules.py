@@ -129,7 +129,7 @@ def test_generate_where_ranks_differ(strategy: str) -> None:
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["blocks", "whole"])
+@pytest.mark.parametrize("how", ["blocks", pytest.param("whole", marks=pytest.mark.slow)])
 @on_ranks(2, timeout_s=120)
 def test_compiled_transformers(how: str) -> None:
     """With the marks by which transformers knows a sharded model, which torch.compile reads too."""
@@ -204,6 +204,7 @@ def test_equal_blocks_compile_once_and_steps_recompile_nothing() -> None:
     assert graphs == [1] * 4, "of four blocks and four steps"
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout_s=240)
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()

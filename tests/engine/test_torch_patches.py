@@ -47,7 +47,8 @@ IMPORTS = """
     import shardwise
     names = ["shardwise", *(found.name for found in pkgutil.walk_packages(shardwise.__path__, "shardwise."))]
     names.remove("shardwise.__main__")
-    names = [name for name in names if not name.startswith("shardwise.integrations.")]  # they import other libraries
+    others = ("shardwise.integrations.", "shardwise.jax", "shardwise.train.on_jax.")  # they import other libraries
+    names = [name for name in names if not name.startswith(others)]
     assert len(names) > 150, names
     import torch.distributed.checkpoint, torch.distributed.tensor, torch.distributed.fsdp
     before = state()

@@ -119,10 +119,10 @@ def test_a_gradient_that_somebody_keeps_stays_what_it_was(strategy: str) -> None
     twins = Twins(strategy=strategy)
     twins.backward()
     groups = [group for unit in twins.engine.units for group in unit.groups]
-    memory = [group.grad_shard for group in groups]
+    memory = [group.gradients.flat for group in groups]
     twins.step()
     twins.backward()
-    assert all(group.grad_shard is before for group, before in zip(groups, memory, strict=True))
+    assert all(group.gradients.flat is before for group, before in zip(groups, memory, strict=True))
     parameters: dict[str, Any] = dict(twins.sharded.named_parameters())
     kept, piece = parameters["blocks.1.up.weight"].grad, parameters["blocks.2.up.weight"].grad.local
     before = kept.local.clone(), piece.clone()

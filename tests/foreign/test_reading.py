@@ -92,11 +92,22 @@ def test_deepspeed() -> None:
 
 def test_what_is_auto_is_left_open() -> None:
     found = read_deepspeed(AUTO, "ds.json")
-    assert (found.strategy, found.compute, found.offloads) == ("shard_grad_op", None, True)
+    assert (found.strategy, found.compute, found.offload) == ("shard_grad_op", None, {"optimizer": "cpu"})
     assert found.train == {"schedule": "constant"}
     assert "optimizer.params.lr" in found.open
     assert "gradient_clipping" in found.open
-    assert any(name.startswith("offload of optimizer state to cpu") for name in found.without_equal)
+    assert found.changes[0] == "the optimizer's step is taken on the device, where its state comes for it"
+
+
+def test_offload_to_disk_needs_deepspeeds_path() -> None:
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "/local"},
+        "offload_optimizer": {"device": "cpu"},
+    }
+    found = read_deepspeed({"zero_optimization": zero}, "ds.json")
+    assert found.offload == {"params": "nvme", "optimizer": "cpu", "path": "/local"}
+    assert any("CPU ranks alone" in change for change in found.changes)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +134,46 @@ def test_deepspeed_s_own_defaults() -> None:
     assert found.compute == "fp32"
     assert found.open == ["scheduler"]
     assert "decoupled" in found.changes[0]
+
+
+def test_names_of_optimizers_are_looked_up_in_lower_case() -> None:
+    found = read_deepspeed({"optimizer": {"type": "adamw", "params": {"lr": 3e-5}}}, "ds.json")
+    assert (found.train["lr"], found.train["betas"], found.without_equal) == (3e-5, [0.9, 0.999], [])
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}}}
+    found = read_deepspeed(muon, "ds.json")
+    assert found.train == {"clip": 0.0, "weight_decay": 0.1, "optimizer": "muon", "momentum": 0.9}
+    assert found.without_equal == []
+    assert any(change.startswith("Muon's updates are scaled") for change in found.changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "lr", "ratio"),
+    [
+        ("WarmupDecayLR", {"warmup_min_lr": 1e-5, "warmup_max_lr": 4e-5}, 4e-5, 0.25),
+        ("WarmupDecayLR", {}, 1e-3, 0.0),
+        ("WarmupLR", {}, 1e-3, None),
+        ("WarmupLR", {"warmup_max_lr": "auto"}, 3e-5, None),
+        ("WarmupCosineLR", {}, 3e-5, 0.0001),
+    ],
+)
+def test_where_a_schedule_ends(kind: str, params: dict[str, Any], lr: float, ratio: float | None) -> None:
+    values = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}, "scheduler": {"type": kind, "params": params}}
+    found = read_deepspeed(values, "ds.json")
+    assert found.train["lr"] == lr
+    assert found.train.get("min_lr_ratio") == (None if ratio is None else pytest.approx(ratio))
+
+
+@pytest.mark.parametrize("every", [0, float("inf"), 2.5])
+def test_a_log_setting_that_there_is_not_hinders_nothing(every: float) -> None:
+    found = read_deepspeed({"zero_optimization": {"stage": 3}, "steps_per_print": every}, "ds.json")
+    assert found.log == {}
+    assert any("steps_per_print" in change for change in found.changes)
+
+
+def test_a_smaller_group_to_reshard_to_is_stage_3s() -> None:
+    found = read_deepspeed({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, "ds.json")
+    assert (found.reshard_after_forward, found.strategy) == (None, "shard_grad_op")
+    assert "zero_optimization.zero_hpz_partition_size" in found.without_effect
 
 
 def test_nothing_is_left_out_in_silence() -> None:
@@ -154,6 +205,7 @@ def test_nothing_is_left_out_in_silence() -> None:
         ({"train_batch_size": 0}, r"train_batch_size = 0: must be a number from 1 on"),
         ({"train_batch_size": 2.5}, r"train_batch_size = 2\.5: must be a whole number from 1 on"),
         ({"bf16": {"enabled": "yes"}}, r"bf16\.enabled = 'yes': must be true or false"),
+        ({"optimizer": {"params": {"betas": ["a", 1]}}}, r"betas = \['a', 1\]: must be two numbers"),
         ({"optimizer": {"params": {"betas": [0.9]}}}, r"optimizer\.params\.betas = \[0\.9\]: must be two numbers"),
         ({"zero_optimization": {"offload_param": {"device": "disk"}}}, r"device = 'disk': must be one of cpu, none"),
     ],
@@ -181,7 +233,7 @@ def test_accelerate_s_fsdp_2(tmp_path: Path, reshard: str, offload: str, strateg
     (tmp_path / "a.yml").write_text(FSDP2.format(reshard=reshard, offload=offload))
     found = read(tmp_path / "a.yml")
     assert (found.strategy, found.units, found.compute) == (strategy, 1_000_000, "fp32")
-    assert found.offloads is (offload == "true")
+    assert found.offload == ({"params": "cpu", "optimizer": "cpu"} if offload == "true" else {})
 
 
 def test_accelerate_s_deepspeed(tmp_path: Path) -> None:
@@ -192,6 +244,7 @@ def test_accelerate_s_deepspeed(tmp_path: Path) -> None:
             "gradient_accumulation_steps": 4,
             "gradient_clipping": 0.5,
             "offload_param_device": "nvme",
+            "offload_param_nvme_path": "/local",
             "zero3_init_flag": True,
         },
         "mixed_precision": "fp16",
@@ -199,9 +252,11 @@ def test_accelerate_s_deepspeed(tmp_path: Path) -> None:
     }
     (tmp_path / "a.json").write_text(json.dumps(inline))
     found = read(tmp_path / "a.json")
-    assert (found.strategy, found.compute, found.accumulation, found.offloads) == ("full_shard", "fp16", 4, True)
+    assert (found.strategy, found.compute, found.accumulation) == ("full_shard", "fp16", 4)
+    assert found.offload == {"params": "nvme", "path": "/local"}
     assert found.train == {"clip": 0.5}
-    assert found.without_equal == ["offload of parameters to nvme: the engine has none yet"]
+    assert "bf16.enabled" not in found.open  # which is nowhere in the file
+    assert found.without_equal == []
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     named = {**inline, "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
     (tmp_path / "a.json").write_text(json.dumps(named))
@@ -238,6 +293,15 @@ def test_transformers_fsdp_config(tmp_path: Path) -> None:
         ("a.json", '{"model_type": "llama"}', "it has model_type"),
         ("a.yaml", "distributed_type: MEGATRON_LM", "distributed_type = 'MEGATRON_LM': must be one of DEEPSPEED, FSDP"),
         ("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 9}", "9 is none of the sharding"),
+        ("a.yaml", "on: push", "the key True is no text"),
+        ("a.yaml", "distributed_type: FSDP\nfsdp_config: {1: 2}", "the key 1 is no text"),
+        ("a.yaml", "distributed_type: FSDP\nfsdp_config: hello", "fsdp_config = 'hello': must be a table"),
+        ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: ds.json", "deepspeed_config = 'ds.json': must be a"),
+        ("a.yaml", "fsdp_transformer_layer_cls_to_wrap: 7", "layer_cls_to_wrap = 7: must be names of classes"),
+        ("a.yaml", "fsdp_transformer_layer_cls_to_wrap: {a: b}", "must be names of classes"),
+        ("a.yaml", "distributed_type: FSDP\nmain_process_port: 2021-13-45", "is not YAML: month must be in"),
+        ("a.json", "[" * 100_000, "is not JSON: maximum recursion"),
+        ("a.yaml", "[" * 2_000, "is not YAML: maximum recursion"),
         ("a.yaml", "distributed_type: FSDP\nnum_processes: 0", "num_processes = 0: must be a number from 1"),
     ],
 )

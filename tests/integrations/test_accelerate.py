@@ -158,8 +158,11 @@ def test_what_an_fsdp_plugin_asks_for() -> None:
         model = accelerator.prepare(llama())
         assert [row.fqn for row in sw.describe(model).units] == ["", "model.layers.0", "model.layers.1"]
         assert not accelerator.is_fsdp2
-    with fresh(), pytest.raises(UsageError, match="cpu_offload is not there yet"):
-        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True))
+    for asked in (True, False):
+        with fresh():
+            accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=asked))
+            expected = sw.Offload(params="cpu", optimizer="cpu") if asked else None
+            assert accelerator.shardwise_plugin.offload == expected
 
 
 @on_ranks(2)

@@ -18,6 +18,8 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.cli.app import run as command
 from shardwise.errors import ConfigError, LayoutError, UsageError
+from shardwise.modules.linear_weights import linear_weights
+from shardwise.sharded.blocks import BLOCK_NUMEL, Coder, block_bytes
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.config.schema import Config, LoraConfig, ModelConfig
@@ -161,6 +163,8 @@ def reference(config: Config, base: Path) -> list[float]:
     """Losses of PEFT's own model in a plain loop on the whole batches."""
     torch.manual_seed(config.train.seed)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if config.lora.base is not None:
+        through_blocks(plain, config.lora.base)
     model = peft.get_peft_model(plain, peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear")).train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -184,14 +188,30 @@ def reference(config: Config, base: Path) -> list[float]:
     return losses
 
 
+def through_blocks(model: Any, kind: str) -> int:
+    """Give linear layers the weights that blocks of few bits have for theirs. Returns how many layers."""
+    coder, found = Coder.on(torch.device("cpu"), kind), linear_weights(model)
+    for parameter in model.parameters():
+        if id(parameter) in found:
+            blocks = torch.empty(-(-parameter.numel() // BLOCK_NUMEL), block_bytes(kind), dtype=torch.uint8)
+            coder.encode(parameter.detach().flatten(), blocks)
+            numbers = torch.empty(len(blocks) * BLOCK_NUMEL, dtype=parameter.dtype)
+            coder.decode(blocks, numbers)
+            parameter.data = numbers[: parameter.numel()].view(parameter.shape)
+    return len(found)
+
+
 def _constant(shape: torch.Size) -> Tensor:
     return torch.linspace(-0.1, 0.1, shape.numel()).view(shape)
 
 
+@pytest.mark.parametrize("kept", ["none", "nf4"])
 @on_ranks(2, timeout_s=200)
-def test_the_trainer_trains_as_a_plain_loop_of_peft_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_trains_as_a_plain_loop_of_peft_s(
+    tmp_path: Path, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = base_in(tmp_path, torch.float32)
-    config = configured(tmp_path, model=on_base(base, "fp32"))
+    config = configured(tmp_path, f'lora.base="{kept}"', model=on_base(base, "fp32"))
     made = trainer.Trainer._shard
 
     def with_known_adapters(self: Any, model: Any) -> Any:
@@ -220,7 +240,7 @@ def _kept(seen: list[float], metrics: Any) -> Any:
 def test_a_run_that_goes_on_ends_bit_for_bit_as_one_that_was_not_stopped(tmp_path: Path) -> None:
     base = base_in(tmp_path)
     for overrides in (["log.name=whole"], ["log.name=half", "train.steps=3"], ["log.name=half"]):
-        trainer.run(configured(tmp_path, *overrides, model=on_base(base)))
+        trainer.run(configured(tmp_path, 'lora.base="nf4"', *overrides, model=on_base(base)))
     runs = tmp_path / "runs"
     for place in ("final", "checkpoints/step-000006"):
         file = f"{place}/adapter_model.safetensors"
@@ -268,9 +288,11 @@ def test_convert_merges_as_peft_does(tmp_path: Path, dtype: str, capsys: pytest.
     assert held_out_loss(config, merged) < held_out_loss(config, before) - 0.1
 
 
+@pytest.mark.parametrize("kept", ["none", "nf4"])
 @on_ranks(2, timeout_s=120)
-def test_without_weights_final_is_whole(tmp_path: Path) -> None:
-    config = configured(tmp_path, 'model.dtype="fp32"')
+def test_without_weights_final_is_whole(tmp_path: Path, kept: str) -> None:
+    """With a base in few bits too, merged in full precision: the numbers that were evaluated."""
+    config = configured(tmp_path, 'model.dtype="fp32"', f'lora.base="{kept}"')
     trainer.run(config)
     dist.barrier()
     merged = transformers.AutoModelForCausalLM.from_pretrained(config.run_directory / "final")
@@ -317,11 +339,29 @@ def test_mistakes(tmp_path: Path) -> None:
         build_model(inline, TextShape(320, 256, 32), LoraConfig(r=2, targets=["norm"]))
 
 
-def test_the_recipe(tmp_path: Path) -> None:
-    recipe = Path(__file__).parents[2] / "recipes" / "lora.toml"
+def test_a_plan_of_adapters_becomes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=320, max_position_embeddings=64, **sizes)
+    config.save_pretrained(tmp_path / "model")
+    written = tmp_path / "planned.toml"
+    options = ["--gpu", "rtx-4090", "--gpus", "2", "--lora", "4", "--base", "nf4", "--quick", "--config", str(written)]
+    assert command(["plan", str(tmp_path / "model"), *options, "--micro-batch", "1", "--seq-len", "32", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    linear = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    adapters = 4 * 2 * (4 * (64 + 64) + 3 * (64 + 128))
+    others = 2 * 320 * 64 + 5 * 64
+    expected = (linear * 34 / 64 + 2 * others + 4 * adapters) / 2
+    assert memory["param_shards"] == pytest.approx(expected, rel=0.03)  # slices of so small a model are padded
+    planned = load(written, ["data.source=x"])
+    assert (planned.lora.r, planned.lora.base, planned.model.dtype) == (4, "nf4", "bf16")
+
+
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_the_recipe(tmp_path: Path, name: str) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / f"{name}.toml"
     source = f'data.source="{recipe}"'
     config = load(
         recipe, [source, "data.seq_len=64", "data.eval_fraction=0", "train.steps=3", f"log.directory={tmp_path}"]
     )
     trainer.run(config)
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "lora" / "final")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / "final")

@@ -20,7 +20,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import PREFIX, ScratchFile
-from shardwise.offload.state_on_disk import StateOnDisk
+from shardwise.offload.resting_state import RestingState
 from shardwise.offload.state_store import StateStore
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, squares
@@ -90,7 +90,7 @@ def test_the_same_bits_through_the_least_ring(
         if isinstance(value, ShardedParameter)
     ]
     assert kept
-    assert all(type(value) is StateOnDisk for value in kept)
+    assert all(type(value) is RestingState for value in kept)
     assert store(twins).ring_bytes == LEAST
     in_memory = sum(
         value.nbytes
@@ -166,14 +166,14 @@ def test_checkpoints_go_from_disk_to_memory_and_back(strategies: tuple[str, str]
     sw.checkpoint.save(f"{path}/two", in_memory.sharded, in_memory.optimizers[1])
     sw.checkpoint.load(f"{path}/two", again.sharded, again.optimizers[1])
     assert all(
-        type(value) is StateOnDisk
+        type(value) is RestingState
         for state in again.optimizers[1].state.values()
         for name, value in state.items()
         if name != "step"
     )
     twins.train(1)
     go_on(again, twins, 3)
-    with pytest.raises(UsageError, match="asynchronous=True with optimizer state on disk"):
+    with pytest.raises(UsageError, match="asynchronous=True with parameters or optimizer state offloaded"):
         sw.checkpoint.save(f"{path}/three", again.sharded, again.optimizers[1], asynchronous=True)
 
 
@@ -287,20 +287,20 @@ def test_what_stands_for_state_reads_the_file_and_cannot_be_written() -> None:
     twins.optimizers[1].load_state_dict(saved)  # in memory, until the next step
     twins.train(1)
     same_states(twins)
-    assert isinstance(next(iter(twins.optimizers[1].state.values()))["exp_avg"], StateOnDisk)
+    assert isinstance(next(iter(twins.optimizers[1].state.values()))["exp_avg"], RestingState)
 
 
 def test_configurations_are_refused_by_name() -> None:
     for options, reason in [
         ({"optimizer": "nvme"}, r"offload.optimizer='nvme' needs offload.path"),
-        ({"params": "nvme", "path": "/tmp"}, r"offload.params='nvme' is not there yet"),
+        ({"params": "nvme"}, r"offload.params='nvme' needs offload.path"),
         ({"optimizer": "disk"}, r"offload.optimizer='disk': None, 'cpu' or 'nvme'"),
         ({"ring_bytes": 0}, r"offload.ring_bytes=0"),
     ]:
         with pytest.raises(ConfigError, match=reason):
             sw.Offload(**options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'cpu' on cuda is not there yet"):
-        sw.Offload(params="cpu").check_device("cuda")
+    with pytest.raises(ConfigError, match="'nvme' on cuda is not there yet"):
+        sw.Offload(params="nvme", path="x").check_device("cuda")
     with pytest.raises(ConfigError, match=r"pass sw\.Offload"):
         sw.shard(nn.Linear(2, 2), offload="nvme")  # type: ignore[arg-type]
 

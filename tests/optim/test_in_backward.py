@@ -82,7 +82,7 @@ def same_states(twins: Twins) -> None:
         for name, value in plain.state[p].items():
             other = ours.state[q][name]
             whole = other.full_tensor() if isinstance(other, ShardedParameter) else other
-            assert torch.equal(whole, value), name
+            assert torch.equal(torch.as_tensor(whole), torch.as_tensor(value)), name
 
 
 @pytest.mark.parametrize("build", [Net, Tied, Twice, Checkpointed])
@@ -256,6 +256,20 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+class CountingInItself(torch.optim.SGD):
+    k = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.k += 1
+        return super().step(closure)
+
+
+class CountingInState(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.state["k"] = self.state.get("k", 0) + 1
+        return super().step(closure)
+
+
 class Quiet(torch.optim.SGD):
     """A subclass whose step calls its base's, which torch has wrapped as well."""
 
@@ -278,8 +292,13 @@ def test_whole_matrices_and_units_that_wait_are_refused() -> None:
 def test_optimizers_that_count_in_their_groups_are_refused_and_subclasses_work() -> None:
     twins = Twins(optimizer=lambda parameters: Counting(parameters, lr=0.1))
     in_backward(twins)
-    with pytest.raises(UsageError, match=r"Counting wrote 'k' of its group 0"):
+    with pytest.raises(UsageError, match=r"Counting keeps 'k' in its group 0, not by parameter"):
         twins.backward()
+    for kind, where in ((CountingInItself, "'k' as its attribute"), (CountingInState, "'k' in its state")):
+        twins = Twins(optimizer=lambda parameters, kind=kind: kind(parameters, lr=0.1))
+        in_backward(twins)
+        with pytest.raises(UsageError, match=where):
+            twins.backward()
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # from here on its step is wrapped
     twins = Twins(optimizer=lambda parameters: Quiet(parameters, lr=0.1))
     in_backward(twins)
@@ -329,6 +348,52 @@ def test_a_backward_that_raises_half_way_is_said_until_weights_are_loaded() -> N
         twins.step()
         twins.same_parameters()
     same_states(twins)
+
+
+@on_ranks(2)
+def test_what_follows_a_backward_that_raised_half_way_without_a_forward_between() -> None:
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(path)
+    twins = Twins()
+    in_backward(twins)
+    model, optimizer = twins.sharded, twins.optimizers[1]
+    sw.checkpoint.save(f"{path[0]}/good", model, optimizer)
+    weights = sw.full_state_dict(model, rank0_only=False)
+
+    with pytest.raises(ZeroDivisionError):
+        fails_at(0)(model, batch(1)).backward()
+    with pytest.raises((UsageError, CheckpointError), match=r"a backward raised after some units"):
+        sw.checkpoint.save(f"{path[0]}/torn", model, optimizer)
+    optimizer.step()  # has nothing left to do, and makes nothing whole
+    with pytest.raises(UsageError, match=r"a backward raised after some units"):
+        squares(model, batch(1))
+
+    model.load_state_dict(weights)
+    squares(model, batch(1)).backward()
+
+    with pytest.raises(ZeroDivisionError):
+        fails_at(0)(model, batch(1)).backward()
+    model.load_state_dict(weights)  # at once
+    squares(model, batch(1)).backward()
+
+
+@on_ranks(2)
+def test_a_gradient_whose_step_raised_is_not_added_to_the_next() -> None:
+    results = []
+    for raises in (False, True):
+        twins = Twins(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+        in_backward(twins)
+        weights = sw.full_state_dict(twins.sharded, rank0_only=False)
+        if raises:
+            handle = next(twins.sharded.parameters()).register_post_accumulate_grad_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                squares(twins.sharded, batch(1)).backward()
+            handle.remove()
+            twins.sharded.load_state_dict(weights)
+        squares(twins.sharded, batch(1)).backward()
+        results.append(sw.full_state_dict(twins.sharded, rank0_only=False))
+    for name, expected in results[0].items():
+        assert torch.equal(results[1][name], expected), name
 
 
 @on_ranks(2)

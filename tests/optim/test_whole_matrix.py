@@ -12,6 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.compat.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from shardwise.errors import UsageError
 from shardwise.optim.whole_matrix import WholeMatrixOptimizer, whole_matrix
 from tests.engine.cases import Case
@@ -236,9 +242,36 @@ def test_a_checkpoint_goes_on_at_any_number_of_ranks(ranks: RankPools, kind: str
     sw.checkpoint.verify(source)
 
 
-def _full_state(case: Case, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    from shardwise.compat.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_state_that_was_lost_or_set_back_comes_again_on_every_rank(kind: str, tmp_path: Path) -> None:
+    case = Case("full_shard", 2)
+    reference = _build(case, kind)
+    expected = []
+    for index in range(2):
+        sw.checkpoint.save(tmp_path / f"{index}", *reference)
+        _step(*reference, index)
+        expected.append(_state_of(*reference))
 
+    def goes_on(model: nn.Module, optimizer: WholeMatrixOptimizer, index: int) -> None:
+        _step(model, optimizer, index)
+        sw.checkpoint.save(tmp_path / "again", model, optimizer, overwrite=True)  # ranks compare their state
+        _same(_state_of(model, optimizer), expected[index])
+
+    asked = _build(case, kind)
+    get_optimizer_state_dict(*asked)
+    goes_on(*asked, 0)
+    sw.checkpoint.load(tmp_path / "0", *asked)
+    goes_on(*asked, 0)
+    asked[1].state.clear()
+    sw.checkpoint.load(tmp_path / "0", asked[0])
+    goes_on(*asked, 0)
+    goes_on(*asked, 1)
+    sw.checkpoint.load(tmp_path / "1", *asked)
+    goes_on(*asked, 1)  # to the numbers that ranks have told one another before
+
+
+def _full_state(case: Case, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     model, optimizer = _build(case, kind)
     _step(model, optimizer, 0)
     options = StateDictOptions(full_state_dict=True)
@@ -262,6 +295,26 @@ def _from_unsharded(case: Case, kind: str) -> None:
         _step(model, sharded, index)
         sharded.load_state_dict(sharded.state_dict())  # its own handles
     _same(_state_of(model, sharded), _state_of(plain, optimizer))
+    full = get_optimizer_state_dict(model, sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    fresh = ours(model, kind)
+    from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, fresh, full, options=from_rank0)
+    _same(_state_of(model, fresh), _state_of(plain, optimizer))
+    _step(plain, optimizer, 3)
+    _step(model, fresh, 3)
+    _same(_state_of(model, fresh), _state_of(plain, optimizer))
+
+
+@on_ranks(2)
+def test_pieces_cut_as_the_parameter_is_are_refused() -> None:
+    model = sw.shard(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))  # the owner is at 0, and the matrix begins there
+    optimizer = whole_matrix(torch.optim.Muon, model, lr=0.1)
+    matrix = model.get_parameter("0.weight")
+    state = optimizer.state_dict()
+    state["state"] = {0: {"momentum_buffer": torch.zeros_like(matrix)}}
+    assert optimizer.param_groups[0]["params"] == [matrix]
+    with pytest.raises(UsageError, match=r"'0\.weight' has another owner, or was cut into pieces"):
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,10 +9,13 @@ import pytest
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import planner
-from shardwise.plan.planner import Question, explore
+from shardwise.plan.planner import Effort, Question, explore
 from shardwise.plan.report.rendering import WIDTH, table_text
 from shardwise.plan.report.report import amount
+from shardwise.plan.search.exploration import nothing_fits
+from shardwise.plan.search.processes import Forecasters
 from shardwise.plan.simulate.trace import draw
+from tests.plan.doubles import GIB, formula
 from tests.plan.simulate.test_scaling import LLAMA
 
 ARGUMENTS = {"gpus_per_node": 2, "seq_len": 64, "micro_batch": [2, 4, 8]}
@@ -32,6 +35,7 @@ def test_a_search_gives_forecasts_best_first() -> None:
         found[1].trace("x.json")
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_finds(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
@@ -82,6 +86,21 @@ def test_a_budget_and_the_two_questions() -> None:
         planner.plan(Question(LLAMA, arguments, budget_bytes=2**29)).check_fits()
 
 
+def test_where_nothing_fits_the_leanest_is_what_one_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Forecasters, "run", lambda self, tasks, scale=True: [task(formula) for task in tasks])
+    question = Question(LLAMA, {"gpus_per_node": 1, "seq_len": 2048}, budget_bytes=90 * GIB)
+    with pytest.raises(PlanError, match=r"the nearest, no_shard with micro-batch 1, all blocks recomputed, needs 1"):
+        raise nothing_fits(explore(question))
+
+
+def test_a_quick_search_counts_what_it_looks_at() -> None:
+    quick, usual = (
+        planner._space(Question(LLAMA, ARGUMENTS, effort=effort)) for effort in (Effort.QUICK, Effort.USUAL)
+    )
+    assert {family.base.strategy.value for family in quick.families} == {"full_shard"}
+    assert quick.size < usual.size
+
+
 def unwrapped(shown: str) -> str:
     return " ".join(shown.split())
 
@@ -101,12 +120,14 @@ def test_what_an_answer_shows() -> None:
     assert len(plain["search"]["candidates"]) == len(answer.report.exploration.candidates)
     best = plain["search"]["candidates"][0]
     assert (best["verdict"], best["step_time_s"]) == ("fits", plain["step_time_s"])
-    names = [name for name, _ in answer.report.assumptions]
-    assert {"usable memory", "context", "NCCL", "MFU"} <= set(names)
-    assumed = dict(answer.report.assumptions)
+    low, high = best["tokens_per_s_range"]
+    assert best["tokens_per_s_range"] == plain["tokens_per_s_range"]
+    assert low < plain["tokens_per_s_per_gpu"] < high
+    assumed = {one.what: one.value for one in answer.report.assumptions}
+    assert {"usable memory", "context", "NCCL", "MFU", "large products", "fused attention"} <= set(assumed)
     assert "(assumed: " in assumed["context"]
     assert "https://" in assumed["NCCL"]
-    assert any(name.startswith("between nodes") for name in names)
+    assert any(name.startswith("between nodes") for name in assumed)
     assert draw(answer.best_whole().timeline).startswith("<svg")
 
 

@@ -225,11 +225,23 @@ def test_optimizer_state_round_trips(options: dict[str, Any]) -> None:
     on_threads(2, rank)
 
 
-def test_what_each_rank_would_answer_for_itself_raises() -> None:
+def test_whether_two_are_equal_is_the_same_on_every_rank() -> None:
+    def on_rank(group: Any) -> None:
+        one, other = cut(group, [torch.arange(8.0)])[0], cut(group, [torch.arange(8.0)])[0]
+        assert torch.equal(one, other)
+        if group.rank == 1:
+            other.local[-1] += 1
+        assert not torch.equal(one, other)
+        for unlike in (torch.arange(8.0), cut(group, [torch.ones(3)])[0]):
+            with pytest.raises(UsageError, match=r"aten\.equal.*full_tensor\(\) of both"):
+                torch.equal(one, unlike)
+
+    on_threads(2, on_rank)
+
+
+def test_what_a_piece_has_no_answer_to_raises() -> None:
     def on_rank(group: Any) -> None:
         sharded = cut(group, [torch.ones(4)])[0]
-        with pytest.raises(UsageError, match=r"aten\.equal.*full_tensor\(\) of both"):
-            torch.equal(sharded, sharded)
         with pytest.raises(UsageError, match="DistributedDataParallel around a sharded model is not needed"):
             sharded.view(2, 2)
 

@@ -67,6 +67,10 @@ def test_out_of_order_they_are_right_and_little_is_kept() -> None:
     model.blocks[0].norm.weight.full_tensor()
     model.blocks[1].norm.weight.full_tensor()
     assert {unit.fqn for unit in kept} == {"", "blocks.1"}  # type: ignore[attr-defined]
+    squares(model, batch(0))
+    assert not kept, "a step has the memory"
+    model.blocks[1].norm.weight.full_tensor()
+    assert kept
     release(model)
     assert not kept
 

@@ -149,8 +149,9 @@ def test_what_steps_in_backward_cannot_do_is_refused_with_the_reason(overrides: 
         run_alone("train.optimizer_in_backward=true", *overrides)
 
 
-def test_optimizer_state_on_disk_trains_as_ever_and_goes_on_without(tmp_path: Path) -> None:
-    disk = ("offload.optimizer=nvme", f"offload.path={tmp_path / 'states'}", "offload.ring_mib=1")
+def test_weights_and_resting_state_train_as_ever_and_go_on_without(tmp_path: Path) -> None:
+    path = f"offload.path={tmp_path / 'states'}"
+    disk = ("offload.params=nvme", "offload.optimizer=nvme", path, "offload.ring_mib=1")
     saving = ("train.schedule=constant", "checkpoint.every=2", "train.eval_every=0")
     run_alone(*saving, "log.name=memory")
     run_alone(*saving, *disk, "log.name=disk", "train.steps=4")
@@ -161,11 +162,20 @@ def test_optimizer_state_on_disk_trains_as_ever_and_goes_on_without(tmp_path: Pa
     assert list((tmp_path / "states").iterdir()) == []
 
 
+def test_the_recipe_of_offload_runs(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "offload.toml"
+    small = ("model.config.num_hidden_layers=2", "model.config.hidden_size=64", "train.steps=2", "data.seq_len=32")
+    text = (f'data.source="{recipe}"', "data.eval_fraction=0", f"log.directory={tmp_path}", "parallel.ranks=1")
+    trainer.run(load(recipe, (*small, *text, f"offload.path={tmp_path / 'states'}")))
+    assert list((tmp_path / "states").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
         (("offload.optimizer=nvme",), "needs path"),
-        (("offload.params=nvme",), "is not there yet"),
+        (("offload.params=nvme",), 'params = "nvme" needs path'),
+        (("offload.params=nvme", "offload.path=x", "checkpoint.asynchronous=true"), "with offload.params"),
         (("offload.optimizer=nvme", "offload.path=x", "checkpoint.asynchronous=true"), "checkpoint.asynchronous with"),
         (("offload.ring=3",), "unknown key offload.ring; did you mean offload.ring_mib"),
     ],
@@ -174,6 +184,16 @@ def test_what_cannot_be_on_disk_is_refused_in_one_line(overrides: tuple[str, ...
     with pytest.raises(ConfigError, match=reason) as caught:
         run_alone(*overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_an_asynchronous_save_of_what_the_host_keeps_for_a_device_is_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overrides = ("offload.optimizer=cpu", "checkpoint.asynchronous=true", "checkpoint.every=2")
+    run_alone("log.name=host", *overrides)  # where it is the same memory
+    monkeypatch.setattr(accelerators, "has_memory", lambda device: True)
+    with pytest.raises(ConfigError, match=r'checkpoint.asynchronous with offload.optimizer = "cpu"'):
+        run_alone("log.name=device", *overrides)
 
 
 def test_the_peak_of_memory_is_reset_between_the_build_and_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,17 +271,18 @@ def test_the_number_of_ranks_and_micro_batches_does_not_change_the_losses(ranks:
     assert {row["world_size"] for row in read("runs/two/metrics.jsonl")} == {2}
 
 
-def test_muon_goes_on_exactly_and_at_another_number_of_ranks(ranks: RankPools) -> None:
-    muon = ("train.optimizer=muon", "checkpoint.every=3")
-    ranks(2).run(run_here, str(Path.cwd()), ("log.name=two", *muon), timeout_s=120)
+@pytest.mark.parametrize("optimizer", ["muon", "adamw-8bit"])
+def test_optimizers_go_on_exactly_and_at_another_number_of_ranks(ranks: RankPools, optimizer: str) -> None:
+    overrides = (f"train.optimizer={optimizer}", "checkpoint.every=3")
+    ranks(2).run(run_here, str(Path.cwd()), ("log.name=two", *overrides), timeout_s=120)
     expected = losses("two")
     assert expected[-1] < expected[0] - 0.5
     shutil.rmtree("runs/two/final")
     shutil.rmtree("runs/two/checkpoints/step-000006")
     shutil.copytree("runs/two", "runs/alone")
-    ranks(2).run(run_here, str(Path.cwd()), ("log.name=two", *muon), timeout_s=120)
+    ranks(2).run(run_here, str(Path.cwd()), ("log.name=two", *overrides), timeout_s=120)
     assert losses("two") == expected, "from step 3 on the same bits"
-    run_alone("log.name=alone", *muon)
+    run_alone("log.name=alone", *overrides)
     assert losses("alone") == pytest.approx(expected, rel=1e-3)
     assert json.loads(Path("runs/alone/final/training.json").read_text())["step"] == 6
 

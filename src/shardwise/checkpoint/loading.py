@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,17 +15,21 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.format import optimizer_state, per_rank_buffers, random_state, tensor_files, training_json
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.checkpoint.format.local_tensor import DTYPES, piece_of
-from shardwise.checkpoint.format.matching import Matched, Wanted, match
+from shardwise.checkpoint.format.matching import Matched, Wanted, match, shown
 from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.io.storage import Location, check_location
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import find, find_adapter
-from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
-from shardwise.engine.lookup import require_engine
+from shardwise.checkpoint.ranks.agreement import wait_for_last_save
+from shardwise.checkpoint.ranks.consensus import Peers
+from shardwise.engine.lookup import require_engine, shard_stores
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import adapter_names
-from shardwise.offload.state_store import stores_of
+from shardwise.offload.resting_state import RestingState
+from shardwise.offload.shard_store import ShardStore
+from shardwise.offload.state_store import StateStore
+from shardwise.offload.step import stores_of
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +82,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     check_location(path, "sw.checkpoint.load(path, model, ...)")
     engine = require_engine(model)
     peers = Peers(engine.mesh)
+    shards, states = shard_stores(engine), [] if optimizer is None else stores_of(optimizer)
     wait_for_last_save(peers)
     doing = f"{os.fspath(path)} cannot be loaded"
     with peers.together(doing):
@@ -86,25 +93,42 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
         if strict:
             matched.raise_differences(reading.contents, "strict=False loads what fits and reports the rest")
         matched.check_dtypes(reading.contents, reading.model_files.tensors)
+        for store in shards:
+            store.notice_failures()
+        weights_failed = any(store.medium.has_failed for store in shards)
+        state_failed = optimizer is not None and any(store.has_lost(optimizer) for store in states)
+        reading.expect_what_is_lost(weights_failed, optimizer if state_failed else None)
         wanted = [*matched.wanted, *reading.optimizer_pieces]
         rows = per_rank_buffers.own_rows(wanted, reading.by_rank_files.tensors, peers)
     peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
         engine.reshard_all()
-        done = [
-            tensor_files.read(reading.contents, reading.model_files, matched.wanted, peers.reads_alone),
-            reading.read_optimizer(optimizer, peers),
-            tensor_files.read(reading.contents, reading.by_rank_files, rows),
-        ]
+        with _written_anew(shards, states, optimizer):
+            done = reading.read(rows, shards, states, peers.reads_alone)
         give_extra_state(model, [piece for piece, _ in matched.wanted])
         if optimizer is not None:
             reading.restore(optimizer)
-            states = reading.training["rng"]
-            if len(states) == peers.world_size:
-                random_state.restore(states[peers.rank], engine.mesh.device)
+            random = reading.training["rng"]
+            if len(random) == peers.world_size and random[peers.rank]:  # JAX's processes have none
+                random_state.restore(random[peers.rank], engine.mesh.device)
     mib, direct_mib = sum(read.read_bytes for read in done) / 2**20, sum(read.direct_bytes for read in done) / 2**20
     _log.info("%s: rank %d read %.1f MiB, %.1f of them past the page cache", path, peers.rank, mib, direct_mib)
     return reading.result()
+
+
+@contextmanager
+def _written_anew(
+    shards: Sequence[ShardStore], states: Sequence[StateStore], optimizer: Optimizer | None
+) -> Iterator[None]:
+    """Inside, all of the model's shards and of the optimizer's state that rest elsewhere is written: if that succeeds,
+    errors of before are forgotten."""
+    with ExitStack() as anew:
+        for shard_store in shards:
+            anew.enter_context(shard_store.medium.written_anew())
+        if optimizer is not None:
+            for state_store in states:
+                anew.enter_context(state_store.written_anew(optimizer))
+        yield
 
 
 def _describe(model: nn.Module, optimizer: Optimizer | None) -> str:
@@ -117,6 +141,12 @@ def _describe(model: nn.Module, optimizer: Optimizer | None) -> str:
 
 _UNKNOWN = "unknown"
 """Kind of the optimizer of a checkpoint that was converted."""
+_ADAMS = {"Adam", "AdamW"}
+
+
+def _is_state_alone(kind: str, saved: Mapping[str, Any]) -> bool:
+    """Whether it is the state of an Adam without its options, as JAX writes it: then either of torch's can take it."""
+    return not saved["groups"] and {kind, saved["class"]} <= _ADAMS
 
 
 class _Reading:
@@ -135,13 +165,17 @@ class _Reading:
         self._states: list[tuple[Tensor, dict[str, Any]]] = []
         """Parameters, each with the state to put into the optimizer when it has been read."""
         self._matched = Matched()
+        self._absent: tuple[list[str], list[str]] = [], []
+        """The model's names that are not in the files: all, and those that were to be there."""
 
     def expect_model(self, model: nn.Module) -> Matched:
         """Match the model's state_dict with the files by name. Further differences are added to the result."""
         self._matched = match(model, self.model_files.tensors, find_adapter if self.of_adapter else find)
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
         expected = adapter_names(model) if self.of_adapter else self._matched.missing
-        self._matched.missing = [name for name in self._matched.missing if name in expected and name not in ignored]
+        absent = self._matched.missing
+        self._matched.missing = [name for name in absent if name in expected and name not in ignored]
+        self._absent = absent, [*self._matched.missing]
         return self._matched
 
     def expect_optimizer(self, model: nn.Module, optimizer: Optimizer, strict: bool) -> None:
@@ -166,20 +200,42 @@ class _Reading:
                     self._matched.missing.append(f"optimizer state of {fqn}")
         self._matched.unexpected.update((f"optimizer state of {fqn}", fqn) for fqn in left)
 
-    def read_optimizer(self, optimizer: Optimizer | None, peers: Peers) -> tensor_files.Read:
-        """Fill the optimizer's pieces, those on disk as well. No communication."""
-        stores = [] if optimizer is None else stores_of(optimizer)
-        for store in stores:
-            store.forgive()
-        read = tensor_files.read(self.contents, self.optimizer_files, self.optimizer_pieces, peers.reads_alone)
-        for store in stores:
-            store.settle()
-        return read
+    def expect_what_is_lost(self, weights: bool, optimizer: Optimizer | None) -> None:
+        """Raise CheckpointError if something would not be read that is lost with a disk which failed: the model's
+        weights, or an optimizer's state and the weights that it was updating."""
+        if not weights and optimizer is None:
+            return
+        absent = [*self._absent[0 if weights else 1], *self._matched.wrong_shape]
+        read = {id(parameter) for parameter, _ in self._states}
+        for parameter, values in {} if optimizer is None else optimizer.state.items():
+            on_disk = [value for value in values.values() if isinstance(value, RestingState)]
+            if on_disk and id(parameter) not in read:
+                absent.append(f"optimizer state of {on_disk[0].fqn}")
+        if absent:
+            raise CheckpointError(
+                f"{self.contents} lacks {shown(absent)}, and what this run had of it is lost since a disk failed: load "
+                "a checkpoint that has all of it, or start the run anew"
+            )
+
+    def read(
+        self, rows: Wanted, shards: Sequence[ShardStore], states: Sequence[StateStore], alone: bool
+    ) -> list[tensor_files.Read]:
+        """Fill all pieces, those that rest elsewhere as well. No communication."""
+        done = [
+            tensor_files.read(self.contents, self.model_files, self._matched.wanted, alone),
+            tensor_files.read(self.contents, self.optimizer_files, self.optimizer_pieces, alone),
+            tensor_files.read(self.contents, self.by_rank_files, rows),
+        ]
+        for shard_store in shards:
+            shard_store.finish()
+        for state_store in states:
+            state_store.medium.settle()
+        return done
 
     def _saved_for(self, kind: str, strict: bool) -> dict[str, Any]:
         """The saved state that an optimizer of this kind can take; empty if another kind was saved."""
         saved: dict[str, Any] | None = self.training["optimizer"]
-        if saved is not None and saved["class"] in {kind, _UNKNOWN}:
+        if saved is not None and (saved["class"] in {kind, _UNKNOWN} or _is_state_alone(kind, saved)):
             return saved
         if saved is None and strict:
             raise CheckpointError(f"{self.contents} was saved without an optimizer: load it without one")
@@ -229,6 +285,7 @@ class _Reading:
             else:
                 tensor = stored[value["tensor"]]
                 follows = tensor.dtype == self.training["optimizer"]["dtypes"].get(fqn)
+                follows = follows and not getattr(optimizer, "keeps_state_dtypes", False)
                 dtype = parameter.dtype if follows else DTYPES[tensor.dtype]  # it was, and stays, the parameter's
                 room = optimizer_state.room_for(optimizer, parameter, name, dtype, tensor.shape)
                 piece = piece_of((f"{fqn}.{name}",), room)

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.names.transformers_names import find_base, is_transformers
-from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
+from shardwise.checkpoint.ranks.agreement import wait_for_last_save
+from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import base_names, base_of
@@ -257,7 +258,7 @@ def _check_ties(weights: _Weights, matched: Matched) -> int:
         own = [place for held, place in matched.wanted if held is piece]
         values = []
         for places in (own, others):
-            twin = replace(piece, tensor=torch.empty_like(piece.tensor, device="cpu"))
+            twin = piece.with_tensor(torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device="cpu"))
             read = tensor_files.read(weights.opened, weights.files, [(twin, place) for place in places])
             values.append(twin.tensor)
             staged_bytes = max(staged_bytes, read.peak_staged_bytes + 2 * twin.tensor.nbytes)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
-import secrets
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +14,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.format import (
-    manifest,
     names_json,
     per_rank_buffers,
     random_state,
     tensor_files,
-    training_json,
 )
 from shardwise.checkpoint.format.local_tensor import Piece
 from shardwise.checkpoint.format.model_state import adapter_to_write, pieces_to_write
 from shardwise.checkpoint.format.optimizer_state import optimizer_state
-from shardwise.checkpoint.io.remote import RemoteDirectory
-from shardwise.checkpoint.io.storage import Location, check_location, is_url
+from shardwise.checkpoint.io.storage import Location, check_location
 from shardwise.checkpoint.names.transformers_names import is_transformers
-from shardwise.checkpoint.publish import commit
-from shardwise.checkpoint.publish.per_rank_files import PerRankFiles
-from shardwise.checkpoint.publish.shared_files import SharedFiles
-from shardwise.checkpoint.publish.target import FileSet, Target, Written
-from shardwise.checkpoint.ranks import save_thread
-from shardwise.checkpoint.ranks.consensus import Peers, wait_for_last_save
-from shardwise.checkpoint.ranks.file_barrier import Barrier, FileBarrier, read_note, write_note
+from shardwise.checkpoint.publish.target import FileSet, Target
+from shardwise.checkpoint.publish.writing import Writing, check_arguments, publish, take_along, target_at
+from shardwise.checkpoint.ranks.agreement import wait_for_last_save
+from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.checkpoint.staging import HostMemory
 from shardwise.engine.engine import Engine
-from shardwise.engine.lookup import require_engine
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.engine.lookup import require_engine, shard_stores
+from shardwise.engine.setup.module_methods import give_up_interrupted
+from shardwise.errors import UsageError
 from shardwise.modules.adapters import adapter_config
-from shardwise.offload.state_store import stores_of
+from shardwise.offload.step import stores_of
 
-_SIGHT_S = 5.0
-"""How long a rank waits for rank 0's token to come in sight: network file systems cache names for a moment."""
-_CREATED = ".created"
 _DISAGREE = (
     "ranks disagree about the checkpoint: call it with the same path, step, asynchronous, overwrite and "
     "max_file_bytes, and with models and optimizers that have the same parameters, state and options, on every rank"
@@ -104,34 +92,30 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     peers = Peers(engine.mesh)
     wait_for_last_save(peers)
     with peers.together("the checkpoint cannot be saved"):
-        _check(step, extra, max_file_bytes)
+        check_arguments(step, extra, max_file_bytes)
+        give_up_interrupted(engine)
         engine.reducer.steps.check()
-        for store in () if optimizer is None else stores_of(optimizer):
-            store.check()
-            if asynchronous:
-                raise UsageError(
-                    "asynchronous=True with optimizer state on disk (offload.optimizer='nvme'): the next step would "
-                    "write over what is being saved, and a copy of all of it is what host memory has no room for; "
-                    "leave asynchronous out"
-                )
-        target = _target(path, overwrite)
-        writing = _prepare(target, model, optimizer, peers, max_file_bytes, adapter)
-        _take_along(files or {}, writing)
+        shards, states = shard_stores(engine), [] if optimizer is None else stores_of(optimizer)
+        for shard_store in shards:
+            shard_store.medium.check()
+        if optimizer is not None:
+            for state_store in states:
+                state_store.check(optimizer)
+        if asynchronous and (shards or states):
+            raise UsageError(
+                "asynchronous=True with parameters or optimizer state offloaded: the next step would write "
+                "over what is being saved, and a copy of all of it is what host memory has no room for; leave "
+                "asynchronous out"
+            )
+        target = target_at(path, overwrite)
+        writing, whole = _prepare(target, model, optimizer, peers, max_file_bytes, adapter)
+        take_along(files or {}, writing)
         writing.training.update(step=step, extra=None if extra is None else copy.deepcopy(dict(extra)))
     peers.agree(f"{target.name}|{step}|{bool(asynchronous)}|{bool(overwrite)}|{writing.describe()}", _DISAGREE)
-    rows = per_rank_buffers.differing(writing.whole, peers)
+    rows = per_rank_buffers.differing(whole, peers)
     if rows:
         writing.file_sets.append(FileSet(tensor_files.files_for(per_rank_buffers.STEM, rows, max_file_bytes), rows))
-    try:
-        _begin(target, peers)
-        if asynchronous:
-            _start(writing, peers, _host_memory.setdefault(engine, HostMemory()))
-        else:
-            writing.run(peers)
-    except Exception:
-        if peers.is_first:
-            target.discard()
-        raise
+    publish(writing, peers, _host_memory.setdefault(engine, HostMemory()).copy if asynchronous else None)
 
 
 def wait(model: nn.Module) -> None:
@@ -142,106 +126,10 @@ def wait(model: nn.Module) -> None:
     wait_for_last_save(Peers(require_engine(model).mesh))
 
 
-@dataclass(frozen=True)
-class _Writing:
-    """One save, decided upon: everything that there is to write, and where."""
-
-    target: Target
-    file_sets: list[FileSet[Piece]]
-    training: dict[str, Any]
-    """Of training.json, what rank 0 knows. "optimizer" is the same on every rank."""
-    rng: dict[str, Any]
-    """This rank's random states."""
-    whole: list[Piece]
-    """The pieces that every rank holds in full."""
-    documents: dict[str, bytes]
-    """Small files by name, rank 0's."""
-
-    def describe(self) -> str:
-        """Text that must be equal on every rank."""
-        headers = [(name, file.header) for file_set in self.file_sets for name, file in file_set.files.files.items()]
-        return f"{headers}|{self.training['optimizer']}"
-
-    def run(self, barrier: Barrier) -> None:
-        """Write and commit. Every rank must call this."""
-        messages, doing = self.target.messages, f"{self.target} cannot be written"
-        with barrier.together(doing, seen=lambda: read_note(messages, _CREATED) is not None):
-            if barrier.is_first:
-                self.target.create(self.file_sets)
-                write_note(messages, _CREATED, {})
-        with barrier.together(doing, seen=lambda: not barrier.is_first or None not in self._reports(barrier)):
-            written = self.target.write(self.file_sets, barrier.rank)
-            write_note(messages, _report(barrier.rank), {**written.to_json(), "rng": self.rng})
-        with barrier.together(doing, seen=self.target.is_committed):
-            if barrier.is_first:
-                self._commit(barrier)
-
-    def _reports(self, barrier: Barrier) -> list[dict[str, Any] | None]:
-        return [read_note(self.target.messages, _report(rank)) for rank in range(barrier.world_size)]
-
-    def _commit(self, barrier: Barrier) -> None:
-        reports = self._reports(barrier)
-        missing = [rank for rank, report in enumerate(reports) if report is None]
-        if missing:
-            raise CheckpointError(f"{self.target} cannot be written: the report of rank {missing[0]} is not there")
-        found = [report for report in reports if report is not None]
-        training = training_json.describe(rng=[report["rng"] for report in found], **self.training)
-        documents = {**self.documents, training_json.NAME: training_json.encode(training)}
-        self.target.commit(self.file_sets, Written.of_ranks(found), documents)
-
-
-def _report(rank: int) -> str:
-    """The name of a rank's note to rank 0: the regions that it wrote, and its random states."""
-    return f".rank-{rank}"
-
-
-def _check(step: int, extra: object, max_file_bytes: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"step={step!r}: a number of steps, at least 0")
-    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
-        raise UsageError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, at least 1")
-    if extra is not None and not isinstance(extra, Mapping):
-        raise UsageError(f"extra is a dict, not a {type(extra).__name__}")
-    training_json.check_json(None if extra is None else dict(extra), "extra")
-
-
-def _take_along(files: Mapping[str, bytes], writing: _Writing) -> None:
-    """Raises UsageError for a name that a checkpoint reserves."""
-    taken = {manifest.NAME, training_json.NAME, names_json.NAME, *writing.documents}
-    for name, data in files.items():
-        if name != os.path.basename(name) or name in taken or ".safetensors" in name or name[:1] in {"", "."}:  # noqa: PTH119
-            raise UsageError(f"files: {name!r} cannot be the name of a file that goes along with a checkpoint")
-        if not isinstance(data, bytes):
-            raise UsageError(f"files: {name!r} is a {type(data).__name__}, not bytes")
-    writing.documents.update(files)
-
-
-def _target(path: Location, overwrite: bool) -> Target:
-    refusal = f"{os.fspath(path)!r} cannot be a checkpoint's name"
-    if "\0" in os.fspath(path):
-        raise UsageError(f"{refusal}: no name has a null character in it")
-    absolute = Path(os.path.abspath(path))  # noqa: PTH100 - not through links: the last name is what is renamed
-    target: Target
-    if is_url(path):
-        if overwrite:
-            raise UsageError(f"overwrite=True: {os.fspath(path)!r} cannot be replaced in one step; save to another URL")
-        target = PerRankFiles(RemoteDirectory.of(os.fspath(path)))
-    else:
-        target = SharedFiles.over(absolute) if overwrite else SharedFiles(absolute)
-    if not target.name:
-        raise UsageError(f"{refusal}: it is the root of the file system; save to a directory below it")
-    if target.name.endswith((commit.PARTIAL, commit.DAMAGED, commit.REPLACED)):
-        raise UsageError(
-            f"{refusal}: `latest` and the trainer take names in {commit.PARTIAL} for unfinished saves and names in "
-            f"{commit.DAMAGED} and {commit.REPLACED} for damaged and replaced ones"
-        )
-    return target
-
-
 def _prepare(
     target: Target, model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int, adapter: bool
-) -> _Writing:
-    """Collect everything to write; tensors share their memory with the model."""
+) -> tuple[Writing, list[Piece]]:
+    """Everything to write, and of it what every rank holds in full. Tensors share their memory with the model."""
     stem, own = (
         (tensor_files.ADAPTER, adapter_to_write(model)) if adapter else (tensor_files.MODEL, pieces_to_write(model))
     )
@@ -263,7 +151,7 @@ def _prepare(
     document = None if state is None else state.document
     device = require_engine(model).mesh.device
     whole = [piece for found in pieces.values() for piece in found if piece.is_whole]
-    return _Writing(target, file_sets, {"optimizer": document}, random_state.capture(device), whole, documents)
+    return Writing(target, file_sets, {"optimizer": document}, random_state.capture(device), documents), whole
 
 
 def _names(model: nn.Module, pieces: list[Piece]) -> dict[str, bytes]:
@@ -280,44 +168,6 @@ _encoded_names: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, bytes]
 
 def _own(pieces: list[Piece], peers: Peers) -> list[Piece]:
     return [own for piece in pieces if (own := piece.to_write(peers)) is not None]
-
-
-def _begin(target: Target, peers: Peers) -> None:
-    """Make the target's directory, and check that every rank sees it."""
-    token = f".token-{peers.broadcast_from_rank0(secrets.randbits(62)):x}"
-    with peers.together(f"{target} cannot be written"):
-        if peers.is_first:
-            target.begin()
-            write_note(target.messages, token, {})
-    with peers.together(f"{target} cannot be written"):
-        deadline = time.monotonic() + _SIGHT_S
-        while token not in target.messages.names():
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"rank {peers.rank} does not see what rank 0 wrote to {target.messages}: save to a file system "
-                    "that all ranks share"
-                )
-            time.sleep(0.02)
-
-
-def _start(writing: _Writing, peers: Peers, memory: HostMemory) -> None:
-    """Copy what this rank writes, and write the copy in a thread."""
-    target = writing.target
-    barrier = FileBarrier(target.messages, peers.rank, peers.world_size)
-    with peers.together(f"{target} cannot be written"):
-        barrier.announce_process()
-        copies = memory.copy([piece for file_set in writing.file_sets for piece in file_set.pieces])
-        each = iter(copies)
-        file_sets = [replace(file_set, pieces=[next(each) for _ in file_set.pieces]) for file_set in writing.file_sets]
-    with peers.together(f"{target} cannot be written"):
-        barrier.learn_processes()
-    copied = replace(writing, file_sets=file_sets)
-    task = save_thread.SaveTask(
-        what=str(target),
-        run=lambda: copied.run(barrier),
-        discard=target.discard if peers.is_first else lambda: None,
-    )
-    save_thread.start(task, peers.together(f"{target} cannot be written"))
 
 
 def _adapter_configuration(model: nn.Module) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise import accelerators
-from shardwise.checkpoint.format.local_tensor import Piece
+from shardwise.checkpoint.format.local_tensor import Piece, PieceInFewBits
 from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.layout.flat import round_up
 
@@ -39,22 +39,27 @@ class HostMemory:
             pieces: 1-D, all on one device.
 
         Returns:
-            The same pieces with their elements in this memory. All of them are there on return: later writes to the
-            tensors do not change them.
+            The same pieces with their elements in this memory; those of frozen parameters that are kept in few bits as
+            they are. All of them are there on return: later writes to the tensors do not change them.
         """
         starts, nbytes = [], 0
-        for piece in pieces:
+        moving = [not isinstance(piece, PieceInFewBits) for piece in pieces]  # those are frozen, and decoded as written
+        for piece, moves in zip(pieces, moving, strict=True):
             starts.append(nbytes)
-            nbytes = round_up(nbytes + piece.tensor.nbytes, _ALIGN_BYTES)
-        accelerated = {piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"}
+            nbytes = round_up(nbytes + piece.tensor.nbytes * moves, _ALIGN_BYTES)
+        devices = {piece.tensor.device for piece, moves in zip(pieces, moving, strict=True) if moves}
+        accelerated = {device for device in devices if device.type != "cpu"}
         if nbytes > self.nbytes:
             self._unpin()
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed first: never both at once
             self._buffer = torch.frombuffer(huge_page_buffer(round_up(nbytes, PAGE_BYTES)), dtype=torch.uint8)
             for device in accelerated:
                 self._unpin = weakref.finalize(self, accelerators.pin(self._buffer, device))
-        copies = []
-        for piece, start in zip(pieces, starts, strict=True):
+        copies: list[Piece] = []
+        for piece, start, moves in zip(pieces, starts, moving, strict=True):
+            if not moves:
+                copies.append(piece)
+                continue
             place = self._buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
             place.copy_(piece.tensor, non_blocking=True)
             copies.append(piece.with_tensor(place))

@@ -69,22 +69,36 @@ def _options(
 def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="torch or jax, over the configuration's parallel.backend.")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of configuration errors too.")] = False,
 ) -> int:
     """Train a model, on all GPUs or else on 2 CPU ranks; resume from the newest good checkpoint."""
     from shardwise.train.config.files import load
 
+    overrides = [*(overrides or ()), *([f"parallel.backend={backend}"] if backend else [])]
+    loaded = load(config, overrides)
+    if loaded.parallel.backend == "jax":
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                'parallel.backend = "jax" under torchrun: JAX has all devices of a machine in one process; start one a '
+                "machine, with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID where there are several"
+            )
+        from shardwise.cli.on_jax import train as train_on_jax
+
+        return train_on_jax(loaded)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from shardwise.cli.worker import run_under_torchrun
 
-        return run_under_torchrun(config, overrides or (), debug)
+        return run_under_torchrun(config, overrides, debug)
 
     from shardwise import accelerators
     from shardwise.cli.launch import launch
     from shardwise.train.run.preflight import check, crowding
 
     gpus = accelerators.count()
-    fitted = check(load(config, overrides or ()), gpus)
+    fitted = check(loaded, gpus)
     if note := crowding(fitted, gpus):
         print(note, flush=True)
     return launch(fitted, debug)
@@ -157,14 +171,23 @@ def convert(  # noqa: PLR0913, PLR0917 - one for each option
     base: Annotated[
         Path | None, typer.Option("--base", help="Of a LoRA adapter, the directory that it is merged into.")
     ] = None,
-    max_file_bytes: Annotated[int, typer.Option("--max-file-bytes", min=1, help="Of one safetensors file.")] = 5
-    * 10**9,
+    max_file_bytes: Annotated[
+        int | None,
+        typer.Option("--max-file-bytes", min=1, help="Of one safetensors file. [5 GB]", show_default=False),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of mistakes too.")] = False,
 ) -> int:
     """Convert a checkpoint: torch DCP (FSDP2, torchtitan), full .pt files, Hugging Face, shardwise; merge an adapter of
     PEFT into its base. Needs no ranks. Or write our configuration for DeepSpeed's or Accelerate's."""
     if is_configuration(source):
-        given = {"--to": to, "--flat": flat, "--model-only": model_only, "--files-from": files_from, "--base": base}
+        given = {
+            "--to": to,
+            "--flat": flat,
+            "--model-only": model_only,
+            "--files-from": files_from,
+            "--base": base,
+            "--max-file-bytes": max_file_bytes,
+        }
         convert_configuration(source, target, given)
         return Exit.DONE
     if target is None:
@@ -172,15 +195,9 @@ def convert(  # noqa: PLR0913, PLR0917 - one for each option
     from shardwise import checkpoint
     from shardwise.cli.convert import report
 
+    sizes = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
     converted = checkpoint.convert(
-        source,
-        target,
-        to,
-        flat=flat,
-        model_only=model_only,
-        files_from=files_from,
-        base=base,
-        max_file_bytes=max_file_bytes,
+        source, target, to, flat=flat, model_only=model_only, files_from=files_from, base=base, **sizes
     )
     print(report(target, converted))
     return Exit.DONE

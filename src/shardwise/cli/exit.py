@@ -5,7 +5,10 @@ import traceback
 
 from shardwise.errors import UserError
 
-_EXTRA_MODULES = frozenset({"datasets", "jinja2", "pydantic", "rich", "tokenizers", "transformers", "typer"})
+_EXTRAS = {
+    "train": ("datasets", "jinja2", "pydantic", "rich", "tokenizers", "transformers", "typer"),
+    "jax": ("flax", "jax", "optax"),
+}
 
 
 class Exit(enum.IntEnum):
@@ -18,11 +21,12 @@ class Exit(enum.IntEnum):
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """The line that names what to install where a module of the `train` extra is missing; None for other modules."""
+    """The line that names what to install where a module of an extra is missing; None for other modules."""
     module = (error.name or "").partition(".")[0]
-    if module not in _EXTRA_MODULES:
-        return None
-    return f"the module {module!r} is missing; install it with: pip install 'shardwise[train]'"
+    for extra, modules in _EXTRAS.items():
+        if module in modules:
+            return f"the module {module!r} is missing; install it with: pip install 'shardwise[{extra}]'"
+    return None
 
 
 def mistake(error: BaseException) -> str | None:

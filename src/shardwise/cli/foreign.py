@@ -1,4 +1,4 @@
-"""Configurations of other libraries, for `shardwise convert` and `shardwise plan --from`."""
+"""Configurations of other libraries, for `shardwise convert` and `shardwise plan --from`, which takes ours too."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli import own_settings
 from shardwise.errors import ConfigError, PlanError
 from shardwise.foreign.files import SUFFIXES, read
 from shardwise.foreign.settings import Settings
 
 if TYPE_CHECKING:
     from shardwise.cli.plan import Options
+
+
+_SHARDING = ("strategy", "shard_group", "reshard_after_forward")
+_DISPLACES = {
+    "global_batch": ("accumulation",),
+    "accumulation": ("global_batch",),
+    "strategy": _SHARDING,
+    "compare": (*_SHARDING, "offload", "optimizer_in_backward"),
+    "engine": ("offload", "optimizer_in_backward"),
+}
+"""By option: what of the file it leaves no room for."""
 
 
 def is_configuration(source: str) -> bool:
@@ -59,10 +71,19 @@ def with_settings(options: Options) -> Options:
     """
     if options.foreign is None:
         return options
-    settings = read(options.foreign)
-    found = _found(settings, options.foreign)
+    settings: Settings | None = None
+    if options.foreign.suffix.lower() == own_settings.SUFFIX:
+        found = own_settings.options_of(options.foreign)
+    else:
+        settings = read(options.foreign)
+        found = _found(settings, options.foreign)
     usual = type(options)()
-    taken = {name: value for name, value in found.items() if getattr(options, name) == getattr(usual, name)}
+    displaced = {name for given, others in _DISPLACES.items() if getattr(options, given) is not None for name in others}
+    taken = {
+        name: value
+        for name, value in found.items()
+        if getattr(options, name) == getattr(usual, name) and name not in displaced
+    }
     _tell(options.foreign, settings, taken)
     return replace(options, **taken)
 
@@ -82,6 +103,7 @@ def _found(settings: Settings, source: Path) -> dict[str, Any]:
         "accumulation": _text(settings.steps_accumulated),
         "global_batch": settings.global_batch if settings.steps_accumulated is None else None,
         "activation_checkpointing": settings.train.get("activation_checkpointing"),
+        "offload": ",".join(f"{key}=cpu" for key, place in settings.offload.items() if place == "cpu") or None,
         "compiled": settings.train.get("compile"),
         "gpus": settings.ranks // nodes if settings.ranks is not None else None,
         "nodes": settings.nodes,
@@ -93,9 +115,19 @@ def _text(number: int | None) -> str | None:
     return None if number is None else str(number)
 
 
-def _tell(source: Path, settings: Settings, taken: Mapping[str, object]) -> None:
-    """On standard error: standard output may be JSON."""
-    said = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in taken.items()) or "nothing to plan with"
-    print(f"{source} ({settings.library}): {said}", file=sys.stderr)
-    for line in (*settings.changes, *(f"no equal: {name}" for name in settings.without_equal)):
-        print(f"  {line}", file=sys.stderr)
+def _tell(source: Path, settings: Settings | None, taken: Mapping[str, object]) -> None:
+    """On standard error: standard output may be JSON. `settings`: of another library's."""
+    library = "shardwise" if settings is None else settings.library
+    said = ", ".join(map(_said, taken.items())) or "nothing to plan with"
+    print(f"{source} ({library}): {said}", file=sys.stderr)
+    if settings is not None:
+        for line in (*settings.changes, *(f"no equal: {name}" for name in settings.without_equal)):
+            print(f"  {line}", file=sys.stderr)
+
+
+def _said(option: tuple[str, object]) -> str:
+    name, value = option
+    words = name.replace("_", "-")
+    if name == "optimizer_in_backward":
+        return words
+    return f"{words} {value.get('model_type', '')} configuration" if isinstance(value, Mapping) else f"{words} {value}"

@@ -7,6 +7,7 @@ import shardwise as sw
 from shardwise.train.build import auto, compute_dtype
 from shardwise.train.build.job import hardware_here
 from shardwise.train.build.models import TextShape, build_model
+from shardwise.train.build.optimizer import align_of
 from shardwise.train.build.sharding import shard_model
 from shardwise.train.config.schema import Config
 from shardwise.train.data.tokenizer import load_tokenizer
@@ -51,7 +52,7 @@ def _described(config: Config, text: TextShape, ranks: Ranks) -> str:
     try:
         with torch.device("meta"):  # a factory builds its module here too
             model = build_model(blank, text, config.lora)
-        shard_model(model, config.parallel, ranks)
+        shard_model(model, config.parallel, ranks, lora=config.lora, align=align_of(config.train))
         return str(sw.describe(model))
     finally:
         dist.destroy_process_group()

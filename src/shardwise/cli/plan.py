@@ -1,11 +1,13 @@
 """`shardwise plan`: what fits, how fast, with what."""
 
 import inspect
+import itertools
 import json
 import os
 import re
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +21,7 @@ from shardwise.errors import PlanError, UserError
 from shardwise.suggest import nearest_path
 
 if TYPE_CHECKING:
+    from shardwise.cli.on_jax import Asked
     from shardwise.plan.planner import Plan, Question
 
 CALIBRATED = Path("hardware.toml")
@@ -49,9 +52,12 @@ class Options:
             help="A packaged shape (llama-3-8b), config.json, Hugging Face directory or module:function.",
         ),
     ] = None
+    backend: Annotated[
+        str, _option("torch, or jax: XLA's own programs, compiled for so many devices and not run. [torch]")
+    ] = "torch"
     gpu: Annotated[str, _option("Device: a packaged name or a hardware file. [h100-sxm-80gb]")] = "h100-sxm-80gb"
-    gpus: Annotated[int, _option("Devices of each node. [8]")] = 8
-    nodes: Annotated[int, _option("Nodes. [1]")] = 1
+    gpus: Annotated[Count, _option("Devices of each node. [8]")] = None
+    nodes: Annotated[Count, _option("Nodes. [1]")] = None
     interconnect: Annotated[
         Text, _option("Between nodes: a name, a file, or a rate such as 3200gbps (bits) or 400GBps (bytes).")
     ] = None
@@ -60,17 +66,33 @@ class Options:
     micro_batch: Annotated[Text, _option("Sequences a rank computes at once. [searched]")] = None
     global_batch: Annotated[Count, _option("Sequences of a step; accumulation follows.")] = None
     accumulation: Annotated[Text, _option("Micro-batches of a step. [1, or from --global-batch]")] = None
-    activation_checkpointing: Annotated[Text, _option("none, full, selective-ops, every-N. [searched]")] = None
+    activation_checkpointing: Annotated[
+        Text, _option("none, full, selective-ops, every-N, offload. [searched, but for offload]")
+    ] = None
     precision: Annotated[Text, _option("bf16, fp16, fp32, bf16-true, or param/reduce/master. [bf16]")] = None
+    lora: Annotated[Count, _option("Rank of PEFT's adapters beside a frozen base. [none: all is trained]")] = None
+    base: Annotated[Text, _option("Of --lora's frozen base: nf4 or int8, else as computed with.")] = None
     autocast: Annotated[
         Text, _option("bf16 or fp16: torch's autocast over fp32 parameters, of other engines. [none]")
     ] = None
+    float8: Annotated[Text, _option("compute or gathers: linear layers in 8 bits, of other engines. [none]")] = None
     seq_len: Annotated[Text, _option("Tokens of a sequence. [2048]")] = None
-    offload: Annotated[str, _option("none; the engine has no other yet. [none]")] = "none"
+    offload: Annotated[
+        Text, _option("params=PLACE,optimizer=PLACE, or one of them; PLACE is cpu or nvme. [none, unless nothing fits]")
+    ] = None
+    optimizer_in_backward: Annotated[
+        bool,
+        _option(
+            "Each unit's step is taken in backward: gradients of one unit at a time, clipped by no norm of all.",
+            "--optimizer-in-backward",
+        ),
+    ] = False
     reshard_after_forward: Annotated[Text, _option("true, false or a number of ranks.")] = None
     slots: Annotated[Text, _option("Buffers for gathered units per size class. [3]")] = None
     units: Annotated[Count, _option("Fewest parameters of a unit. [the model's blocks]")] = None
-    optimizer: Annotated[Text, _option("adamw, adamw-foreach, adam, sgd, momentum, muon. [adamw]")] = None
+    optimizer: Annotated[
+        Text, _option("adamw, adamw-bf16, adamw-8bit, adamw-foreach, adam, sgd, momentum, muon. [adamw]")
+    ] = None
     attention: Annotated[Text, _option("sdpa (fused) or eager. [sdpa]")] = None
     loss: Annotated[Text, _option("model (its own), fused, chunked. [model]")] = None
     compiled: Annotated[bool, _option("Blocks are compiled.", "--compile")] = False
@@ -98,7 +120,12 @@ class Options:
     ranks: Annotated[Count, _option("Of a calibration. [all GPUs, else 2]")] = None
     output: Annotated[Path, _option("Hardware file of a calibration. [hardware.toml]")] = CALIBRATED
     foreign: Annotated[
-        File, _option("What you have now: DeepSpeed's ds_config.json or the file of accelerate config.", "--from")
+        File,
+        _option(
+            "What you have now: a configuration to train with (.toml), DeepSpeed's ds_config.json or the file of "
+            "accelerate config.",
+            "--from",
+        ),
     ] = None
     debug: Annotated[bool, _option("Show tracebacks of mistakes too.", "--debug")] = False
 
@@ -112,6 +139,12 @@ def plan(**given: Any) -> int:
     _check_counts(options)
     if options.calibrate:
         return _calibrate(options)
+    if options.backend != "torch":
+        from shardwise.cli.on_jax import plan as plan_on_jax
+
+        asked = _asked_of_jax(options)
+        _check_writable(options.html)
+        return plan_on_jax(asked, options.json, options.html)
     question = _question(options)
 
     from shardwise.plan import planner
@@ -127,6 +160,50 @@ def plan(**given: Any) -> int:
 plan.__signature__ = inspect.signature(Options)  # type: ignore[attr-defined]  # where typer finds the options
 
 
+_OF_JAX = {
+    *("model", "backend", "gpu", "gpus", "nodes", "interconnect", "strategy", "shard_group", "micro_batch"),
+    *("accumulation", "activation_checkpointing", "precision", "seq_len", "json", "html", "debug"),
+}
+"""Options that have a meaning with --backend jax."""
+
+
+def _asked_of_jax(options: Options) -> "Asked":
+    """The options as a question about programs of XLA. Raises UserError for options that it has no use for."""
+    from shardwise.cli.on_jax import PRECISIONS, Asked
+    from shardwise.plan.dry_run.job import SEQ_LEN
+    from shardwise.plan.hardware.devices import find_device, find_interconnect
+    from shardwise.plan.simulate.network import Cluster
+    from shardwise.plan.simulate.roofline import DEFAULT
+
+    if options.backend != "jax":
+        raise PlanError(f"--backend {options.backend}: torch or jax")
+    if options.model is None:
+        raise UserError("MODEL is missing: shardwise plan llama-3-8b --backend jax (see shardwise plan --help)")
+    for field in fields(Options):
+        if field.name not in _OF_JAX and getattr(options, field.name) != field.default:
+            name = {"foreign": "from", "compiled": "compile"}.get(field.name, field.name.replace("_", "-"))
+            raise UserError(f"--{name} says nothing to --backend jax: leave it out")
+    precision = options.precision or "bf16"
+    if precision not in PRECISIONS:
+        raise PlanError(f"--precision {precision}: with --backend jax one of {', '.join(PRECISIONS)}")
+    hardware = find_device(options.gpu)
+    between = find_interconnect(options.interconnect or hardware.interconnect)
+    choices: dict[str, Sequence[Any]] = {
+        "strategy": _words("--strategy", options.strategy) or ["full_shard"],
+        "shard_group": _numbers("--shard-group", options.shard_group) or [None],
+        "micro_batch": _numbers("--micro-batch", options.micro_batch) or [1],
+        "accumulation": _numbers("--accumulation", options.accumulation) or [1],
+        "activation_checkpointing": _words("--activation-checkpointing", options.activation_checkpointing)
+        or ["none", "full"],
+    }
+    settings = [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
+    lengths = _numbers("--seq-len", options.seq_len) or [SEQ_LEN]
+    if len(lengths) > 1:
+        raise PlanError(f"--seq-len {options.seq_len}: one length with --backend jax")
+    cluster = Cluster(hardware, between, options.gpus or 8, options.nodes or 1, DEFAULT.links)
+    return Asked(options.model, cluster, settings, precision, lengths[0])
+
+
 def _question(options: Options) -> "Question":
     """The options as a question to the planner.
 
@@ -137,8 +214,6 @@ def _question(options: Options) -> "Question":
     _refuse_for_a_plan(options)
     if options.model is None:
         raise UserError("MODEL is missing: shardwise plan llama-3-8b --gpus 8 (see shardwise plan --help)")
-    if options.offload != "none":
-        raise PlanError(f"--offload {options.offload}: the engine has no offload yet; leave it out")
 
     from shardwise.plan.planner import Effort, Question
     from shardwise.plan.search.exploration import Objective
@@ -170,9 +245,13 @@ def _arguments(options: Options) -> dict[str, Any]:
         "micro_batch": _numbers("--micro-batch", options.micro_batch),
         "accumulation": _numbers("--accumulation", options.accumulation),
         "activation_checkpointing": _words("--activation-checkpointing", options.activation_checkpointing),
-        "precision": _precisions(options.precision or ("fp32" if options.autocast else None)),
+        "precision": _precisions(options.precision or ("fp32" if options.autocast else None), options.base),
+        "lora": options.lora or 0,
         "autocast": _words("--autocast", options.autocast),
+        "float8": _words("--float8", options.float8),
         "seq_len": _numbers("--seq-len", options.seq_len),
+        "offload": options.offload,
+        "optimizer_in_backward": options.optimizer_in_backward,
         "reshard_after_forward": _resharding(options.reshard_after_forward),
         "slots": _numbers("--slots", options.slots),
         "units": options.units,
@@ -288,6 +367,8 @@ def _check_writable(*paths: Path | None) -> None:
 
 def _refuse_for_a_plan(options: Options) -> None:
     given = {"--ranks": options.ranks is not None, "--output": options.output != CALIBRATED}
+    if options.base is not None and not options.lora:
+        raise PlanError(f"--base {options.base} is of a frozen base: add --lora 16, or leave --base out")
     for name, is_given in given.items():
         if is_given:
             raise UserError(f"{name} is for a calibration: add --calibrate, or leave {name} out")
@@ -314,10 +395,11 @@ def _numbers(option: str, given: str | None) -> list[int] | None:
     return [int(word) for word in words]
 
 
-def _precisions(given: str | None) -> list[Any]:
+def _precisions(given: str | None, base: str | None) -> list[Any]:
     from shardwise.plan.search.space import precision_of
 
-    return [precision_of(word) for word in _words("--precision", given) or ["bf16"]]
+    words = _words("--precision", given) or ["bf16"]
+    return [replace(precision_of(word), frozen=base) for word in words]
 
 
 def _resharding(given: str | None) -> list[bool | int] | None:

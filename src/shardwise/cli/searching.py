@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from shardwise.cli.exit import Exit
 
 if TYPE_CHECKING:
+    from shardwise.plan.dry_run.job import Job
     from shardwise.plan.planner import Question
     from shardwise.plan.search.exploration import Candidate
 
@@ -32,7 +33,8 @@ class Searching:
             wanted: whether to show anything on standard output; standard error has lines in any case.
         """
         self._question = question
-        self._found: list[Candidate] = []
+        self._judged: dict[Job, Candidate] = {}
+        """A search that starts again judges the same jobs."""
         self._total = 0
         self._began_s = time.monotonic()
         self._over = threading.Event()
@@ -43,7 +45,7 @@ class Searching:
 
     def __call__(self, done: int, total: int, candidate: Candidate) -> None:
         """A configuration was judged."""
-        self._found.append(candidate)
+        self._judged[candidate.job] = candidate
         self._total = total
 
     def __enter__(self) -> Self:
@@ -71,6 +73,10 @@ class Searching:
         if self._live is not None:
             self._live.stop()
 
+    @property
+    def _found(self) -> list[Candidate]:
+        return list(self._judged.values())  # threads add to it
+
     def _picture(self) -> Any:
         from rich.text import Text
 
@@ -84,15 +90,15 @@ class Searching:
         from shardwise.plan.report.rendering import rows_text
         from shardwise.plan.search.exploration import ranked
 
-        found = list(self._found)  # threads add to it
-        return rows_text(ranked(found, self._question.objective, self._question.budget_bytes))
+        return rows_text(ranked(self._found, self._question.objective, self._question.budget_bytes))
 
     def _line(self) -> str:
         seconds = f"{time.monotonic() - self._began_s:.0f} s"
-        if not self._found:
+        found = self._found
+        if not found:
             return f"planning: loading torch and running the model dry, {seconds}"
-        forecast = [candidate for candidate in self._found if candidate.forecast is not None]
-        done = f"planning: {len(self._found)} of {self._total} configurations settled by {len(forecast)} forecasts"
+        forecast = [candidate for candidate in found if candidate.forecast is not None]
+        done = f"planning: {len(found)} of {self._total} configurations settled by {len(forecast)} forecasts"
         return f"{done}, {seconds}"
 
     def _tell(self) -> None:
@@ -107,7 +113,7 @@ class Searching:
         from shardwise.plan.report.report import full_name
         from shardwise.plan.search.exploration import ranked
 
-        best = ranked(list(self._found), self._question.objective, self._question.budget_bytes).best
+        best = ranked(self._found, self._question.objective, self._question.budget_bytes).best
         if best is None:
             return ""
         return f"; best so far: {full_name(best.job)}, {best.tokens_per_s_per_gpu:,.0f} tokens/s a GPU"

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed._composable import contract  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
@@ -28,6 +29,7 @@ from shardwise.model_tools.by_hand import reshard, unshard
 from shardwise.model_tools.forward_methods import register_forward_method
 from shardwise.model_tools.reduction import divide_gradients, hook_gradients, sync_gradients, sync_replicas
 from shardwise.model_tools.release import reshard_after_forward as resharding
+from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import ShardedParameter
 
@@ -46,6 +48,7 @@ __all__ = [
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
+@contract()  # one call a module; torch's `replicate` around it then leaves it alone
 def fully_shard(  # noqa: PLR0913 - FSDP2's signature
     module: M,
     *,
@@ -65,21 +68,24 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
         reshard_after_forward: None = True, but for the root, whose backward comes next; False = FSDP2's ZeRO-2.
         shard_placement_fn: without effect, with a warning: parameters are cut as one flat, ragged buffer.
         mp_policy: dtypes of this unit.
-        offload_policy: CPUOffloadPolicy raises; it is not there yet.
+        offload_policy: CPUOffloadPolicy = shards and optimizer state are in the host's memory between uses. `p.device`
+            is the device that computes, and the step is taken there (docs/design/offload.md).
         ignored_params: left alone.
         dp_mesh_dims: names of the data axes of a larger mesh.
 
     Returns:
         The same module, or modules.
 
-    Raises UsageError for what cannot be had; else as `sw.shard`.
+    Raises ValueError for a container that is never called or a mesh of other axes, AssertionError for a module that was
+    given to a call before; else as `sw.shard`.
     """
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise UsageError("fully_shard: CPUOffloadPolicy is not there yet; leave offload_policy out")
+    _check_callable(module)
     if shard_placement_fn is not None:
         without_effect("shard_placement_fn", "parameters are cut as one flat buffer, in ragged pieces")
     if mesh is not None and dp_mesh_dims is not None:
         mesh = mesh[_dims(dp_mesh_dims)]
+    if mesh is not None and mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: slice the data axes out of it")
     policy = mp_policy or MixedPrecisionPolicy()
     shard(
         module,
@@ -94,10 +100,19 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
         ),
         reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
         ignored=ignored_params or (),
+        offload=Offload(params="cpu", optimizer="cpu") if isinstance(offload_policy, CPUOffloadPolicy) else None,
     )
     for one in [module] if isinstance(module, nn.Module) else module:
         one.__class__ = _class_for(type(one))
     return module
+
+
+def _check_callable(module: nn.Module | Sequence[nn.Module]) -> None:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            "fully_shard does not support containers that do not implement forward: nobody calls a "
+            f"{type(module).__name__}; give each module in it, or the module that calls them"
+        )
 
 
 def _no_units(fqn: str, module: nn.Module) -> bool:
@@ -131,6 +146,14 @@ class UnshardHandle:
 
 class FSDPModule:
     """What `fully_shard` makes of a module, besides what it was. FSDP2's methods."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """One that is built of others, as a slice of a Sequential is, is of the module's own class."""
+        if not (args or kwargs):  # as copy.deepcopy does
+            return super().__new__(cls)
+        built = cls.__mro__[2](*args, **kwargs)
+        assert isinstance(built, nn.Module)
+        return built
 
     # Honoured ---------------------------------------------------------------------------------------------------------
 
@@ -191,6 +214,9 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The engine orders gathers behind the optimizer's writes itself."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Gathers overlap by themselves."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Which operation the backend is given is the engine's choice; gradients are the mean."""

@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from shardwise.engine.lookup import engine_of
+from shardwise.engine.lookup import engine_of, engines_below
 from shardwise.errors import UsageError
+from shardwise.offload.step import step_with_stores
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import ShardedParameter
 
@@ -82,7 +83,7 @@ def get_optimizer_state_dict(
     groups: list[dict[str, Any]] = []
     for optimizer in _each(optimizers):
         names = _names(model, optimizer)
-        with _with_state(optimizer):
+        with _with_state(model, optimizer):
             for group in optimizer.param_groups:
                 members = [(names[id(p)], p) for p in group["params"]]
                 kept = [name for name, p in members if wanted(name) and _is_kept(p, options)]
@@ -200,8 +201,7 @@ def loadable_state_dict(
     is_flat = bool(given) and "param_groups" not in given
     state, groups = _unflattened(given, names, optimizer) if is_flat else _parts(given)
     if options.broadcast_from_rank0:
-        parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        state, groups = _cut_from_rank0(state, parameters), _from_rank0(groups)
+        state, groups = _cut_from_rank0(state, optimizer, names), _from_rank0(groups)
     return _by_position(optimizer, names, state, groups, options.strict)
 
 
@@ -306,17 +306,25 @@ def _received(value: Any, device: torch.device) -> Any:
     return full
 
 
-def _cut_from_rank0(given: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+def _cut_from_rank0(given: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """This rank's pieces of the state, by name, that rank 0 is given. Every rank must call this."""
     is_first = dist.get_rank() == 0
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     state: dict[str, Any] = {}
     for name, key in _from_rank0([(name, key) for name, values in given.items() for key in values]):
         if name in parameters:
             value = _received(given[name][key] if is_first else None, parameters[name].device)
-            state.setdefault(name, {})[key] = value.cpu() if isinstance(value, Tensor) and value.ndim == 0 else value
-            if isinstance(parameter := parameters[name], ShardedParameter):
-                state[name] |= cut_state(parameter, {key: state[name][key]})
+            value = value.cpu() if isinstance(value, Tensor) and value.ndim == 0 else value
+            state.setdefault(name, {}).update(_cut(optimizer, parameters[name], {key: value}))
     return state
+
+
+def _cut(optimizer: Optimizer, parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of one parameter as this rank keeps it."""
+    if hasattr(optimizer, "cut_state"):  # it places its state itself
+        placed: dict[str, Any] = optimizer.cut_state(parameter, state)
+        return placed
+    return cut_state(parameter, state) if isinstance(parameter, ShardedParameter) else state
 
 
 def _check_shape(name: str, full: Any, target: Tensor) -> None:
@@ -328,7 +336,7 @@ def _check_shape(name: str, full: Any, target: Tensor) -> None:
 @torch.no_grad()
 def _write(full: Tensor, target: Tensor) -> None:
     if isinstance(target, ShardedParameter):
-        target.local.copy_(full.reshape(-1)[target.fragment.start : target.fragment.stop])
+        target.write(full.reshape(-1)[target.fragment.start : target.fragment.stop])
     else:
         target.copy_(full)
 
@@ -370,7 +378,7 @@ def _names_below(model: nn.Module, submodules: set[nn.Module] | None) -> Any:
 
 
 @contextmanager
-def _with_state(optimizer: Optimizer) -> Iterator[None]:
+def _with_state(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Inside, an optimizer that has not stepped has the state that its first step would begin with."""
     if any(optimizer.state.values()):
         yield
@@ -383,7 +391,11 @@ def _with_state(optimizer: Optimizer) -> Iterator[None]:
     for group in optimizer.param_groups:  # so that nothing moves
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     try:
-        optimizer.step()
+        if any(engine.reducer.steps.serves(optimizer) for engine in engines_below(model)):  # step() does nothing
+            with torch.no_grad():
+                step_with_stores(optimizer, [group["params"] for group in optimizer.param_groups])
+        else:
+            optimizer.step()
         for values in optimizer.state.values():
             if isinstance(values.get("step"), Tensor):
                 values["step"].zero_()

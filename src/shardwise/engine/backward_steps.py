@@ -8,6 +8,7 @@ parameter takes the step that it would have taken after backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 import torch
@@ -18,13 +19,19 @@ from shardwise.engine.control import Control, Moment
 from shardwise.engine.units.gradients import Fate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.offload.state_store import step_with_stores
+from shardwise.offload.step import step_with_stores
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.partial_step import Selected, by_owner
 from shardwise.sharded.penalties import hooks_run
 
 Clip = Callable[[Sequence[ShardedParameter]], object]
 """Scales the gradients of one unit's parameters. Every rank must call it."""
+Watch = Callable[[Unit], AbstractContextManager[None]]
+"""Entered around a unit's step."""
+
+
+def _unwatched(unit: Unit) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class BackwardSteps:
@@ -37,10 +44,17 @@ class BackwardSteps:
         """Whose reduction was begun since ranks looked last."""
         self._is_early = True
         """Off from when ranks agree on the fates of all gradients until they are handed out."""
-        self._stepped: dict[Unit, None] = {}
+        self._stepped: set[Unit] = set()
         """In this backward."""
+        self._versions: dict[Unit, int] = {}
+        """Of all units' weights, once the first unit has taken its step in this backward; each after its own step."""
         self._torn: dict[Unit, int] = {}
-        """After a backward that raised half way: the units and the versions of their weights."""
+        """After a backward that raised half way: `_versions`."""
+        self._watch: Watch = _unwatched
+
+    def watch(self, watch: Watch) -> None:
+        """Enter `watch(unit)` around every unit's step from here on."""
+        self._watch = watch
 
     def add(self, optimizer: Optimizer, clip: Clip | None) -> None:
         """Take this optimizer's steps too. No communication."""
@@ -90,7 +104,18 @@ class BackwardSteps:
                 f"gradients of unit {unit.fqn!r} came after the step that this backward had taken for it, as they do "
                 "from checkpoint(use_reentrant=True), whose graphs nobody can look into: pass use_reentrant=False"
             )
-        self._stepped[unit] = None
+        if not self._stepped:
+            units = {own for optimizer in self._optimizers for own in by_owner(optimizer) if isinstance(own, Unit)}
+            self._versions = {own: own.version for own in units}
+        self._stepped.add(unit)
+        with self._watch(unit):
+            self._step(unit)
+        unit.stepped()
+        self._versions[unit] = unit.version
+        for group in unit.groups:
+            group.gradients.release()
+
+    def _step(self, unit: Unit) -> None:
         for optimizer, clip in self._optimizers.items():
             selected: Selected | None = by_owner(optimizer).get(unit)
             if selected is None:
@@ -101,9 +126,6 @@ class BackwardSteps:
             step_with_stores(optimizer, selected)
             for parameter in own:
                 parameter.grad = None
-        unit.stepped()
-        for group in unit.groups:
-            group.release_gradients()
 
     def close(self) -> None:
         """Autograd is done: what has not taken its step yet takes it when all gradients are handed out."""
@@ -120,17 +142,18 @@ class BackwardSteps:
         if not self._optimizers:
             return
         if self._stepped:
-            self._torn = {
-                unit: unit.parameters.version for unit in units if any(group.trainable for group in unit.groups)
-            }
+            self._torn = self._versions
+        for options in (options for optimizer in self._optimizers for options in optimizer.param_groups):
+            for parameter in options["params"]:
+                parameter.grad = None  # of a unit whose step raised
         for unit in units:
             for group in unit.groups:
-                group.release_gradients()
+                group.gradients.release()
         self.end()
 
     def check(self) -> None:
         """Raise UsageError if a backward raised half way and not all weights have been written since."""
-        torn = [unit.fqn for unit, version in self._torn.items() if unit.parameters.version == version]
+        torn = [unit.fqn for unit, version in self._torn.items() if unit.version == version]
         if torn:
             raise UsageError(
                 "a backward raised after some units had taken their step in it (sw.optimizer_in_backward), and unit "

@@ -42,6 +42,7 @@ from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.trees import cast_tensors, exchange_tensors, mark_first_input, output_tensors
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
+from shardwise.sharded import whole
 
 _transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 """The torch.func transform that is under way, or None."""
@@ -74,14 +75,15 @@ class Engine:
     """Units of one model, and the order in which they are needed."""
 
     def __init__(
-        self, mesh: Mesh, strategy: Strategy, precision: Precision, slots: int, resharding: bool | int
+        self, mesh: Mesh, strategy: Strategy, precision: Precision, slots: int, resharding: bool | int, align: int = 1
     ) -> None:
-        """`precision`, `resharding`: as `shard` was given them; units adopted from below have their own."""
+        """`precision`, `resharding`, `align`: as `shard` was given them; units adopted from below have their own."""
         self.mesh = mesh
         self.strategy = strategy
         self.precision = precision
         self.slots = slots
         self.resharding = resharding
+        self.align = align
         self.units: list[Unit] = []
         """Outermost first."""
         self.root: Unit
@@ -217,6 +219,7 @@ class Engine:
         if unit.parameters.state is ParameterState.UNSHARDED:
             unit.parameters.show_unsharded()
         self.unsharder.prefetch(self.units)
+        self.unsharder.read_ahead(self.units)
 
     def _forward_pass(self, recompute: bool) -> ForwardPass[Unit]:
         """The outermost forward that a call belongs to, which may begin with it."""
@@ -312,6 +315,7 @@ class Engine:
         Where the root is only a container (a GAN's halves, each called), all calls up to a backward make one step.
         """
         self.clear_up()
+        whole.forget(self.units)
         self.unsharder.begin(self.units)
         self.loans.hide_stale()
         self.saved.drain()

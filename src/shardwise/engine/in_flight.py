@@ -85,7 +85,7 @@ def _sum(flight: Flight) -> None:
     if flight.slices:
         groups = [group for group in flight.unit.groups if group.trainable]
         for group, own in zip(groups, flight.slices, strict=True):
-            _settle(flight.unit.gradients, own, *group.prepare_sum())
+            _settle(flight.unit.gradients, own, *group.gradients.prepare_sum())
     flight.is_summed = True
 
 

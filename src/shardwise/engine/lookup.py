@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from shardwise.engine.engine import Engine
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.offload.shard_store import ShardStore
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 _ENGINE = "_shardwise_engine"
@@ -72,6 +73,12 @@ def units_at(engine: Engine, module: nn.Module, recurse: bool = True) -> list[Un
         for unit in engine.units
         if any(id(site.module) in within for group in unit.groups for sites in group.sites for site in sites)
     ]
+
+
+def shard_stores(engine: Engine) -> list[ShardStore]:
+    """What has shards of its units that rest elsewhere than on the device."""
+    homes = (group.home for unit in engine.units for group in unit.groups)
+    return list(dict.fromkeys(home.store for home in homes if home is not None))
 
 
 def steps_in_backward(parameter: Tensor) -> bool:

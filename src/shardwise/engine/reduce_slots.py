@@ -82,8 +82,8 @@ class ReduceSlots:
         gradients.close()  # it may be collecting what zero_grad() has dropped since
         gradients.place()
         for group in unit.groups:
-            if self.keeps_gradients:
-                group.allocate_gradients()
+            if self.keeps_gradients and group.trainable:
+                group.gradients.allocate()
         own = gradients.own_slot
         if own is not None and own.buffer.bytes.numel() < gradients.reduce_bytes:
             gradients.keep(None)
@@ -106,7 +106,7 @@ class ReduceSlots:
         for unit in units:
             unit.gradients.forget_slots()
             for group in unit.groups:
-                group.release_gradients()
+                group.gradients.release()
 
     def _drop_shared(self) -> None:
         for arena in (self.shared, self.slices):

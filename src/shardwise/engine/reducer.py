@@ -226,4 +226,4 @@ class Reducer:
         if sums is not None:
             return Reduction(group.flat_gradients(slot), group.slice_in(sums), accumulate=False)
         scale = unit.gradients.scaled.scale_of_sum(group.dtypes.reduce)
-        return Reduction(group.flat_gradients(slot), *group.prepare_sum(), scale=scale)
+        return Reduction(group.flat_gradients(slot), *group.gradients.prepare_sum(), scale=scale)

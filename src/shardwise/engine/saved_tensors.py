@@ -32,6 +32,8 @@ Place = tuple[ForwardPass[Unit], Call[Unit]]
 """Where in the forward something was saved."""
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""No faces: asked first, many times a step, since `isinstance` takes three times as long for a tensor."""
 _FUNC_WAY_OUT = "Take the torch.func transform outside, over sw.unsharded(model)"
 
 
@@ -204,7 +206,7 @@ class SavedTensors:
         return pack, unpack
 
     def _handle(self, tensor: Tensor) -> Handle | None:
-        if type(tensor) is ShardedParameter and isinstance(tensor.unit, Unit):
+        if type(tensor) not in _PLAIN and isinstance(tensor, ShardedParameter) and isinstance(tensor.unit, Unit):
             return self._face_handle(tensor, tensor.unit)
         try:  # by storage, which every view and alias shares; not by address: fake tensors have none
             slot = self._slots.get(tensor.untyped_storage()._cdata)

@@ -28,6 +28,8 @@ from shardwise.layout.flat import round_up
 _NOT_PREFETCHED = 2
 """Slots that are left to the unit which computes and to the one before it, whose kernels may still be reading. As many
 of the nearest events may be of units that are unsharded already: these are looked past."""
+_READ_AHEAD = 6
+"""Events that the disk reads ahead for."""
 
 
 class Unsharder:
@@ -38,6 +40,8 @@ class Unsharder:
         self._control = control
         self._schedule = schedule
         self._slots = slots
+        self._ahead = 0
+        """Events to read ahead for."""
         self._arena: Arena[Unit] | None = None
         self._secondary: Arena[Unit] | None = None
         """Of units that backward unshards from the smaller group."""
@@ -68,6 +72,7 @@ class Unsharder:
             self._secondary = Arena(self._mesh.secondary, BufferKind.GATHER, classes)
             for unit in again:
                 unit.parameters.allocate_secondary(self._mesh.secondary)
+        self._ahead = _READ_AHEAD if any(group.home is not None for unit in units for group in unit.groups) else 0
         pinned = [unit.parameters.pin(self._mesh.shard, unit) for unit in units if unit.parameters.is_pinned]
         for slot in (*self.all_slots, *pinned):
             self.slots[slot.key] = slot
@@ -123,12 +128,23 @@ class Unsharder:
             if wanted <= 0:
                 return
 
+    def read_ahead(self, units: Sequence[Unit]) -> None:
+        """Have the disk begin to read what is unsharded next, as far as there are free buffers."""
+        if not self._ahead:
+            return
+        for event in islice(self._schedule.upcoming(), self._ahead):
+            if units[event.unit].parameters.state is ParameterState.SHARDED:
+                units[event.unit].parameters.read_ahead()
+
     def _start(self, unit: Unit, slot: Slot[Unit]) -> None:
+        # A disk may fail: before anything is issued or taken.
+        held = unit.parameters.slices_for(slot).come() if self._ahead else ()
         label = self._control.gather_label(unit.index)
         if slot.collectives.world_size > 1:
             self._control.note(label)
         slot.take(unit)  # the last readers of the slot are through before this rank's slices are written into it
         unit.parameters.unshard(slot, label)
+        del held
 
     def _own_slot(self, unit: Unit) -> Slot[Unit]:
         """The slot of a unit that is held by hand and would have to leave another."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class ScratchFile:
         if hasattr(os, "O_DIRECT"):
             with suppress(OSError):  # then through the page cache
                 self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_DIRECT)
+        # Threads that read or write hold this object: no descriptor is closed, and used for another file, under them.
+        self._closing = weakref.finalize(self, _close, [fd for fd in (self._fd, self._direct) if fd is not None])
         self.nbytes = 0
         """Allocated."""
 
@@ -74,10 +77,13 @@ class ScratchFile:
         os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Free the file."""
-        os.close(self._fd)
-        if self._direct is not None:
-            os.close(self._direct)
+        """Free the file. Happens by itself when nobody refers to it any more."""
+        self._closing()
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _open_nameless(directory: Path) -> int:

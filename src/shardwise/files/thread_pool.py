@@ -29,10 +29,14 @@ class ThreadPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _thread in self._threads:
-            self._calls.put(None)
+        self.stop()
         for thread in self._threads:
             thread.join()
+
+    def stop(self) -> None:
+        """Have the threads end when they have done what was submitted. Does not wait."""
+        for _thread in self._threads:
+            self._calls.put(None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Have `function(*arguments)` called; the future has what it returned or raised."""

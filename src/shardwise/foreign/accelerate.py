@@ -36,7 +36,7 @@ def read_accelerate(values: Mapping[str, Any], where: str, other_file: Callable[
     opened: list[str] = []
     tree = Tree(where, values, opened)
     kind = tree.word("distributed_type", {*_PLAIN, "FSDP", "DEEPSPEED"}) or "NO"
-    fsdp, deepspeed = tree.take("fsdp_config") or {}, tree.take("deepspeed_config") or {}
+    fsdp, deepspeed = tree.values("fsdp_config"), tree.values("deepspeed_config")
     if kind == "FSDP":
         settings = read_fsdp(fsdp, f"{where}: fsdp_config")
     elif kind == "DEEPSPEED":
@@ -70,8 +70,11 @@ def _of_deepspeed(values: Mapping[str, Any], where: str, other_file: Callable[[s
         return read_deepspeed(other_file(named), named)
     zero: dict[str, Any] = {"stage": section.take("zero_stage")}
     for part in ("param", "optimizer"):
-        device = section.take(f"offload_{part}_device")
-        zero[f"offload_{part}"] = {"device": device if device is not None else "none"}
+        keys = {
+            "device": section.take(f"offload_{part}_device"),
+            "nvme_path": section.take(f"offload_{part}_nvme_path"),
+        }
+        zero[f"offload_{part}"] = {key: value for key, value in keys.items() if value is not None}
     own = {
         "zero_optimization": {key: value for key, value in zero.items() if value is not None},
         "gradient_accumulation_steps": section.take("gradient_accumulation_steps") or "auto",
@@ -79,6 +82,7 @@ def _of_deepspeed(values: Mapping[str, Any], where: str, other_file: Callable[[s
         "bf16": {"enabled": "auto"},
     }
     settings = read_deepspeed(own, f"{where}: deepspeed_config")
+    settings.open.remove("bf16.enabled")  # which mixed_precision says
     settings.without_effect += section.taken(
         {"zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"}
     )

@@ -11,7 +11,10 @@ from shardwise.foreign.tree import Tree
 LIBRARY = "DeepSpeed"
 _STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
-_ADAM = {"Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam"}
+_ADAM = {"adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam"}
+"""In lower case, in which DeepSpeed looks names up."""
+_HIGHEST_LR = 1e-3
+"""Of WarmupLR and WarmupDecayLR, which set the learning rate themselves."""
 KEYS = {
     "zero_optimization", "bf16", "fp16", "train_batch_size", "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
@@ -63,21 +66,23 @@ def read_deepspeed(values: Mapping[str, Any], where: str) -> Settings:
 def _read_zero(zero: Tree, settings: Settings) -> None:
     stage = zero.whole("stage", most=3)
     settings.strategy = None if "zero_optimization.stage" in settings.open else _STAGES[stage or 0]
-    kinds = (("param", "cpu_offload_params", "parameters"), ("optimizer", "cpu_offload", "optimizer state"))
-    for part, legacy, what in kinds:
+    for part, legacy, ours in (("param", "cpu_offload_params", "params"), ("optimizer", "cpu_offload", "optimizer")):
         table = zero.table(f"offload_{part}")
         device = table.word("device", {"none", "cpu", "nvme"}) or "none"
         if device == "none" and zero.flag(legacy):
             device = "cpu"
         if device != "none":
-            settings.offloads = True
-            settings.without_equal.append(f"offload of {what} to {device}: the engine has none yet")
+            path = table.take("nvme_path")
+            settings.offload_to(device, ours, None if path is None else str(path))
     mics = zero.take("mics_shard_size")
     if isinstance(mics, int) and mics > 0:
         settings.strategy, settings.shard_group = "hybrid_shard", mics
     hierarchical = zero.whole("zero_hpz_partition_size", least=1)
     if hierarchical is not None and hierarchical > 1:
-        settings.reshard_after_forward = hierarchical
+        if stage == len(_STAGES) - 1:
+            settings.reshard_after_forward = hierarchical
+        else:  # it keeps parameters, and never reshards
+            settings.without_effect.append("zero_optimization.zero_hpz_partition_size")
     settings.without_effect += zero.taken(_ZERO_WITHOUT_EFFECT)
     settings.without_equal += zero.rest
 
@@ -111,15 +116,17 @@ def _read_optimizer(tree: Tree, settings: Settings) -> None:
     given = optimizer.table("params")
     lr, eps, decay = given.number("lr"), given.number("eps"), given.number("weight_decay")
     betas = given.take("betas")
-    if betas is not None and not (isinstance(betas, list) and len(betas) == 2):
+    if betas is not None and not (isinstance(betas, list) and len(betas) == 2 and all(map(_is_number, betas))):
         raise given.wrong("betas", betas, "two numbers")
     defaults = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
     for key, value in (("lr", lr), ("betas", betas), ("eps", eps), ("weight_decay", decay)):
         if value is not None:
             settings.train[key] = [float(beta) for beta in value] if isinstance(value, list) else value
-        elif f"optimizer.params.{key}" not in settings.open and kind in _ADAM:
+        elif f"optimizer.params.{key}" not in settings.open and kind.lower() in _ADAM:
             settings.train[key] = defaults[key]
-    if kind not in _ADAM:
+    if kind.lower() == "muon":
+        _read_muon(given, settings)
+    elif kind.lower() not in _ADAM:
         settings.without_equal.append(f"optimizer {kind}: AdamW is what `shardwise train` has")
     elif given.flag("adam_w_mode") is False:
         settings.changes.append(
@@ -129,6 +136,23 @@ def _read_optimizer(tree: Tree, settings: Settings) -> None:
         settings.changes.append("weight decay is for parameters of two or more dimensions alone")
     settings.without_effect += given.taken({"torch_adam", "bias_correction", "amsgrad", "adam_w_mode"})
     settings.without_equal += [*given.rest, *optimizer.rest]
+
+
+def _read_muon(given: Tree, settings: Settings) -> None:
+    settings.train["optimizer"] = "muon"
+    momentum = given.number("momentum")
+    if momentum is not None:
+        settings.train["momentum"] = momentum
+    lr = settings.train.pop("lr", None)
+    if lr is not None:
+        settings.changes.append(
+            f"Muon's updates are scaled to the size of AdamW's, so its lr of {lr:g} there is left out: set train.lr as "
+            "for AdamW"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read_schedule(tree: Tree, settings: Settings) -> None:
@@ -151,25 +175,34 @@ def _read_schedule(tree: Tree, settings: Settings) -> None:
         settings.train["steps"] = steps
     if warmup is not None or "scheduler.params.warmup_num_steps" not in settings.open:
         settings.train["warmup_steps"] = 1000 if warmup is None else warmup
-    highest = given.number("warmup_max_lr")
-    if highest is not None:
-        settings.train["lr"] = highest
-    if kind == "WarmupDecayLR":
-        settings.train["min_lr_ratio"] = 0.0
-    elif kind == "WarmupCosineLR":
-        ratio = given.number("cos_min_ratio")
-        settings.train["min_lr_ratio"] = 0.0001 if ratio is None else ratio
-    if given.number("warmup_min_lr") or given.number("warmup_min_ratio"):
-        settings.changes.append("warm-up begins near 0")
+    _read_ends(kind, given, settings)
     if (given.word("warmup_type") or "log") == "log":
         settings.changes.append('warm-up is linear; there it is logarithmic (warmup_type is "log" unless it is set)')
     settings.without_equal += [*given.rest, *schedule.rest]
 
 
+def _read_ends(kind: str, given: Tree, settings: Settings) -> None:
+    """The highest and the last learning rate."""
+    highest, lowest = given.number("warmup_max_lr"), given.number("warmup_min_lr")
+    if highest is None and kind != "WarmupCosineLR" and "scheduler.params.warmup_max_lr" not in settings.open:
+        highest = _HIGHEST_LR
+    if highest is not None:
+        settings.train["lr"] = highest
+    if kind == "WarmupDecayLR":
+        settings.train["min_lr_ratio"] = min(1.0, (lowest or 0.0) / highest) if highest else 0.0
+    elif kind == "WarmupCosineLR":
+        ratio = given.number("cos_min_ratio")
+        settings.train["min_lr_ratio"] = 0.0001 if ratio is None else ratio
+    if lowest or given.number("warmup_min_ratio"):
+        settings.changes.append("warm-up begins near 0")
+
+
 def _read_logs(tree: Tree, settings: Settings) -> None:
-    every = tree.whole("steps_per_print", least=1)
-    if every is not None:
+    every = tree.take("steps_per_print")
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         settings.log["every"] = every
+    elif every is not None:
+        settings.changes.append(f"steps_per_print = {every!r}: every step has its line (log.every)")
     board = tree.table("tensorboard")
     if board.flag("enabled"):
         settings.log["tensorboard"] = True

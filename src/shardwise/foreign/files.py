@@ -56,6 +56,14 @@ def _tree(path: Path) -> Mapping[str, Any]:
     values = _parsed(path, text)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} holds a {type(values).__name__}, not a table of settings")
+    tables: list[Mapping[Any, Any]] = [values]
+    while tables:
+        table = tables.pop()
+        for key, value in table.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{path}: the key {key!r} is no text, as keys of a configuration are")
+            if isinstance(value, Mapping):
+                tables.append(value)
     return values
 
 
@@ -63,11 +71,11 @@ def _parsed(path: Path, text: str) -> Any:
     if path.suffix.lower() == ".json":
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON: {one_line(error)}") from None
     import yaml
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
         raise ConfigError(f"{path} is not YAML: {one_line(error)}") from None

@@ -58,8 +58,8 @@ def read_fsdp(values: Mapping[str, Any], where: str) -> Settings:
         settings.train["activation_checkpointing"] = "full"
     both = [tree.flag("offload_params"), tree.flag("cpu_offload")]
     if any(both):
-        settings.offloads = True
-        settings.without_equal.append("offload of parameters to cpu: the engine has none yet")
+        settings.offload_to("cpu", "params")
+        settings.offload_to("cpu", "optimizer")
     settings.without_effect += tree.taken(_WITHOUT_EFFECT)
     settings.without_equal += tree.rest
     return settings
@@ -71,6 +71,8 @@ def _read_units(tree: Tree, settings: Settings) -> None:
     least = tree.whole("min_num_params")
     if isinstance(classes, str):
         classes = [name.strip() for name in classes.split(",") if name.strip()]
+    if not isinstance(classes, list | None) or not all(isinstance(name, str) for name in classes or ()):
+        raise tree.wrong("transformer_layer_cls_to_wrap", classes, "names of classes")
     if policy == "NO_WRAP":
         settings.changes.append("repeated blocks are units of their own; there the model is one (NO_WRAP)")
     elif classes and policy != "SIZE_BASED_WRAP":

@@ -22,8 +22,8 @@ class Settings:
     """The dtype of forward and backward: "fp32", "bf16" or "fp16"; weights are updated in fp32."""
     reduce: str | None = None
     """The dtype in which gradients are summed."""
-    offloads: bool = False
-    """Whether parameters or optimizer state leave the device."""
+    offload: dict[str, str] = field(default_factory=dict)
+    """Keys of the section `[offload]`."""
     ranks: int | None = None
     """Of all nodes."""
     nodes: int | None = None
@@ -42,6 +42,20 @@ class Settings:
     """Names of keys that the engine needs none for."""
     open: list[str] = field(default_factory=list)
     """Names of keys that are "auto": the program that reads the file fills them in."""
+
+    def offload_to(self, place: str, part: str, path: str | None = None) -> None:
+        """Parameters ("params") or the state of the "optimizer" leave the device for a place: "cpu", or "nvme" in the
+        directory `path`."""
+        if place == "nvme" and path is None:
+            self.without_equal.append(f"offload of {part} to nvme without a path")
+            return
+        self.offload[part] = place
+        if place == "nvme":
+            assert path is not None
+            self.offload["path"] = path
+            self.changes.append(f'offload of {part} to nvme is on CPU ranks alone so far: on accelerators say "cpu"')
+        if part == "optimizer":
+            self.changes.append("the optimizer's step is taken on the device, where its state comes for it")
 
     @property
     def whole_batch(self) -> int | None:

@@ -43,12 +43,16 @@ class Tree:
             return None
         return value
 
-    def table(self, key: str) -> Tree:
-        """A table, empty where there is none."""
+    def values(self, key: str) -> Mapping[str, Any]:
+        """A table as it is, empty where there is none."""
         value = self.take(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(key, value, "a table")
-        return Tree(self._where, value or {}, self._opened, f"{self._place}{key}.")
+        return value or {}
+
+    def table(self, key: str) -> Tree:
+        """A table, empty where there is none."""
+        return Tree(self._where, self.values(key), self._opened, f"{self._place}{key}.")
 
     def whole(self, key: str, least: int = 0, most: int | None = None) -> int | None:
         """A whole number."""

@@ -40,6 +40,7 @@ from shardwise.model_tools.unsharded import full_state_dict
 from shardwise.modules.wrapping import Units
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.scaler import GradScaler
+from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import Strategy
 
@@ -69,6 +70,7 @@ class ShardwisePlugin:
     gradients are summed in fp32, masters are fp32, and Accelerate's autocast stays on inside."""
     reshard_after_forward: bool | int | None = None
     slots: int = 3
+    offload: Offload | None = None
     ignored_modules: Iterable[nn.Module] | str | None = None
     """Modules whose parameters are left alone, or a regular expression for their whole names."""
     activation_checkpointing: str = field(default="none")
@@ -88,6 +90,7 @@ class ShardwisePlugin:
             strategy=settings.strategy,
             units=fsdp_settings.units_of(settings),
             precision=fsdp_settings.precision_of(plugin),
+            offload=fsdp_settings.offload_of(plugin),
             ignored_modules=plugin.ignored_modules,
             activation_checkpointing=settings.train.get("activation_checkpointing", "none"),
         )
@@ -109,6 +112,7 @@ class ShardwisePlugin:
             precision=precision,
             reshard_after_forward=self.reshard_after_forward,
             slots=self.slots,
+            offload=self.offload,
             ignored=fsdp_settings.ignored_in(model, self.ignored_modules),
         )
         checkpoint_units(model, self.activation_checkpointing)

@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.errors import UsageError
 from shardwise.foreign.fsdp import read_fsdp
 from shardwise.foreign.settings import Settings
+from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 
 _PLUGIN = "fsdp_plugin"
@@ -56,6 +57,13 @@ def precision_of(plugin: Any) -> Precision | None:
     )
 
 
+def offload_of(plugin: Any) -> Offload | None:
+    """Where the plugin wants shards and the optimizer's state."""
+    asked = plugin.cpu_offload  # a bool, FSDP1's CPUOffload, or FSDP2's OffloadPolicy or its subclass CPUOffloadPolicy
+    is_asked = asked is True or getattr(asked, "offload_params", False) or type(asked).__name__ == "CPUOffloadPolicy"
+    return Offload(params="cpu", optimizer="cpu") if is_asked else None
+
+
 def ignored_in(model: nn.Module, asked: Iterable[nn.Module] | str | None) -> list[nn.Parameter]:
     """Parameters of the modules that the plugin leaves alone: given themselves, or as an expression for whole names."""
     if asked is None:
@@ -68,9 +76,6 @@ def ignored_in(model: nn.Module, asked: Iterable[nn.Module] | str | None) -> lis
 
 def check_honoured(plugin: Any) -> None:
     """Raise UsageError for what the engine does not have and a run would miss."""
-    asked = plugin.cpu_offload  # a bool, FSDP1's CPUOffload, or FSDP2's OffloadPolicy or its subclass CPUOffloadPolicy
-    if asked is True or getattr(asked, "offload_params", False) or type(asked).__name__ == "CPUOffloadPolicy":
-        raise UsageError("fsdp_plugin: cpu_offload is not there yet; leave it out")
     if callable(plugin.auto_wrap_policy) and not (plugin.transformer_cls_names_to_wrap or plugin.min_num_params):
         name = getattr(plugin.auto_wrap_policy, "__name__", "")
         if name not in {"transformer_auto_wrap_policy", "size_based_auto_wrap_policy"}:

@@ -120,7 +120,7 @@ def _unit(unit: Unit) -> UnitPlace:
         "+".join(type(module).__name__ for module in unit.modules),
         numel,
         sum(group.layout.numel for group in unit.groups) - numel,
-        sum(group.layout.shard_numel * group.dtypes.master.itemsize for group in unit.groups),
+        sum(group.shard_bytes for group in unit.groups),
         unit.parameters.unsharded_bytes,
         tuple(place for group in unit.groups for place in _parameters(group)),
     )
@@ -129,6 +129,7 @@ def _unit(unit: Unit) -> UnitPlace:
 def _parameters(group: Group) -> Iterable[ParameterPlace]:
     dtypes = [group.dtypes.master, group.dtypes.compute, group.dtypes.reduce]
     names = "/".join(map(_short, dtypes if len(set(dtypes)) > 1 else dtypes[:1]))
+    names = names if group.dtypes.bits is None else f"{group.dtypes.bits} of {names}"
     for sharded in group.sharded:
         text = names if sharded.requires_grad else f"{names} frozen"
         yield ParameterPlace(sharded.fqn, sharded.placement.shape, text, sharded.placement)

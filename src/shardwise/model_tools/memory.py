@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from shardwise import accelerators
 from shardwise.engine.engine import Engine
-from shardwise.engine.lookup import require_engine
+from shardwise.engine.lookup import require_engine, shard_stores
 from shardwise.engine.setup.torch_patches import stepped
-from shardwise.offload.state_on_disk import StateOnDisk
+from shardwise.offload.resting_state import RestingState
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
@@ -73,9 +73,10 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
     aparts = [unit.gradients.apart for unit in engine.units]
     stores = {unit.states for unit in engine.units if unit.states is not None}
     return {
-        "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units),
+        "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units)
+        + sum(store.ring_bytes for store in shard_stores(engine)),
         "gathered_slots": sum(slot.buffer.bytes.numel() for slot in engine.unsharder.all_slots),
-        "grad_shards": _held_bytes(group.grad_shard for group in groups if group.grad_shard is not None),
+        "grad_shards": _held_bytes(group.gradients.flat for group in groups if group.gradients.flat is not None),
         "reduce_slots": engine.reducer.slots.total_bytes + sum(a.nbytes for a in aparts if a is not None),
         "optimizer": _held_bytes(_optimizer_state(engine)) + sum(store.ring_bytes for store in stores),
         "buffers": _held_bytes(model.buffers()),
@@ -104,7 +105,7 @@ def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
 
 def _held_bytes(tensors: Iterable[Tensor]) -> int:
     """On this rank, in memory: of sharded tensors the piece."""
-    tensors = (tensor for tensor in tensors if not isinstance(tensor, StateOnDisk))
+    tensors = (tensor for tensor in tensors if not isinstance(tensor, RestingState))
     return sum((t.local if isinstance(t, ShardedParameter) else t).nbytes for t in tensors)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
 from shardwise.modules.adapters import layers_of, low_rank, only_adapter, wrapped_by
+from shardwise.sharded.few_bits import FewBitsParameter
 from shardwise.sharded.parameter import ShardedParameter
 
 
@@ -18,7 +20,8 @@ def merge_adapter(model: nn.Module) -> None:
     """Add a sharded model's LoRA adapter to its weights, and take PEFT's layers out again: what is left is a model as
     it was before PEFT, which is not to be trained on. Collective: every rank must call this.
 
-    Each rank adds to its own shards; whole are, one at a time, the two factors of a layer.
+    Each rank adds to its own shards; whole are, one at a time, the two factors of a layer. To weights that are kept in
+    few bits they are added whenever these are read, in full precision, so their factors stay on every rank.
 
     Raises UsageError for adapters that are not plain LoRA. Nothing has changed then.
     """
@@ -44,11 +47,14 @@ def _merge(layer: Any, adapter: str) -> None:
     if getattr(layer, "fan_in_fan_out", False):  # stored transposed, as GPT-2's
         left, right = right.T, left.T
     weight = layer.get_base_layer().weight
-    if isinstance(weight, ShardedParameter):
+    added = partial(low_rank, left, right, layer.scaling[adapter])
+    if isinstance(weight, FewBitsParameter):  # in few bits the sum would lose what was trained
+        weight.merge(added)
+    elif isinstance(weight, ShardedParameter):
         piece = weight.fragment
-        weight.local.add_(low_rank(left, right, layer.scaling[adapter], piece.start, piece.stop))
+        weight.local.add_(added(piece.start, piece.stop))
     else:
-        weight.view(-1).add_(low_rank(left, right, layer.scaling[adapter], 0, weight.numel()))
+        weight.view(-1).add_(added(0, weight.numel()))
 
 
 def _whole(parameter: Any) -> torch.Tensor:

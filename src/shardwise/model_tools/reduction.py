@@ -32,8 +32,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     around several.
     """
     before = [(engine, unit, unit.gradients.reducing.now) for engine, unit in _units(model, True)]
-    sync_gradients(model, False)
     try:
+        sync_gradients(model, False)  # may raise half way
         yield
     finally:
         for engine, unit, now in before:

@@ -67,7 +67,7 @@ def _opened(engine: Engine, within: set[int], writeback: bool, on_cpu: bool | No
             for sharded, copied, sites in copies:
                 _put(sites, copied, sharded)
             for sharded, copied, _ in copies if writeback else ():
-                sharded.local.copy_(copied.detach().reshape(-1)[sharded.fragment.start : sharded.fragment.stop])
+                sharded.write(copied.detach().reshape(-1)[sharded.fragment.start : sharded.fragment.stop])
 
 
 def _standing(engine: Engine, within: set[int]) -> list[tuple[ShardedParameter, Sequence[Site]]]:

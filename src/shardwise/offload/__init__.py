@@ -1,1 +1,1 @@
-"""Optimizer state that is kept on disk between steps."""
+"""Shards and optimizer state that rest elsewhere than on the device between uses: in the host's memory, on disk."""

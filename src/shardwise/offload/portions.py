@@ -5,25 +5,40 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise import accelerators
 from shardwise.errors import ConfigError
 from shardwise.files.direct import PAGE_BYTES
 from shardwise.layout.flat import round_up
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.partial_step import step_some
+from shardwise.sharded.placement import Placement
 
 BUFFERS = 4
 """Of the ring: one is computed with, one or two are read ahead, one or two are written back."""
 _ALIGN_BYTES = 64
 _LEAST_RING_BYTES = 64 * 2**20
 
-Dtypes = Mapping[str, torch.dtype]
-"""Of the state tensors with a parameter's shape, by name."""
+
+class Kept(NamedTuple):
+    """Of one state tensor."""
+
+    placement: Placement
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's piece."""
+        return self.placement.fragment.numel * self.dtype.itemsize
+
+
+State = Mapping[str, Kept]
+"""The sharded tensors of a parameter's state, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,19 +47,21 @@ class Portion:
 
     parameters: tuple[ShardedParameter, ...]
     start: int
-    """Byte in the file."""
+    """Byte on the medium."""
     nbytes: int
-    places: Mapping[tuple[ShardedParameter, str], tuple[int, torch.dtype]]
-    """By parameter and name: the first byte, counted from `start`, and the dtype."""
+    places: Mapping[tuple[ShardedParameter, str], tuple[int, Kept]]
+    """By parameter and name: the first byte, counted from `start`, and what is there."""
 
 
-def probe(optimizer: Optimizer, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The state that a step gives a parameter of this dtype: the optimizer's own, over one of two elements."""
-    stand_in = nn.Parameter(torch.zeros(2, dtype=dtype))
-    stand_in.grad = torch.zeros(2, dtype=dtype)
+def probe(optimizer: Optimizer, group: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.dtype]:
+    """The state that a step gives a parameter of this dtype: the optimizer's own, over one of two elements. Random
+    numbers that it takes are given back."""
+    stand_in = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
+    stand_in.grad = torch.zeros(2, dtype=dtype, device=device)
     selected = [[stand_in] if number == group else [] for number in range(len(optimizer.param_groups))]
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
-    step_some(optimizer, selected, state)
+    with accelerators.seeded(accelerators.CPU, 0), accelerators.seeded(device, 0):
+        step_some(optimizer, selected, state)
     return {
         name: value.dtype
         for name, value in state[stand_in].items()
@@ -52,15 +69,15 @@ def probe(optimizer: Optimizer, group: int, dtype: torch.dtype) -> dict[str, tor
     }
 
 
-def bytes_of(parameter: ShardedParameter, dtypes: Dtypes) -> int:
-    """Of its state on this rank."""
-    return sum(round_up(parameter.fragment.numel * dtype.itemsize, _ALIGN_BYTES) for dtype in dtypes.values())
+def bytes_of(state: State) -> int:
+    """Of a parameter's on this rank."""
+    return sum(round_up(kept.nbytes, _ALIGN_BYTES) for kept in state.values())
 
 
-def ring_bytes_for(asked: int | None, needs: Mapping[ShardedParameter, Dtypes]) -> int:
+def ring_bytes_for(asked: int | None, needs: Mapping[ShardedParameter, State]) -> int:
     """Bytes of the ring. Raises ConfigError, with the least that would do, if fewer were asked for."""
-    largest = max(needs, key=lambda parameter: bytes_of(parameter, needs[parameter]))
-    least = BUFFERS * round_up(bytes_of(largest, needs[largest]), PAGE_BYTES)
+    largest = max(needs, key=lambda parameter: bytes_of(needs[parameter]))
+    least = BUFFERS * round_up(bytes_of(needs[largest]), PAGE_BYTES)
     if asked is None:
         return max(least, _LEAST_RING_BYTES)
     if asked < least:
@@ -73,16 +90,16 @@ def ring_bytes_for(asked: int | None, needs: Mapping[ShardedParameter, Dtypes]) 
 
 def portions_of(
     units: Iterable[Sequence[ShardedParameter]],
-    needs: Mapping[ShardedParameter, Dtypes],
+    needs: Mapping[ShardedParameter, State],
     buffer_bytes: int,
     start: int,
 ) -> list[Portion]:
-    """Cut each unit's parameters into portions that fit in a buffer, one after another in the file from `start` on."""
+    """Cut each unit's parameters into portions that fit in a buffer, one after another from `start` on."""
     portions: list[Portion] = []
     for unit in units:
         run: list[ShardedParameter] = []
         for parameter in unit:
-            if run and sum(bytes_of(p, needs[p]) for p in (*run, parameter)) > buffer_bytes:
+            if run and sum(bytes_of(needs[p]) for p in (*run, parameter)) > buffer_bytes:
                 portions.append(_portion(run, needs, start))
                 start += portions[-1].nbytes
                 run = []
@@ -93,10 +110,10 @@ def portions_of(
     return portions
 
 
-def _portion(parameters: Sequence[ShardedParameter], needs: Mapping[ShardedParameter, Dtypes], start: int) -> Portion:
+def _portion(parameters: Sequence[ShardedParameter], needs: Mapping[ShardedParameter, State], start: int) -> Portion:
     places, offset = {}, 0
     for parameter in parameters:
-        for name, dtype in needs[parameter].items():
-            places[parameter, name] = offset, dtype
-            offset += round_up(parameter.fragment.numel * dtype.itemsize, _ALIGN_BYTES)
+        for name, kept in needs[parameter].items():
+            places[parameter, name] = offset, kept
+            offset += round_up(kept.nbytes, _ALIGN_BYTES)
     return Portion(tuple(parameters), start, round_up(offset, PAGE_BYTES), places)

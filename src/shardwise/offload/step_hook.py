@@ -1,4 +1,4 @@
-"""How an unchanged optimizer comes to step with state on disk: a hook before its step, after all others."""
+"""How an unchanged optimizer comes to step with state or parameters elsewhere: a hook before its step, the last one."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.errors import UsageError
-from shardwise.offload.state_store import step_with_stores
+from shardwise.offload.step import step_with_stores
 from shardwise.sharded.partial_step import hollow
 
 _HANDLE = "_shardwise_offload_hook"
 
 
 def put_last(optimizer: Optimizer, has_stores: bool) -> None:
-    """The optimizer is about to step: if it keeps state on disk (`has_stores`), its step is taken when all hooks have
-    run.
+    """The optimizer is about to step: if its state or parameters rest elsewhere (`has_stores`), its step is taken when
+    all hooks have run.
 
     Raises UsageError if the optimizer places its state itself, as those of whole matrices do.
     """
-    if has_stores and hasattr(optimizer, "state_placement"):
+    if has_stores and hasattr(optimizer, "state_placement") and not hasattr(optimizer, "first_state"):
         raise UsageError(
-            f"offload.optimizer='nvme' with {type(optimizer).__name__}, which keeps whole matrices' state on their "
-            "owners: leave one of the two out"
+            f"offload to 'nvme' with {type(optimizer).__name__}, which keeps whole matrices' state on their owners: "
+            "leave one of the two out"
         )
     handle = optimizer.__dict__.pop(_HANDLE, None)
     if handle is not None:

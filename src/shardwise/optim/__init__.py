@@ -1,7 +1,9 @@
-"""What an optimizer's step needs beside torch's optimizers: clipping, loss scaling, whole matrices."""
+"""What an optimizer's step needs beside torch's optimizers: clipping, loss scaling, whole matrices, less state."""
 
+from shardwise.optim.adamw_8bit import AdamW8bit
+from shardwise.optim.adamw_bf16 import AdamWBF16
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.scaler import GradScaler
 from shardwise.optim.whole_matrix import whole_matrix
 
-__all__ = ["GradScaler", "clip_grad_norm_", "whole_matrix"]
+__all__ = ["AdamW8bit", "AdamWBF16", "GradScaler", "clip_grad_norm_", "whole_matrix"]

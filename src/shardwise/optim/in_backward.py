@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_below
+from shardwise.engine.setup.torch_patches import stepped, updates_nothing
 from shardwise.errors import UsageError
 from shardwise.optim.clip import clip as clip_parameters
 from shardwise.optim.whole_matrix import WholeMatrixOptimizer
@@ -63,10 +64,11 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
         engine.reducer.slots.keeps_gradients = False
         for unit in engine.units:
             for group in unit.groups:
-                group.release_gradients()
+                group.gradients.release()
         clips = None if clip is None else partial(clip_parameters, max_norm=float(clip))
         engine.reducer.steps.add(optimizer, clips)
     optimizer.register_step_pre_hook(_nothing_left)
+    stepped.add(optimizer)
 
 
 def _check_parameters(engines: list[Engine], optimizer: Optimizer) -> None:
@@ -95,4 +97,5 @@ def _nothing_left(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
                 "the model was sharded again, as a part of another one, after sw.optimizer_in_backward, so its "
                 "backward takes no steps: call sw.optimizer_in_backward after the last sw.shard"
             )
+    updates_nothing(optimizer)
     return (hollow(optimizer), *args[1:]), kwargs

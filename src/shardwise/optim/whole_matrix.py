@@ -27,8 +27,9 @@ from shardwise.optim.matrices.lane import AHEAD, Arrivals
 from shardwise.optim.matrices.owned_state import OwnedState
 from shardwise.optim.matrices.ownership import Balance, Cost, Owner, product_cost
 from shardwise.optim.matrices.unit_matrices import Lanes, UnitMatrices, pieces_of
+from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import Placement
+from shardwise.sharded.placement import Placement, same_cut
 
 
 def whole_matrix(
@@ -123,8 +124,6 @@ class WholeMatrixOptimizer(Optimizer):
         self._jobs: list[tuple[UnitMatrices, Lanes]] | None = None
         self._owners: dict[Tensor, Owner] = {}
         self._states: dict[Mesh, OwnedState] = {}
-        self._told: dict[int, Any] = {}
-        """What other ranks have been told of the state of this rank's matrices, by number."""
 
     def _matrix_group(self, part: Named) -> dict[str, Any]:
         for _, parameter in part.members:
@@ -183,11 +182,12 @@ class WholeMatrixOptimizer(Optimizer):
         coming = deque(self._gather(job) for job in jobs[:AHEAD])
         leaving: deque[tuple[_Job, Arrivals | None]] = deque()
         across: deque[tuple[_Job, Arrivals | None]] = deque()
+        news: dict[Mesh, dict[int, Any]] = {mesh: {} for mesh in self._states}
         for index, job in enumerate(jobs):
             wholes = job.unit.assemble(coming.popleft(), job.present)
             if index + AHEAD < len(jobs):
                 coming.append(self._gather(jobs[index + AHEAD]))
-            self._update(job.unit, wholes)
+            news[job.unit.mesh] |= self._update(job.unit, wholes)
             leaving.append((job, job.unit.scatter(job.lanes.from_owners, wholes, job.present)))
             if len(leaving) == AHEAD:
                 self._finish(leaving, across)
@@ -196,7 +196,7 @@ class WholeMatrixOptimizer(Optimizer):
         while across:
             done, arrivals = across.popleft()
             done.unit.receive(arrivals)
-        self._tell(jobs)
+        self._tell(news)
 
     @staticmethod
     def _gather(job: _Job) -> Arrivals | None:
@@ -212,13 +212,21 @@ class WholeMatrixOptimizer(Optimizer):
             done.unit.receive(pieces)
         across.append((job, job.unit.replicate(job.lanes.to_replicas, job.present)))
 
-    def _update(self, unit: UnitMatrices, wholes: dict[int, tuple[Tensor, Tensor]]) -> None:
+    def _update(self, unit: UnitMatrices, wholes: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Any]:
+        """Step this rank's matrices. Returns what their state looks like now, by number, where that is not what it
+        looked like before, here and so on other ranks."""
         mine: dict[Tensor, tuple[Tensor, Tensor]] = {unit.faces[index]: whole for index, whole in wholes.items()}
         state = self._states[unit.mesh]
+        before = {parameter: state.describe(self.state.get(parameter, {})) for parameter in mine}
+        news: dict[int, Any] = {}
         for parameter, values in self._run(mine).items():
             assert isinstance(parameter, ShardedParameter)
             owner = self._owners[parameter]
             self.state[parameter] = {name: state.wrap(parameter, owner, value) for name, value in values.items()}
+            described = state.describe(self.state[parameter])
+            if described != before[parameter]:
+                news[self._matrices[parameter].number] = described
+        return news
 
     def _run(self, wholes: Mapping[Tensor, tuple[Tensor, Tensor]]) -> dict[Tensor, dict[str, Any]]:
         """Have the inner optimizer update whole matrices in place, from their gradients. Returns their state."""
@@ -239,24 +247,14 @@ class WholeMatrixOptimizer(Optimizer):
                 matrix = self._matrices[parameter]
                 matrix.inner.data, matrix.inner.grad = matrix.nothing, None
 
-    def _tell(self, jobs: list[_Job]) -> None:
-        """Ranks tell one another what the state of their matrices looks like, as far as it is news: a short message
-        between hosts."""
+    def _tell(self, news: Mapping[Mesh, Mapping[int, Any]]) -> None:
+        """Ranks tell one another what the state of their matrices looks like now: a short message between hosts."""
         every = list(self._matrices)
         for mesh, state in self._states.items():
-            changed: dict[int, Any] = {}
-            for job in jobs:
-                for index in job.present if job.unit.mesh is mesh else ():
-                    face = job.unit.faces[index]
-                    described = state.describe(self.state[face]) if job.unit.is_mine(index) else None
-                    number = self._matrices[face].number
-                    if described is not None and self._told.get(number) != described:
-                        changed[number] = described
-            self._told.update(changed)
-            for number, described in state.tell(changed).items():
+            for number, described in state.tell(news[mesh]).items():
                 parameter = every[number]
                 assert isinstance(parameter, ShardedParameter)
-                if number not in changed:
+                if number not in news[mesh]:
                     self.state[parameter] = state.mirror(parameter, self._owners[parameter], described)
 
     # Who owns what ------------------------------------------------------------------------------------------------
@@ -338,13 +336,16 @@ class WholeMatrixOptimizer(Optimizer):
         given = dict(state_dict["state"])
         matrices = {i: p for i, p in enumerate(parameters) if p in self._matrices}
         of_matrices = {matrices[i]: given.pop(i) for i in matrices if i in given}
-        placed = {p: self._placed(p, values) for p, values in of_matrices.items()}
+        placed = {p: self.cut_state(p, values) for p, values in of_matrices.items()}
         super().load_state_dict({**state_dict, "state": given})
         self.state.update(placed)
-        self._told.clear()
 
-    def _placed(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: self._place(parameter, name, value) for name, value in values.items()}
+    def cut_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of one of its parameters as this rank keeps it: of full tensors the owner's are all, others none.
+        Every rank must be given equal numbers. No communication. Raises as `load_state_dict`."""
+        if parameter in self._matrices:
+            return {name: self._place(parameter, name, value) for name, value in state.items()}
+        return cut_state(parameter, state) if isinstance(parameter, ShardedParameter) else dict(state)
 
     def _place(self, parameter: Tensor, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.numel() == 1:
@@ -353,8 +354,7 @@ class WholeMatrixOptimizer(Optimizer):
         if placement is None:
             return value.to(parameter.device, copy=True)
         if isinstance(value, ShardedParameter):
-            mine, theirs = placement.layout, value.placement.layout
-            if mine.world_size == theirs.world_size and mine.entries[0].start == theirs.entries[0].start:
+            if same_cut(value.placement, placement):
                 return value
             raise UsageError(
                 f"the optimizer's state {name!r} of {placement.fqn!r} has another owner, or was cut into pieces: save "

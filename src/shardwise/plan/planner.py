@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from shardwise.errors import PlanError
-from shardwise.plan.dry_run.job import Job, with_sequences
+from shardwise.errors import ConfigError, PlanError
+from shardwise.plan.dry_run.job import Job, suited_to
 from shardwise.plan.models.source import ModelLike, ModelSource, resolve
+from shardwise.plan.report.assumptions import assumptions, range_words
 from shardwise.plan.report.report import PlanReport, amount, full_name, strategy_name
-from shardwise.plan.search.bounded import Task, by_setting, rounds
+from shardwise.plan.search.bounded import Task, by_setting, leanest, least_job, rounds
 from shardwise.plan.search.bounds import Knowledge
 from shardwise.plan.search.evaluator import STEADY, Evaluator
 from shardwise.plan.search.exploration import (
@@ -21,8 +22,10 @@ from shardwise.plan.search.exploration import (
     Evaluate,
     Exploration,
     Objective,
+    Verdict,
     explore_family,
     gib,
+    judge,
     largest_micro_batch,
     needed_bytes,
     nothing_fits,
@@ -31,7 +34,7 @@ from shardwise.plan.search.exploration import (
 )
 from shardwise.plan.search.processes import Forecasters
 from shardwise.plan.search.space import Family, SearchSpace, search_space
-from shardwise.plan.simulate.forecast import CONTEXT_SOURCE, NCCL_SOURCE, Cost, Forecast
+from shardwise.plan.simulate.forecast import Cost, Forecast
 from shardwise.policy.precision import short_dtype_name
 from shardwise.policy.strategy import Strategy
 from shardwise.suggest import did_you_mean
@@ -52,6 +55,21 @@ COMPARED = {
     "shardwise": ("shardwise", Strategy.FULL_SHARD),
 }
 """By name, (engine, strategy) of what a plan can set side by side."""
+
+
+_LADDER: tuple[Mapping[str, Any], ...] = (
+    {"optimizer_in_backward": True},
+    *(
+        {"offload": places, **steps}
+        for place in ("cpu", "nvme")
+        for places, steps in (
+            (f"optimizer={place}", {}),
+            (f"params={place},optimizer={place}", {}),
+            (f"params={place},optimizer={place}", {"optimizer_in_backward": True}),
+        )
+    ),
+)
+"""What is tried where nothing fits: each leaves less, or costs more, than the one before it."""
 
 
 class Effort(enum.Enum):
@@ -137,15 +155,60 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
         best = exploration.best
         shown = best or forecasters(nearest)
         answers, extra = _answers(question, forecasters, shown, best)
+        if best is None:
+            found = _with_more(question, forecasters, nearest)
+            answers += [] if found is None else [_more_sentence(question, found)]
+            extra |= {} if found is None else {"would_fit": found.to_dict()}
     report = PlanReport(
         title=f"{source.title}: {_count(shown.parameters)} parameters",
         setting=setting(replace(nearest, engine="shardwise") if question.compare else nearest),
         compares=bool(question.compare),
         exploration=exploration,
         assumptions=tuple(assumptions(shown)),
+        range_words=range_words(shown.job.hardware),
         answers=tuple(answers),
     )
     return Plan(source, report, best, extra)
+
+
+def _with_more(question: Question, forecasters: Forecasters, nearest: Job) -> Forecast | None:
+    """Where nothing fits, the best that would if the optimizer stepped in backward, and more and more were kept
+    elsewhere than on the device. None where nothing would, or the question has an answer to offload of its own."""
+    if question.compare or question.arguments.get("offload") is not None or nearest.engine != "shardwise":
+        return None
+    lean = _leanest(question, nearest)
+    for changes in _LADDER:
+        try:
+            job = replace(lean, **changes)
+            narrowed = replace(question, arguments={**question.arguments, **changes}, effort=Effort.QUICK)
+            space = _space(narrowed)
+        except (ConfigError, PlanError):  # disks are for CPU ranks so far; steps in backward add up no gradients
+            continue
+        if job == lean or judge(forecasters(job), question.budget_bytes).verdict is not Verdict.FITS:
+            continue
+        found = _explore(narrowed, space, forecasters, None).best
+        return found if found is not None else forecasters(job)
+    return None
+
+
+def _more_sentence(question: Question, found: Forecast) -> str:
+    """What it would cost."""
+    job = found.job
+    options = [] if job.offload is None else [f"--offload {job.offload.words}"]
+    if job.optimizer_in_backward and not question.arguments.get("optimizer_in_backward"):
+        options.append("--optimizer-in-backward (clip = 0: no norm of all gradients)")
+    waits = found.exposed_offload_s / found.step_time_s
+    parts = {
+        "of a GPU": needed_bytes(found),
+        "of a node's host": found.host_bytes_per_node,
+        "of its disk": found.disk_bytes_per_node,
+    }
+    takes = ", ".join(f"{gib(nbytes)} GiB {where}" for where, nbytes in parts.items() if nbytes)
+    waiting = f", {waits:.0%} of the step waiting for that" if job.offload is not None else ""
+    return (
+        f"With {' and '.join(options)} it would fit: {full_name(job)}: {takes}; "
+        f"{found.tokens_per_s_per_gpu:,.0f} tokens/s a GPU{waiting}."
+    )
 
 
 def _answers(
@@ -171,6 +234,10 @@ def _answers(
         extra["smallest_cluster"] = None if found is None else found.job.world_size
         size = "none that is sensible" if found is None else _gpus_and_nodes(found.job)
         sentences.append(f"The smallest cluster that fits with {full_name(job)}: {size}.")
+    elsewhere = {"host": shown.host_bytes_per_node, "disk": shown.disk_bytes_per_node}
+    if any(elsewhere.values()):
+        words = " and ".join(f"{gib(nbytes)} GiB of its {place}" for place, nbytes in elsewhere.items() if nbytes)
+        sentences.append(f"Beside the devices every node needs {words}.")
     if best is not None and best.cost is not None:
         sentences.append(_cost_sentence(best.cost, best.job.world_size))
     return sentences, extra
@@ -214,43 +281,14 @@ def setting(job: Job) -> str:
         f"{job.attention} attention",
     ]
     words += [f"autocast to {job.autocast}"] if job.autocast else []
+    words += (
+        [{"compute": "float8 products", "gathers": "float8 products and gathers"}[job.float8]] if job.float8 else []
+    )
     words += ["compiled"] if job.compile else []
+    words += [f"offload {job.offload.words}"] if job.offload is not None else []
+    words += ["each unit's step in backward"] if job.optimizer_in_backward else []
     words += [f"as {job.engine} would run it"] if job.engine != "shardwise" else []
     return ", ".join(words)
-
-
-def assumptions(forecast: Forecast) -> Iterator[tuple[str, str]]:
-    """(what, its value and where that is from) of everything that a forecast takes for granted."""
-    job = forecast.job
-    hardware, interconnect, dtype = job.hardware, job.node_interconnect, job.compute_dtype
-    yield "device", hardware.title
-    figures = {
-        "usable memory": (hardware.usable_bytes, f"{gib(hardware.usable_bytes.value)} GiB"),
-        f"peak rate in {dtype}": (
-            hardware.peak_flops.get(dtype, hardware.peak_flops["fp32"]),
-            f"{hardware.peak(dtype) / 1e12:,.0f} TFLOP/s dense",
-        ),
-        "memory bandwidth": (hardware.memory_bytes_per_s, f"{hardware.memory_bytes_per_s.value / 1e9:,.0f} GB/s"),
-        "link in a node": (hardware.link_bytes_per_s, f"{hardware.link_bytes_per_s.value / 1e9:,.0f} GB/s one way"),
-    }
-    if job.nodes > 1:
-        rate = interconnect.bytes_per_s
-        figures[f"between nodes ({interconnect.title})"] = (rate, f"{rate.value / 1e9:,.1f} GB/s one way and node")
-    for name, (figure, words) in figures.items():
-        note = f"; {figure.note}" if figure.note else ""
-        yield name, f"{words} ({figure.source}{note})"
-    if hardware.measured is not None:
-        yield "rates", f"measured on this machine with {hardware.measured.ranks} ranks"
-    given = "as asked for"
-    context = CONTEXT_SOURCE if job.context_bytes is None else given
-    nccl = NCCL_SOURCE if job.nccl_bytes is None else given
-    yield "context", f"{gib(forecast.context_bytes)} GiB beside the allocator ({context})"
-    yield "NCCL", f"{gib(forecast.nccl_bytes)} GiB of buffers beside the allocator ({nccl})"
-    if job.price_per_hour is None and hardware.price_per_hour is not None:
-        yield "price", f"{hardware.price_per_hour.value:g} for an hour of a device ({hardware.price_per_hour.source})"
-    yield "optimizer", f"{job.optimizer}, states in the master dtype"
-    yield "loss", {"model": "the model's own, its logits in memory"}.get(job.loss, job.loss)
-    yield "MFU", "6 N + 12 L d s operations a token over the peak rate; recomputation does not count"
 
 
 def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
@@ -269,6 +307,7 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
             "needed_bytes": needed_bytes(forecast),
             "step_time_s": forecast.step_time_s,
             "tokens_per_s_per_gpu": forecast.tokens_per_s_per_gpu,
+            "tokens_per_s_range": forecast.tokens_per_s_range,
         }
     return plain
 
@@ -333,16 +372,20 @@ def explore(question: Question, progress: Progress | None = None) -> Exploration
 
 
 def _space(question: Question) -> SearchSpace:
-    arguments = with_sequences(resolve(question.model), question.arguments)
-    space = _side_by_side if question.compare else _searched
-    whole = space(question, arguments)
-    for family in whole.families:  # unknown names raise before anything is run
+    space = _side_by_side if question.compare else _quick if question.effort is Effort.QUICK else _searched
+    for family in space(question, question.arguments).families:  # mistakes raise before anything is loaded or run
         _ = family.base.hardware, family.base.node_interconnect
-    return whole
+    return space(question, suited_to(resolve(question.model), question.arguments))
 
 
 def _searched(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
     return search_space(arguments, question.global_batch)
+
+
+def _quick(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
+    """Of each setting the strategy that shards most alone."""
+    families = _searched(question, arguments).families
+    return SearchSpace(tuple(leanest(alike) for alike in by_setting(families)), ())
 
 
 def _side_by_side(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
@@ -420,7 +463,7 @@ def _bounded(question: Question, families: tuple[Family, ...], run: Run) -> list
     found: list[Candidate] = []
     for alike in by_setting(families):
         known = Knowledge(question.budget_bytes)
-        for tasks in rounds(alike, question.effort is Effort.QUICK):
+        for tasks in rounds(alike):
 
             def start(task: Task, evaluate: Evaluate, known: Knowledge = known) -> Iterator[Candidate]:
                 return task.run(evaluate, known.copy(), question.objective)
@@ -430,7 +473,21 @@ def _bounded(question: Question, families: tuple[Family, ...], run: Run) -> list
                 if candidate.forecast is not None:
                     known.learn(candidate.forecast)
             found += candidates
-    return found
+    if any(candidate.verdict is Verdict.FITS for candidate in found):
+        return found
+    return _with_least(question, families, found, run)
+
+
+def _with_least(question: Question, families: tuple[Family, ...], found: list[Candidate], run: Run) -> list[Candidate]:
+    """Where nothing fits, the job that needs least is forecast too: it is what people are told of."""
+
+    def task(job: Job, evaluate: Evaluate) -> Iterator[Candidate]:
+        yield judge(evaluate(job), question.budget_bytes)
+
+    implied = [candidate.job for candidate in found if candidate.forecast is None]
+    jobs = [job for job in map(least_job, by_setting(families)) if job in implied]
+    least = [candidate for each in run([partial(task, job) for job in jobs]) for candidate in each]
+    return [*least, *(candidate for candidate in found if candidate.job not in jobs)]
 
 
 def _is_confirmed(exploration: Exploration, forecasters: Forecasters) -> bool:

@@ -12,36 +12,35 @@ _PLACES = (None, "cpu", "nvme")
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Where the optimizer's state of the units that a call of `sw.shard` makes is kept between steps."""
+    """Where shards and optimizer state are between uses, of the units that a call of `sw.shard` makes."""
 
     params: str | None = None
-    """Of shards. None: the device. "cpu": the host, which on CPU ranks is the same. "nvme" is not there yet."""
+    """Of shards. None: the device. "cpu": the host's memory, which on CPU ranks is the same. "nvme": a file of each
+    rank in `path`, on CPU ranks. The device has four times the largest unit's slice beside its slots."""
     optimizer: str | None = None
-    """Of the optimizer's state. None: beside the shards. "cpu": the host, which on CPU ranks is the same. "nvme": one
-    file for each rank in `path`, on CPU ranks."""
+    """Of the optimizer's state. None: beside the shards. "cpu": the host's memory, which on CPU ranks is the same.
+    "nvme": a file of each rank in `path`, on CPU ranks."""
     path: str | os.PathLike[str] | None = None
     """Directory for the files, on a disk of this machine; made if it is not there."""
     pin: bool = True
-    """Host memory that the device reads is pinned. There is none on CPU ranks."""
+    """Host memory is pinned, so that the device copies from and to it by itself, beside what the host does."""
     ring_bytes: int | None = None
-    """Host memory on a rank through which state goes to and from disk; None: four times the largest parameter's state,
-    64 MiB at least."""
+    """Memory of a rank's device through which optimizer state comes to its step and goes back; None: four times the
+    largest parameter's state, 64 MiB at least."""
 
     def __post_init__(self) -> None:
         for field in ("params", "optimizer"):
             if getattr(self, field) not in _PLACES:
                 raise ConfigError(f"offload.{field}={getattr(self, field)!r}: None, 'cpu' or 'nvme'")
-        if self.params == "nvme":
-            raise ConfigError("offload.params='nvme' is not there yet: only the optimizer's state can be on disk")
-        if self.optimizer == "nvme" and self.path is None:
-            raise ConfigError("offload.optimizer='nvme' needs offload.path: a directory on a local disk")
+            if getattr(self, field) == "nvme" and self.path is None:
+                raise ConfigError(f"offload.{field}='nvme' needs offload.path: a directory on a local disk")
         if self.ring_bytes is not None and (isinstance(self.ring_bytes, bool) or self.ring_bytes < 1):
             raise ConfigError(f"offload.ring_bytes={self.ring_bytes!r}: a number of bytes, at least 1")
 
     def check_device(self, kind: str) -> None:
         """Raise ConfigError for what cannot be on a device of this kind yet."""
         for field in ("params", "optimizer"):
-            if kind != "cpu" and getattr(self, field) is not None:
+            if kind != "cpu" and getattr(self, field) == "nvme":
                 raise ConfigError(
-                    f"offload.{field}={getattr(self, field)!r} on {kind} is not there yet: it works on CPU ranks alone"
+                    f"offload.{field}='nvme' on {kind} is not there yet: it works on CPU ranks alone; 'cpu' is there"
                 )

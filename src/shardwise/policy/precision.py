@@ -9,6 +9,8 @@ from shardwise.errors import ConfigError
 
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 """Short names of dtypes, by torch's names."""
+FEW_BITS = ("nf4", "int8")
+"""Kinds of blocks that frozen weights can be kept in."""
 _ALIASES = {"half": "float16"} | {alias: name for name, short in SHORT_NAMES.items() for alias in (name, short)}
 
 
@@ -16,8 +18,8 @@ _ALIASES = {"half": "float16"} | {alias: name for name, short in SHORT_NAMES.ite
 class Precision:
     """Dtypes of what one call of `sw.shard` makes units of.
 
-    Every field takes a name ("bf16", "fp32", "fp16", "fp64") or a torch dtype. After construction each is a torch name
-    ("bfloat16") or None.
+    Every field but the last two takes a name ("bf16", "fp32", "fp16", "fp64") or a torch dtype. After construction each
+    is a torch name ("bfloat16") or None.
     """
 
     param: str | None = None
@@ -32,10 +34,18 @@ class Precision:
     """Floating-point buffers are cast to it when the model is sharded. None: left alone."""
     cast_inputs: bool = True
     """Cast floating-point inputs of the module given to `sw.shard` to `param`."""
+    frozen: str | None = None
+    """"nf4" or "int8": frozen weights of linear layers are kept and gathered in blocks of 64 such codes with a scale
+    (0.53 and 1.03 bytes an element), and computed with in `param`. Embeddings and heads stay as they are. None: all
+    frozen ones stay in their stored dtype."""
 
     def __post_init__(self) -> None:
+        if self.frozen is not None and self.frozen not in FEW_BITS:
+            near = difflib.get_close_matches(str(self.frozen), FEW_BITS, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"precision.frozen = {self.frozen!r} is none of {', '.join(FEW_BITS)}{hint}")
         for field in fields(self):
-            if field.name != "cast_inputs":
+            if field.name not in {"cast_inputs", "frozen"}:
                 object.__setattr__(self, field.name, dtype_name(getattr(self, field.name), f"precision.{field.name}"))
 
 

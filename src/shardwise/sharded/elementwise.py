@@ -82,7 +82,7 @@ class _Elementwise:
         local_kwargs = {name: _piece(value, first, func) for name, value in kwargs.items()}
         result = func(*local_args, **local_kwargs)
         if written:
-            torch.autograd.graph.increment_version([target.local for target in written])
+            _note_writes(written, [target.local for target in written])
             return written[0] if len(written) == 1 else tuple(written)
         if isinstance(result, Tensor):
             return ShardedParameter(result, first.placement)
@@ -107,7 +107,7 @@ class _Copy(_Elementwise):
         if into_sharded and target.ndim and whole.shape == target.shape:
             fragment = target.fragment
             target.local.copy_(whole.reshape(-1)[fragment.start : fragment.stop], *args[2:], **kwargs)
-            torch.autograd.graph.increment_version([target.local])
+            _note_writes([target], [target.local])
             return target
         return super().__call__(func, args, kwargs)
 
@@ -123,7 +123,7 @@ def _put_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
             "Use sw.unsharded(model, writeback=True)"
         )
     func(target.local, [_piece(indices[0], target, func)], _piece(value, target, func), *args[3:])
-    torch.autograd.graph.increment_version([target.local])
+    _note_writes([target], [target.local])
     return target
 
 
@@ -141,6 +141,14 @@ def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
         _not_a_number(first.placement, value, func)
     # Among 0-d tensors dtypes promote as equals; a 0-d parameter's piece is 1-D, so its partners must be too.
     return value.reshape(1) if first.ndim == 0 else value
+
+
+def _note_writes(written: Sequence[Tensor], pieces: list[Tensor]) -> None:
+    """Operations here bump no versions, and views made here share none."""
+    torch.autograd.graph.increment_version(pieces)
+    for target in written:
+        if type(target) is ShardedParameter and target.home is not None:
+            target.home.note_write()
 
 
 def _not_into_plain(sharded: Placement, func: OpOverload) -> NoReturn:
@@ -186,7 +194,7 @@ class _OnLists:
         local_args = [_locals(value) if _is_tensor_list(value) else value for value in args]
         result = self._call(*local_args, **kwargs)
         if self._writes:
-            torch.autograd.graph.increment_version(local_args[0])
+            _note_writes(args[0], local_args[0])
             return None
         return [part if at is None else ShardedParameter(part, at) for part, at in zip(result, placements, strict=True)]
 

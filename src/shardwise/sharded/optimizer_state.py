@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
-from shardwise.sharded.placement import same_cut
+from shardwise.sharded.placement import Placement, same_cut
 
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of torch's optimizers that is one number, whatever the parameter's shape."""
 
 
-def cut_state(parameter: ShardedParameter, state: Mapping[str, Any]) -> dict[str, Any]:
+Place = Callable[[Tensor, tuple[int, ...]], Placement | None]
+"""Where an optimizer has state of that shape of a parameter; None: where the parameter is."""
+
+
+def cut_state(parameter: ShardedParameter, state: Mapping[str, Any], place: Place | None = None) -> dict[str, Any]:
     """The state of one parameter, with full tensors cut to this rank's pieces. No communication: every rank must have
     been given equal numbers.
+
+    Args:
+        place: of an optimizer that keeps state of other shapes than the parameter's.
 
     Raises UsageError for a tensor that has neither the parameter's shape nor is one number, and for pieces that hold
     other elements than the parameter's.
     """
-    return {name: _cut(parameter, name, value) for name, value in state.items()}
+    return {name: _cut(parameter, name, value, place) for name, value in state.items()}
 
 
-def _cut(parameter: ShardedParameter, name: str, value: Any) -> Any:
+def _cut(parameter: ShardedParameter, name: str, value: Any, place: Place | None) -> Any:
+    own = place(parameter, tuple(value.shape)) if place is not None and isinstance(value, Tensor) else None
+    placement = own or parameter.placement
     if isinstance(value, ShardedParameter):
-        if same_cut(value.placement, parameter.placement):
+        if same_cut(value.placement, placement):
             return value
         raise UsageError(
             f"the optimizer's state {name!r} of {parameter.fqn!r} {tuple(parameter.shape)} was cut for "
@@ -35,10 +44,10 @@ def _cut(parameter: ShardedParameter, name: str, value: Any) -> Any:
         )
     if not isinstance(value, Tensor) or name in _NUMBERS:
         return value
-    if value.shape == parameter.shape:
-        fragment = parameter.fragment
+    if value.shape == placement.shape:
+        fragment = placement.fragment
         piece = value.detach().reshape(-1)[fragment.start : fragment.stop]
-        return ShardedParameter(piece.to(parameter.local.device, copy=True), parameter.placement)
+        return ShardedParameter(piece.to(parameter.device, copy=True), placement)
     if value.ndim <= 1 and value.numel() == 1:
         return value
     raise UsageError(

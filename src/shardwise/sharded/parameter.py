@@ -28,6 +28,8 @@ from shardwise.layout.fragment import Fragment
 from shardwise.sharded import dcp_chunks, penalties, whole
 from shardwise.sharded.placement import FlatPieces, Placement, device_mesh, flat_pieces
 
+_stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
+
 SHARDED_FACE = "_shardwise_sharded"
 """Attribute of a plain parameter that was sharded: its outer face."""
 
@@ -42,7 +44,10 @@ class Owner(Protocol):
     """What a parameter belongs to and tells of its updates: its unit."""
 
     states: Any
-    """What keeps the optimizer's state of its parameters on disk (`offload.StateStore`), or None."""
+    """What keeps the optimizer's state of its parameters elsewhere (`offload.StateStore`), or None."""
+
+    rests_elsewhere: bool
+    """Whether its parameters, or their optimizer's state, rest elsewhere than on the device."""
 
     @property
     def is_running(self) -> bool:
@@ -73,6 +78,32 @@ class Owner(Protocol):
         backward of its model is under way. Every rank must call this."""
 
 
+class Home(Protocol):
+    """Where this rank's slice of some parameters is while nobody reads it, if not in memory."""
+
+    dtype: torch.dtype
+
+    def flat(self) -> Tensor:
+        """The slice in memory, 1-D: a view, and a write to it is kept. No communication."""
+
+    def read_ahead(self) -> None:
+        """It will be wanted soon."""
+
+    def note_write(self) -> None:
+        """It was written, perhaps in a way that no version tells."""
+
+
+class _Piece:
+    """`local` of a parameter that has no memory of its own: a new view each time."""
+
+    def __get__(self, face: ShardedParameter | None, _: object) -> Any:
+        if face is None:
+            return self
+        fragment, home = face.fragment, face.home
+        assert home is not None
+        return home.flat()[fragment.offset : fragment.offset + fragment.numel]
+
+
 class ShardedParameter(Tensor):
     """A parameter, gradient, optimizer state tensor or state_dict handle of which this rank holds one piece.
 
@@ -89,13 +120,15 @@ class ShardedParameter(Tensor):
         ValueError: the piece has another shape than its fragment.
     """
 
-    local: Tensor
+    local: Tensor = _Piece()  # type: ignore[assignment]
     """This rank's piece: 1-D, row-major order. Writing to it in place writes the parameter. Every rank must do so,
     those with an empty piece too: the write is what has a unit that is still gathered be gathered again, which all
     ranks do together. A rank that skips its write computes with old weights while its peers wait for it. `copy_` of a
     plain tensor of the global shape, and with it `load_state_dict`, writes the piece of what this rank was given: every
     rank must be given equal numbers."""
     placement: Placement
+    home: Home | None = None
+    """Where the piece is while nobody reads `local`; None: that has memory of its own."""
     unit: Owner | None = None
     """The unit that the parameter belongs to; None for gradients, optimizer state and handles."""
     inner: torch.nn.Parameter | None = None  # type: ignore[assignment]
@@ -130,13 +163,28 @@ class ShardedParameter(Tensor):
         self.placement = placement
         return self
 
+    @classmethod
+    def at(cls, home: Home, device: torch.device, placement: Placement, requires_grad: bool = False) -> Self:
+        """One whose piece is in memory only while somebody has a view of it."""
+        self: Self = Tensor._make_wrapper_subclass(
+            cls, placement.shape, dtype=home.dtype, device=device, requires_grad=requires_grad
+        )
+        self.home = home
+        self.placement = placement
+        return self
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The shard's."""
+        return _stored_dtype(self)
+
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The shard's dtype; during a forward of the model, the compute dtype: code that casts a tensor to the dtype of
         a module's weights is then right, whether or not that module's unit is the one at work."""
         if self.inner is not None and self.unit is not None and self.unit.is_running:
             return self.inner.dtype
-        return self.local.dtype
+        return _stored_dtype(self)
 
     @property
     def fqn(self) -> str:
@@ -161,6 +209,11 @@ class ShardedParameter(Tensor):
         tensor alone costs one for each rank that has some of it.
         """
         return whole.full_tensor(self)
+
+    def write(self, piece: Tensor) -> None:
+        """Copy to this rank's piece: 1-D, of any dtype, on any device. No communication; every rank must do so, those
+        with an empty piece too."""
+        self.local.copy_(piece)
 
     def receive_grad(self, grad: ShardedParameter) -> None:
         """Make `grad` the reduced gradient and run the post-accumulate hooks. Called by the engine."""
@@ -194,8 +247,8 @@ class ShardedParameter(Tensor):
             elif face.is_read and not penalties.is_one_number(grad):
                 face.unit.take_gradient(face, grad)
             else:
-                piece = penalties.meeting(grad, face.placement).to(face.local.dtype)
-                face.unit.take_penalty(face, piece.expand(face.local.shape))
+                piece = penalties.meeting(grad, face.placement).to(face.stored_dtype)
+                face.unit.take_penalty(face, piece.expand((face.fragment.numel,)))
             face._held_grad, face.grad = face.grad, None  # which autograd would add to
 
         super().register_hook(aside)  # type: ignore[no-untyped-call]
@@ -230,7 +283,8 @@ class ShardedParameter(Tensor):
 
     def without_autograd(self) -> Self:
         """An alias: the same piece, as `detach()` and `.data` give it."""
-        alias = type(self)(self.local, self.placement)
+        home = self.home
+        alias = type(self)(self.local, self.placement) if home is None else self.at(home, self.device, self.placement)
         origin = alias._origin = self if self._origin is None else self._origin
         origin._aliases = [*(held for held in origin._aliases if held() is not None), weakref.ref(alias)]
         return alias
@@ -249,9 +303,9 @@ class ShardedParameter(Tensor):
         """
         if value is self:
             return
-        if value.dtype != self.local.dtype or value.device != self.device:
+        if value.dtype != self.stored_dtype or value.device != self.device:
             raise UsageError(
-                f"cannot turn {self.fqn!r} from {self.local.dtype} on {self.device} into {value.dtype} on "
+                f"cannot turn {self.fqn!r} from {self.stored_dtype} on {self.device} into {value.dtype} on "
                 f"{value.device}: its memory belongs to its unit. Convert the model before sw.shard, or pass "
                 "sw.shard(precision=...)"
             )
@@ -259,7 +313,7 @@ class ShardedParameter(Tensor):
             for held in self._aliases:
                 alias = held()
                 if alias is not None:
-                    alias.local, alias._origin = self.local.clone(), None
+                    alias.local, alias.home, alias._origin = self.local.clone(), None, None
             self._aliases = []
             self.copy_(value)
 
@@ -278,7 +332,7 @@ class ShardedParameter(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         piece = self.fragment
         return (
-            f"ShardedParameter({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.local.dtype}, "
+            f"ShardedParameter({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.stored_dtype}, "
             f"device={self.device}, local=[{piece.start}:{piece.stop}], requires_grad={self.requires_grad})"
         )
 
@@ -371,7 +425,6 @@ _WAYS_OUT: dict[str, str] = {
     "use sw.GradScaler",
     "aten::_local_scalar_dense": _LOOK,
     "aten::_foreach_powsum": "use torch._foreach_norm",
-    "aten::equal": "each rank would have an answer of its own: compare .full_tensor() of both (collective)",
     "aten::view": "each rank holds only a 1-D piece, which has no other shape. weight_norm, pruning and other "
     "parametrizations go before sw.shard, parameters_to_vector and the like into sw.unsharded(model). To compute a "
     "loss outside the model's forward, call sw.unshard(module) first (collective). DistributedDataParallel around a "

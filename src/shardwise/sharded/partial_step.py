@@ -1,4 +1,4 @@
-"""The step of some of an optimizer's parameters: what optimizers in backward and state on disk are made of.
+"""The step of some of an optimizer's parameters: what optimizers in backward and state elsewhere are made of.
 
 An elementwise optimizer keeps everything that it knows by parameter, counters included, so its step over all parameters
 is the same as its steps over some of them, one after another. docs/design/offload.md has the alternatives.
@@ -6,8 +6,9 @@ is the same as its steps over some of them, one after another. docs/design/offlo
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,10 @@ from shardwise.sharded.parameter import Owner, ShardedParameter
 Selected = list[list[Tensor]]
 """By group of an optimizer, some of its parameters."""
 
+_NAMES = "param_names"
 _IS_VIEW = "_shardwise_view"
+_OF_VIEWS = frozenset({_IS_VIEW, "param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
+"""Attributes of a view that are not the optimizer's."""
 
 
 def is_view(optimizer: Optimizer) -> bool:
@@ -39,15 +43,21 @@ def view_of(
     view: Optimizer = object.__new__(type(optimizer))
     view.__dict__.update(
         optimizer.__dict__,
-        param_groups=[
-            {**group, "params": list(some)} for group, some in zip(optimizer.param_groups, selected, strict=True)
-        ],
+        param_groups=[_narrowed(group, some) for group, some in zip(optimizer.param_groups, selected, strict=True)],
         state=optimizer.state if state is None else state,
         _optimizer_step_pre_hooks=OrderedDict(),
         _optimizer_step_post_hooks=OrderedDict(),
         **{_IS_VIEW: True},
     )
     return view
+
+
+def _narrowed(group: dict[str, Any], some: Sequence[Tensor]) -> dict[str, Any]:
+    narrowed = {**group, "params": list(some)}
+    if _NAMES in group:
+        names = {id(p): name for p, name in zip(group["params"], group[_NAMES], strict=True)}
+        narrowed[_NAMES] = [names.get(id(parameter), "") for parameter in some]
+    return narrowed
 
 
 def hollow(optimizer: Optimizer) -> Optimizer:
@@ -60,19 +70,35 @@ def step_some(
 ) -> None:
     """Take the optimizer's step for some of its parameters. No communication; no hooks on the step run.
 
-    Raises UsageError, after the step, for an optimizer that counts in its groups.
+    Raises UsageError, after the step, for an optimizer that keeps what it counts anywhere but by parameter.
     """
     view = view_of(optimizer, selected, state)
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(view)  # torch wraps a class's step to run hooks
+    for parameter in itertools.chain(*selected):
+        if isinstance(parameter, ShardedParameter) and parameter.home is not None and parameter.grad is not None:
+            parameter.home.note_write()
+    for what in _kept_elsewhere(optimizer, view):
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps {what}, not by parameter, so that its step cannot be taken unit by "
+            "unit. Use an optimizer of torch's, without optimizer_in_backward and offload"
+        )
+
+
+def _kept_elsewhere(optimizer: Optimizer, view: Optimizer) -> Iterator[str]:
+    """What a step of the view has written in the view's own groups and attributes, and beside the parameters' state."""
     for number, (own, narrowed) in enumerate(zip(optimizer.param_groups, view.param_groups, strict=True)):
-        changed = [key for key in narrowed if key != "params" and narrowed[key] is not own.get(key)]
-        if changed:
-            raise UsageError(
-                f"{type(optimizer).__name__} wrote {changed[0]!r} of its group {number} in its step: it keeps numbers "
-                "by group, not by parameter, so that its step cannot be taken unit by unit. Use an optimizer of "
-                "torch's, without optimizer_in_backward and offload"
-            )
+        for option in narrowed:
+            if option not in {"params", _NAMES} and narrowed[option] is not own.get(option):
+                yield f"{option!r} in its group {number}"
+    for name, value in view.__dict__.items():
+        # A switch that a first step turns off, as torch's fused optimizers have, counts nothing.
+        if name not in _OF_VIEWS and not isinstance(value, bool) and value is not optimizer.__dict__.get(name):
+            yield f"{name!r} as its attribute"
+    state: Mapping[Any, Any] = view.state
+    for key in state:
+        if not isinstance(key, Tensor):
+            yield f"{key!r} in its state"
 
 
 def by_owner(optimizer: Optimizer) -> Mapping[Owner | None, Selected]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import UsageError
-from shardwise.layout.flat import FlatLayout
+from shardwise.layout.flat import Entry, FlatLayout
 from shardwise.layout.fragment import Fragment
 
 
@@ -67,6 +67,26 @@ def same_cut(a: Placement, b: Placement) -> bool:
         return False
     start_a, start_b = (placement.layout.entries[placement.index].start for placement in (a, b))
     return a.layout.world_size == 1 or (start_a == start_b and a.layout.shard_numel == b.layout.shard_numel)
+
+
+def cuts_at(placement: Placement, numel: int) -> bool:
+    """Whether every rank's piece of a tensor begins at a multiple of so many elements. All ranks answer alike."""
+    layout = placement.layout
+    start = layout.entries[placement.index].start
+    return layout.world_size == 1 or (start % numel == 0 and layout.shard_numel % numel == 0)
+
+
+def of_blocks(placement: Placement, numel: int) -> Placement:
+    """Of a tensor with one element for each block of so many of another (`cuts_at`), on the ranks that have those."""
+    layout = placement.layout
+    entry = layout.entries[placement.index]
+    count, start = -(-entry.numel // numel), entry.start // numel
+    if layout.world_size == 1:
+        start, total = 0, count
+    else:
+        total = layout.numel // numel
+    blocks = FlatLayout((Entry(entry.fqn, (count,), start, count),), total, layout.world_size)
+    return Placement(blocks, 0, placement.shard_group, placement.replicas)
 
 
 @dataclass(frozen=True, slots=True)

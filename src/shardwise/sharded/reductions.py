@@ -3,7 +3,7 @@
 The results are plain 0-d tensors, equal on every rank of the shard group; replicas hold equal pieces, so they get
 equal results without being asked. Every rank must make the call, in the same order. Partial results travel in float64
 (integers in int64; in float32 on a device that has no float64) and are rounded once, at the end; a group of one rank
-computes what torch would. Nothing here waits for a device.
+computes what torch would. Nothing here waits for a device but `torch.equal`, which answers with a bool.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise import accelerators
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
-from shardwise.sharded.placement import Placement
+from shardwise.sharded.placement import Placement, same_cut
 
 Reduce = Callable[[ShardedParameter, Mapping[str, Any]], Tensor]
 
@@ -31,6 +31,8 @@ _HALF = (torch.float16, torch.bfloat16)
 @register_operations
 def handler(func: OpOverload) -> Handler | None:
     """What reduces by `func`, or None where it is not one of these reductions."""
+    if func._schema.name == "aten::equal":
+        return _equal
     names = {argument.name for argument in func._schema.arguments}
     if names & {"out", "other"} or len(func._schema.returns) != 1:
         return None
@@ -177,6 +179,19 @@ def _whole(reduce: Reduce) -> Handler:
         return reduce(tensor, given)
 
     return run
+
+
+def _equal(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether all pieces are, of two tensors that are cut alike."""
+    one, other = args
+    if type(one) is not type(other) or not same_cut(one.placement, other.placement):
+        sharded = one if isinstance(one, ShardedParameter) else other
+        raise NotOnPiecesError(
+            f"{func} of the sharded {sharded.fqn!r} and a tensor that is not cut alike: compare .full_tensor() of both "
+            "(collective)"
+        )
+    differs = torch.tensor(not torch.equal(one.local, other.local), dtype=torch.int64, device=one.device)
+    return not _combine(one.placement.shard_group, differs, "max").item()
 
 
 def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class WaitingGradient(ShardedParameter):
 
     def __new__(cls, parameter: ShardedParameter) -> Self:
         self: Self = Tensor._make_wrapper_subclass(
-            cls, parameter.placement.shape, dtype=parameter.local.dtype, device=parameter.local.device
+            cls, parameter.placement.shape, dtype=parameter.stored_dtype, device=parameter.device
         )
         self.placement = parameter.placement
         self._parameter = weakref.ref(parameter)

@@ -3,7 +3,7 @@
 One tensor alone is put together of the fragments of the ranks that have some of it. Of a model's parameters, which are
 mostly asked for one after another, a unit's are gathered together: in one collective for each flat buffer, when its
 first parameter is asked for. The others are cut out of it, until the last one was, another is asked for out of turn, or
-the weights were written. While units below are asked for, those around them stay.
+the weights were written, or the next forward begins. While units below are asked for, those around them stay.
 """
 
 from __future__ import annotations
@@ -42,24 +42,29 @@ _kept: weakref.WeakKeyDictionary[Collectives, _Kept] = weakref.WeakKeyDictionary
 def full_tensor(tensor: ShardedParameter) -> Tensor:
     """A new plain tensor of the global shape. Every rank of the shard group must call this."""
     placement, face = tensor.placement, tensor.face
-    layout, unit = placement.layout, None if face is None or face.local is not tensor.local else face.unit
+    layout, unit = placement.layout, None if face is None or not _share_memory(face, tensor) else face.unit
     flat = None
     if unit is not None and layout.world_size > 1 and len(layout.entries) > 1 and layout.numel:
-        flat = _of_unit(placement, tensor.local.detach(), unit)
+        flat = _of_unit(placement, tensor, unit)
     if flat is None:
-        return _of_fragments(placement, tensor.local.detach())
+        return of_fragments(placement, tensor.local.detach())
     entry = placement.layout.entries[placement.index]
     return flat[entry.start : entry.stop].view(entry.shape).clone()
 
 
+def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
+    return a.local is b.local if a.home is None else a.home is b.home
+
+
 def forget(units: Iterable[Owner]) -> None:
     """Drop what is kept of these units. No communication, but every rank must do so."""
-    for unit in units:
-        for kept in _kept.values():
+    for kept in _kept.values():
+        for unit in units if kept else ():
             kept.pop(unit, None)
 
 
-def _of_fragments(placement: Placement, local: Tensor) -> Tensor:
+def of_fragments(placement: Placement, local: Tensor) -> Tensor:
+    """A tensor of which each rank has its piece, `local`. Every rank of the shard group must call this."""
     group, own = placement.shard_group, placement.fragment
     flat = torch.empty(placement.layout.entries[placement.index].numel, dtype=local.dtype, device=local.device)
     flat[own.start : own.stop].copy_(local)
@@ -70,7 +75,7 @@ def _of_fragments(placement: Placement, local: Tensor) -> Tensor:
     return flat.view(placement.shape)
 
 
-def _of_unit(placement: Placement, local: Tensor, unit: Owner) -> Tensor | None:
+def _of_unit(placement: Placement, tensor: ShardedParameter, unit: Owner) -> Tensor | None:
     """The flat buffer that the parameter lies in, gathered now if it is the first one there and else if it is the next;
     None if it is neither."""
     kept = _kept.setdefault(placement.shard_group, weakref.WeakKeyDictionary())
@@ -79,7 +84,7 @@ def _of_unit(placement: Placement, local: Tensor, unit: Owner) -> Tensor | None:
     if placement.index == 0:
         for other in [other for other in list(kept) if other is not unit and other not in unit.ancestors]:
             del kept[other]
-        gathered = _Gathered(_gather(placement, local), unit.version, 0)
+        gathered = _Gathered(_gather(placement, tensor.local.detach()), unit.version, 0)
     elif gathered is None or gathered.next != placement.index or gathered.version != unit.version:
         return None
     gathered.next += 1

@@ -26,19 +26,21 @@ from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
 from shardwise.train.build import auto, compute_dtype, rank_consistency
 from shardwise.train.build.models import TextShape, build_model
-from shardwise.train.build.optimizer import Schedule, build_optimizer, set_lr
+from shardwise.train.build.optimizer import align_of, build_optimizer, set_lr
 from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, shard_model
+from shardwise.train.config.schedule import Schedule
 from shardwise.train.config.schema import Config
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
 from shardwise.train.data.tokenizer import files_of
 from shardwise.train.loss import DeviceBatch, LossFunction, StepWeights, evaluate
-from shardwise.train.output.checkpoints import Checkpoints, Resumed
+from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp
 from shardwise.train.output.export import Form, export
 from shardwise.train.output.out_of_memory import explained
 from shardwise.train.output.sample import sample_text
 from shardwise.train.process.interruption import Interrupted, Interruption
 from shardwise.train.process.ranks import Ranks, started
+from shardwise.train.run.checkpoints import Resumed, why_finished
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
 from shardwise.train.run.metrics import MetricsWriter, StepMetrics
@@ -68,28 +70,15 @@ def run(config: Config) -> None:
         config = config.for_ranks(ranks.world_size)
         directory = RunDirectory(config.run_directory)
         with RunConsole(config.train.steps, config.log.every, quiet=not ranks.is_first) as console:
-            finished = ranks.on_first(lambda: _finished(directory, config))
-            if finished:
-                console.say(finished)
+            done = ranks.on_first(lambda: why_finished(directory, config))
+            if done:
+                console.say(done)
                 return
             with ExitStack() as claim:
                 with ranks.together():
                     if ranks.is_first:
                         claim.enter_context(claimed(directory.path, console.say))
                 Trainer(config, ranks, console).run(directory)
-
-
-def _finished(directory: RunDirectory, config: Config) -> str:
-    """Why there is nothing to do, in words; empty where there is. Not collective."""
-    if not directory.is_finished:
-        return ""
-    done = f"{directory.path} is finished: the model is in {directory.final}"
-    if config.train.steps <= (taken := directory.steps_taken):
-        return f"{done}; set log.name to train anew, or train.steps above {taken} to go on"
-    if config.checkpoint.resume == "auto" and sw.checkpoint.latest(directory.path) is None:
-        asked = f"train.steps={config.train.steps}"
-        return f"{done}, and there is no checkpoint from which to go on to {asked}; set log.name to train anew"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +167,7 @@ class Trainer:
     def _shard(self, model: nn.Module) -> nn.Module:
         """Also read `model.weights`, each rank its own bytes. Nothing is drawn that these, or a checkpoint, overwrite.
         Every rank must call this."""
+        self._check_saves()
         weights = self.config.model.weights
         saved_whole = self.resumes and not self.config.lora.r  # else a checkpoint has the adapter alone
         with ExitStack() as stack:
@@ -189,7 +179,9 @@ class Trainer:
             elif weights is not None:
                 with self.ranks.together():  # sharding is collective: a rank without the directory must stop all
                     stack.enter_context(blank_for(weights, model))
-            sharded = shard_model(model, self.config.parallel, self.ranks, self.config.offload)
+            config = self.config
+            align = align_of(config.train)
+            sharded = shard_model(model, config.parallel, self.ranks, config.offload, config.lora, align)
         if saved_whole or weights is None:
             return sharded
         report = sw.checkpoint.load_pretrained(weights, sharded)
@@ -198,6 +190,15 @@ class Trainer:
             f"{report.peak_staged_bytes / 2**20:,.1f} MiB at most beside its shards"
         )
         return sharded
+
+    def _check_saves(self) -> None:
+        offload = self.config.offload
+        elsewhere = next((key for key in ("params", "optimizer") if getattr(offload, key) == "cpu"), None)
+        if elsewhere is not None and self.config.checkpoint.asynchronous and accelerators.has_memory(self.ranks.device):
+            raise ConfigError(
+                f'checkpoint.asynchronous with offload.{elsewhere} = "cpu": the next step would write over what is '
+                "being saved; set checkpoint.asynchronous = false"
+            )
 
     def run(self, directory: RunDirectory) -> None:
         """Train, evaluate, export and sum up. Every rank must call this.

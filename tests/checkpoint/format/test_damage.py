@@ -105,7 +105,9 @@ def test_any_flipped_bit_is_found_where_it_is(name: str, path: Path) -> None:
     verify(path)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.endswith(".safetensors") else []) for name in FILES]
+)
 def test_loading_what_is_damaged_ends_in_one_line_or_in_numbers(name: str, path: Path) -> None:
     """`load` sums no tensors, but it never fails in another way, and it believes nothing else that is damaged."""
     model, optimizer = small()

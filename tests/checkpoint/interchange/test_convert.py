@@ -436,6 +436,7 @@ for pair in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     """256 MiB in tensors of 64 MiB: each way holds a few parts of 32 MiB, whatever the size."""
     for size, numel in (("small", 8), ("large", 4096)):

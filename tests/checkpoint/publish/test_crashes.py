@@ -22,15 +22,14 @@ def _verdicts(kind: str, work: Path, **options: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
         ("rank-1", {"collectives": "gloo"}),
-        ("all-at-rank-0", {}),
-        ("rank-0", {"width": 100_000}),  # its pages go past the page cache
-        ("rank-0", {"asynchronous": True}),
-        ("rank-1", {"asynchronous": True}),
+        pytest.param("all-at-rank-0", {}, marks=pytest.mark.slow),
+        pytest.param("rank-0", {"width": 100_000}, marks=pytest.mark.slow),  # its pages go past the page cache
+        pytest.param("rank-0", {"asynchronous": True}, marks=pytest.mark.slow),
+        pytest.param("rank-1", {"asynchronous": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

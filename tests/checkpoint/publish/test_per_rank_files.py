@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.checkpoint import latest, saving, verify
-from shardwise.checkpoint.publish import consolidation
+from shardwise.checkpoint import latest, verify
+from shardwise.checkpoint.publish import consolidation, writing
 from shardwise.errors import CheckpointError, UsageError
 from tests.checkpoint import states
 from tests.checkpoint.objects import ObjectStore
@@ -227,7 +227,7 @@ def test_in_memory() -> None:
 def test_ranks_without_common_storage_are_told(tmp_path: Path) -> None:
     model = sw.shard(Net())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_SIGHT_S", 0.1)
+        patch.setattr(writing, "_SIGHT_S", 0.1)
         with pytest.raises(CheckpointError, match=r"rank 1 does not see what rank 0 wrote to memory://own/c: .* share"):
             sw.checkpoint.save("memory://own/c", model)
 

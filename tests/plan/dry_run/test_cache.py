@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,16 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     return seen
 
 
+@pytest.fixture(autouse=True)
+def _unloaded() -> Iterator[None]:
+    """What a test changes is no part of the code that is loaded in the next."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("kept_"):
+            del sys.modules[name]
+
+
 def test_a_recording_comes_back_as_it_was(runs: list[Job]) -> None:
     source = resolve(LLAMA)
     first = recorded(source, JOB)
@@ -47,7 +60,9 @@ def test_a_recording_comes_back_as_it_was(runs: list[Job]) -> None:
 def test_jobs_that_the_engine_cannot_tell_apart_share_one(runs: list[Job]) -> None:
     source = resolve(LLAMA)
     first = recorded(source, JOB)
-    changes = {"gpu": "a100-sxm-80gb", "interconnect": "800gbps", "price_per_hour": 2.0, "engine": "fsdp2"}
+    changes = {
+        "gpu": "a100-sxm-80gb", "interconnect": "800gbps", "price_per_hour": 2.0, "engine": "fsdp2", "offload": "cpu",
+    }  # fmt: skip
     for name, value in changes.items():
         other = replace(JOB, **{name: value})
         assert recorded(source, other) == replace(first, job=other)
@@ -86,8 +101,73 @@ def test_a_factory_is_known_by_its_source(monkeypatch: pytest.MonkeyPatch, tmp_p
     source = resolve("kept_tower:build")
     before = recording_name(source, JOB)
     assert before is not None
+    (tmp_path / ".#kept_tower.py").symlink_to("nobody@host.1234")  # an editor's lock
+    assert recording_name(source, JOB) == before
     (tmp_path / "kept_settings.json").write_text("{}")  # code may read it
     assert recording_name(source, JOB) not in {before, None}
+
+
+def project(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
+    """A project whose factory imports from beside its package, and more when it is called. Returns what it imports."""
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / f"{name}_models").mkdir()
+    (folder / f"{name}_common.py").write_text("LAYERS = 2")
+    (folder / f"{name}_models" / "build.py").write_text(
+        f"from {name}_common import LAYERS\nfrom torch import nn\n"
+        "class Net(nn.Sequential):\n    def forward(self, x): return super().forward(x.float()).mean()\n"
+        "def make(): return Net(*(nn.Linear(64, 64) for _ in range(LAYERS)))\n"
+    )
+    return folder / f"{name}_common.py"
+
+
+def test_a_factorys_imports_are_part_of_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for where in ("beside", "elsewhere"):
+        (tmp_path / where).mkdir()
+    common = project(tmp_path / "beside", monkeypatch, "kept_a")
+    names = [recording_name(resolve("kept_a_models.build:make"), JOB)]
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere" / "kept_loaded.py").write_text("")
+    importlib.import_module("kept_loaded")
+    names.append(recording_name(resolve("kept_a_models.build:make"), JOB))
+    assert None not in names
+    assert len(set(names)) == 2
+    common.write_text("LAYERS = 3")  # what is loaded is 2
+    assert recording_name(resolve("kept_a_models.build:make"), JOB) is None
+    common.unlink()
+    assert recording_name(resolve("kept_a_models.build:make"), JOB) is None
+
+
+def test_nothing_is_kept_of_code_that_the_disk_has_no_more(
+    runs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "project").mkdir()
+    common = project(tmp_path / "project", monkeypatch, "kept_b")
+    source = resolve("kept_b_models.build:make")
+    job = replace(JOB, units=1)
+    first = recorded(source, job)
+    assert recorded(source, job) == first
+    assert len(runs) == 1
+    common.write_text("LAYERS = 3")
+    assert recorded(source, job) == first
+    assert len(runs) == 2
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+
+
+def test_an_edit_in_the_middle_of_a_dry_run_keeps_nothing(
+    runs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "project").mkdir()
+    common = project(tmp_path / "project", monkeypatch, "kept_c")
+    source = resolve("kept_c_models.build:make")
+    own = step.record_once
+
+    def edited(builder: Any, job: Job, rank: int = 0) -> Any:
+        common.write_text("LAYERS = 4")
+        return own(builder, job, rank)
+
+    monkeypatch.setattr(step, "record_once", edited)
+    recorded(source, replace(JOB, units=1))
+    assert not (tmp_path / "kept").exists()
 
 
 def test_a_callable_has_no_name() -> None:

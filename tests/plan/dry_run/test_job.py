@@ -10,7 +10,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.dry_run.job import Job, with_sequences
+from shardwise.plan.dry_run.job import Job, suited_to
 from shardwise.plan.models.source import resolve
 from shardwise.plan.simulate.forecast import forecast
 from shardwise.policy.recomputation import Recomputation
@@ -55,6 +55,7 @@ def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: i
         ({"loss": "chunk"}, "did you mean chunked"),
         ({"engine": "fsdp"}, "one of shardwise, fsdp1, fsdp2, deepspeed"),
         ({"compile": "yes"}, "compile='yes': True or False"),
+        ({"lora": -1}, "lora=-1: a whole number from 0 on"),
         ({"separate_reductions": 1}, "separate_reductions=1: True or False"),
         ({"activation_checkpointing": "every-0"}, "choose one of none, full"),
         ({"precision": "bf16"}, "pass sw.Precision"),
@@ -85,16 +86,35 @@ def test_activation_checkpointing(mode: str, parsed: Recomputation) -> None:
 
 @pytest.mark.parametrize(("model", "seq_len"), [("gpt2", 1024), ("llama-3-8b", 2048), ("vit-l-16", 2048)])
 def test_left_out_it_is_what_the_model_takes(model: str, seq_len: int) -> None:
-    assert with_sequences(resolve(model), {"nodes": 2}) == {"nodes": 2, "seq_len": seq_len}
-    assert with_sequences(resolve(model), {"seq_len": None})["seq_len"] == seq_len
-    assert with_sequences(resolve(model), {"seq_len": [256, 512]})["seq_len"] == [256, 512]
+    assert suited_to(resolve(model), {"nodes": 2}) == {"nodes": 2, "seq_len": seq_len, "attention": "sdpa"}
+    assert suited_to(resolve(model), {"seq_len": None})["seq_len"] == seq_len
+    assert suited_to(resolve(model), {"seq_len": [256, 512]})["seq_len"] == [256, 512]
+
+
+def test_a_model_without_fused_attention_is_planned_with_the_one_that_it_has() -> None:
+    """Without a flag; who asks for what transformers has not got is told."""
+    gpt_oss = {
+        "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "num_local_experts": 4,
+        "quantization_config": {"quant_method": "mxfp4"}, "architectures": ["GptOssForCausalLM"],
+    }  # fmt: skip
+    assert suited_to(resolve(gpt_oss), {"attention": None})["attention"] == "eager"
+    assert suited_to(resolve(gpt_oss), {"attention": "sdpa"})["attention"] == "sdpa"
+    job = {"gpus_per_node": 2, "seq_len": 64}
+    planned = forecast(gpt_oss, **job)
+    assert planned.job.attention == "eager"
+    assert planned.parameters == 216_272
+    with pytest.raises(
+        PlanError, match='gpt_oss has no fused attention in transformers: plan it with attention "eager"'
+    ):
+        forecast(gpt_oss, attention="sdpa", **job)
 
 
 def test_longer_than_the_model_takes_is_refused() -> None:
     line = "seq_len=2048 is more than the model's max_position_embeddings=1024; lower seq_len"
     for asked in (2048, [512, 2048]):
         with pytest.raises(PlanError, match=line):
-            with_sequences(resolve("gpt2"), {"seq_len": asked})
+            suited_to(resolve("gpt2"), {"seq_len": asked})
     with pytest.raises(PlanError, match=line):
         forecast("gpt2", seq_len=2048)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan.dry_run import step
-from shardwise.plan.dry_run.depth import deepened, renumbered
+from shardwise.plan.dry_run.depth import deepened
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import Recording
 from shardwise.plan.dry_run.repetition import repeated_blocks
@@ -59,10 +60,18 @@ def check(builder: Callable[[], nn.Module], job: Job, seen: list[Callable[[], nn
     block_by_block = record(builder, job, rank)
     assert once.facts == block_by_block.facts
     assert list(once.facts.unit_bytes) == list(block_by_block.facts.unit_bytes)
-    assert once.events == renumbered(block_by_block.events)
+    assert once.events == block_by_block.events
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+QUICK = ("llama", "mixtral", "hybrid_shard", "one GPU")
+"""The others are as good, and take as long each."""
+
+
+def in_turn(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
+
+
+@pytest.mark.parametrize("model_type", in_turn(ARCHITECTURES))
 def test_block_once_is_block_by_block(model_type: str, wholes: list[Callable[[], nn.Module]]) -> None:
     builder = resolve({"model_type": model_type, **ARCHITECTURES[model_type]}).builder()
     check(builder, Job(seq_len=64, gpus_per_node=4, precision=BF16), wholes)
@@ -78,7 +87,7 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", in_turn(JOBS))
 def test_every_job(name: str, wholes: list[Callable[[], nn.Module]]) -> None:
     config = {"model_type": "llama", **_GROUPED}
     given = {"seq_len": 64, "gpus_per_node": 4, "precision": BF16, **JOBS[name]}
@@ -209,7 +218,7 @@ class Collecting(Tower):
 
 
 def test_what_grows_with_the_depth_is_never_guessed() -> None:
-    assert renumbered(record_once(Collecting, JOB).events) == renumbered(record(Collecting, JOB).events)
+    assert record_once(Collecting, JOB).events == record(Collecting, JOB).events
 
 
 class ByNumber(Tower):
@@ -226,6 +235,20 @@ def test_code_that_counts_on_every_block_is_run_whole() -> None:
     assert record_once(ByNumber, JOB) == record(ByNumber, JOB)
 
 
+@dataclass
+class Builder:
+    """As dataclasses are, without a hash."""
+
+    depth: int = DEPTH
+
+    def __call__(self) -> nn.Module:
+        return Tower()
+
+
+def test_a_builder_without_a_hash(wholes: list[Callable[[], nn.Module]]) -> None:
+    check(Builder(), JOB, wholes)
+
+
 def test_recordings_of_two_models_make_nothing() -> None:
     configs = (
         {"model_type": "llama", **_GROUPED, "num_hidden_layers": depth, "intermediate_size": size}
@@ -233,3 +256,28 @@ def test_recordings_of_two_models_make_nothing() -> None:
     )
     small, other = (record(resolve(config).builder(), JOB) for config in configs)
     assert deepened(small, other, "model.layers", 1, 1, 3) is None
+
+
+class Named(nn.Module):
+    """Blocks whose layers know what they are called, as PEFT's do, or what somebody else is."""
+
+    def __init__(self, of: Callable[[int], int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(DEPTH))
+        for number, block in enumerate(self.layers):
+            linear: Any = block.get_submodule("0")
+            linear.kwargs = {"target_name": f"layers.{of(number)}.0"}
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = input_ids.float()
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def test_a_layers_own_name_may_differ_and_no_other() -> None:
+    job = Job(seq_len=16)
+    own = repeated_blocks(lambda: Named(lambda number: number), job)
+    assert own is not None
+    assert (own.start, own.stop) == (1, DEPTH), "the first one gets what needs no gradient"
+    assert repeated_blocks(lambda: Named(lambda number: DEPTH - number), job) is None

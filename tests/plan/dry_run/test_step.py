@@ -28,7 +28,7 @@ from shardwise.plan.dry_run.recording import (
 from shardwise.plan.dry_run.step import record
 from tests.comm.recording import RecordingCollectives
 from tests.engine.cases import CASES, FP32, MIXED, Case
-from tests.engine.rig import Net, recording, seeded
+from tests.engine.rig import Block, Net, recording, seeded
 
 if TYPE_CHECKING:
     from tests.ranks import RankPools
@@ -96,17 +96,38 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, fused=True)
 
 
-def real(case: Case, precision: sw.Precision, make: Any = adamw) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
+def regression() -> nn.Module:
+    return Regression(3)
+
+
+def wide() -> nn.Module:
+    """With matrices that have moments in 8 bits, and vectors that have not."""
+    model = Regression(2, lambda: Block(72))
+    model.enter, model.leave = nn.Linear(4, 72), nn.Linear(72, 3)
+    return model
+
+
+def real(
+    case: Case,
+    precision: sw.Precision,
+    make: Any = adamw,
+    build: Any = regression,
+    align: int | None = None,
+    in_backward: bool = False,
+) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     with recording():
-        model = case.shard(seeded(lambda: Regression(3)), precision=precision)
+        model = case.shard(seeded(build), precision=precision, align=align)
     optimizer = make(list(model.parameters()))
+    if in_backward:
+        sw.optimizer_in_backward(model, optimizer)
     mesh = require_engine(model).mesh
     groups = {"shard": mesh.shard, "replicate": mesh.replicate, "secondary": mesh.secondary}
     recorded = {name: group for name, group in groups.items() if isinstance(group, RecordingCollectives)}
     for _ in range(2):
         start = {name: len(group.events) for name, group in recorded.items()}
         model(torch.ones(5, 4)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        if not in_backward:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
     sent = [
@@ -125,7 +146,7 @@ def test_engine_memory_and_traffic(ranks: RankPools, case: Case, precision: sw.P
     of_ranks = ranks(case.world_size).run(real, case, precision)
     for rank in (0, case.world_size - 1):
         state, sent = of_ranks[rank]
-        recorded = record(lambda: Regression(3), job_of(case, precision), rank)
+        recorded = record(regression, job_of(case, precision), rank)
         assert state_of(recorded) == state
         dry = traffic_of(recorded)
         for group in ("shard", "replicate", "secondary"):
@@ -137,12 +158,20 @@ def test_muons_memory_and_traffic(ranks: RankPools, case: Case) -> None:
     """To the byte, on every rank: whose matrix is whose, and what travels."""
     of_ranks = ranks(case.world_size).run(real, case, FP32, muon)
     for rank, (state, sent) in enumerate(of_ranks):
-        recorded = record(lambda: Regression(3), job_of(case, FP32, optimizer="muon"), rank)
+        recorded = record(regression, job_of(case, FP32, optimizer="muon"), rank)
         assert state_of(recorded) == state
         dry = traffic_of(recorded)
         for group in ("shard", "replicate"):
             assert [event for event in dry if event[0] == group] == [event for event in sent if event[0] == group]
     assert len({state["optimizer"] for state, _ in of_ranks}) > 1
+
+
+def test_memory_of_moments_in_8_bits(ranks: RankPools) -> None:
+    """To the byte, and so of slices that are aligned to blocks."""
+    case = Case("full_shard", 3)
+    of_ranks = ranks(3).run(real, case, FP32, sw.optim.AdamW8bit, wide, sw.optim.AdamW8bit.BLOCK_NUMEL)
+    for rank, (state, _) in enumerate(of_ranks):
+        assert state_of(record(wide, job_of(case, FP32, optimizer="adamw-8bit"), rank)) == state
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective-ops", "every-2"])

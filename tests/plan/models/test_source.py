@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise as sw
 from shardwise.errors import PlanError
+from shardwise.plan.dry_run.recording import Kernel
 from shardwise.plan.models.source import resolve, shapes
 from shardwise.train.config.files import _toml_value
 
@@ -108,6 +110,25 @@ def test_a_configuration_without_architectures_gets_the_head_of_its_kind() -> No
     assert type(built({**TINY, "architectures": ["LlamaModel"]})).__name__ == "LlamaModel"
 
 
+T5 = {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 320}
+WHISPER = {
+    "model_type": "whisper", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 320, "pad_token_id": 0,
+    "max_source_positions": 50,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [(T5, "T5ForConditionalGeneration"), (WHISPER, "WhisperForConditionalGeneration")]
+)
+def test_what_has_an_encoder_is_built_and_run_with_it(config: dict[str, Any], name: str) -> None:
+    model = built(config)
+    assert type(model).__name__ == name
+    planned = sw.plan.forecast(config, gpus_per_node=2, seq_len=16)
+    assert planned.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert any("encoder" in event.module for event in planned.recording.events if isinstance(event, Kernel))
+
+
 @pytest.mark.parametrize(
     ("model", "line"),
     [
@@ -116,6 +137,7 @@ def test_a_configuration_without_architectures_gets_the_head_of_its_kind() -> No
         ("confg.json", "MODEL 'confg.json' was not found; did you mean config.json"),
         ("empty", "'empty' is a directory without a config.json"),
         ("broken.json", "broken.json is no JSON"),
+        ("run.toml", "run.toml is no JSON: .*; a run's settings are read with --from, beside a MODEL"),
         ("x" * 256, "MODEL 'x*' was not found"),
         ("config.json", 'has no "model_type"'),
         ({"model_type": "lama"}, "model_type 'lama' is unknown to transformers; did you mean llama"),
@@ -140,6 +162,7 @@ def test_what_is_no_model_is_one_line(
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.delitem(sys.modules, "own", raising=False)
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "run.toml").write_text("[train]")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(PlanError, match=line) as caught:
         resolve(model)  # type: ignore[arg-type]

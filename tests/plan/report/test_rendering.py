@@ -11,7 +11,8 @@ import pytest
 
 from shardwise.errors import PlanError
 from shardwise.plan.report.rendering import COLOURS, WIDTH, page_html, table_text, write_page
-from shardwise.plan.report.report import amount
+from shardwise.plan.report.report import amount, range_text
+from shardwise.plan.search.exploration import MEMORY_WORDS
 from shardwise.policy.kinds import KINDS
 from tests.plan.doubles import report
 
@@ -27,14 +28,45 @@ def test_the_table_is_readable_at_80_columns() -> None:
     lines = shown.splitlines()
     assert max(map(len, lines)) <= WIDTH
     header = next(line for line in lines if line.startswith("strategy"))
-    assert header.split() == ["strategy", "batch", "recompute", "GiB", "s/step", "tokens/s", "MFU", "limit"]
+    assert header.split() == ["strategy", "batch", "recompute", "GiB", "tokens/s", "range", "MFU", "limit"]
     rows = lines[lines.index(header) + 1 :]
-    speeds = [float(row.split()[5].replace(",", "")) for row in rows[:10]]
+    speeds = [float(row.split()[4].replace(",", "")) for row in rows[:10]]
     assert speeds == sorted(speeds, reverse=True)
-    why = "no_shard, micro-batch 1, recompute full: needs 115.0 of 80.0 GiB; the optimizer takes 64.0"
+    why = "no_shard, micro-batch 1, recompute full: needs 115.0 of 80.0 GiB, of which 64.0 for optimizer state"
     assert why in " ".join(shown.split())
     for name in ("full_shard", "shard_grad_op", "hybrid_shard/16", "hybrid_shard_zero2/256"):
         assert any(row.startswith(name) for row in rows), "the best of every strategy is shown"
+
+
+def test_short_names_leave_room_for_the_seconds_of_a_step() -> None:
+    shown = report(gpus_per_node=8, strategy="full_shard")
+    lines = table_text(shown).splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("strategy"))
+    assert "s/step" in lines[at].split()
+    best = shown.best
+    assert best is not None
+    assert best.tokens_per_s_range is not None
+    low, high = (end / 1000 for end in best.tokens_per_s_range)
+    assert f"{low:.1f}-{high:.1f}k" in lines[at + 1].split()
+    text = " ".join(" ".join(lines).split())
+    assert "Range of tokens/s: 90% of 46 published runs on this device were between 10% slower and 20%" in text
+    assert "Assumed, and may differ: context: 1.0 GiB; 0.3 to 1.0 GiB have been seen" in text
+
+
+def test_kinds_of_memory_are_told_in_words() -> None:
+    shown = report(gpus_per_node=8)
+    assert set(MEMORY_WORDS) == set(COLOURS)
+    for text in (table_text(shown), page_html(shown)):
+        assert "gathered parameters" in text
+        assert not any(kind in text for kind in ("param_shards", "gathered_slots", "nccl:", "grad_shards"))
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [((270.4, 349.6), "270-350"), ((6094.0, 7828.0), "6.1-7.8k"), ((95_000.0, 120_000.0), "95-120k"), (None, "")],
+)
+def test_ranges_in_few_letters(ends: tuple[float, float] | None, text: str) -> None:
+    assert range_text(ends) == text
 
 
 def test_a_bar_adds_up_to_what_is_needed() -> None:
@@ -77,6 +109,8 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
     assert parser.references == []
     assert not re.search(r"@import|url\(|<script|<link|<img", page)
     assert "&lt;measured&gt;" in page
+    assert "<b>May differ:</b> 0.3 to 1.0 GiB have been seen." in page
+    assert "<dt>its range</dt>" in page
     for section in ("answer", "memory", "table", "timeline", "fallen", "config", "assumptions"):
         assert f'<section id="{section}">' in page
 
@@ -101,7 +135,7 @@ def test_a_page_where_nothing_fits() -> None:
     page = page_html(report(gpus_per_node=1, strategy="no_shard", micro_batch=[1, 2]))
     assert "Nothing fits" in page
     assert '<section id="table">' not in page
-    assert "115.0 of 80.0 GiB: too large" in page
+    assert "114.3 of 80.0 GiB: too large" in page
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:

@@ -24,6 +24,11 @@ CASES: list[tuple[dict[str, Any], int | None, int | None]] = [
     ({"nodes": 2}, 1024, 60 * GIB),
     ({"gpus_per_node": 2}, None, None),
     ({"strategy": ["shard_grad_op", "hybrid_shard"], "nodes": 2}, None, None),
+    ({"gpus_per_node": 1, "offload": "cpu"}, None, None),
+    ({"gpus_per_node": 2, "offload": "params=cpu"}, None, None),
+    ({"gpus_per_node": 4, "offload": "optimizer=cpu"}, None, 60 * GIB),
+    ({"gpus_per_node": 2, "offload": "cpu"}, 64, None),
+    ({"gpus_per_node": 2, "offload": ["none", "optimizer=cpu", "cpu"]}, None, None),
 ]
 """(arguments, global batch, budget)."""
 
@@ -31,21 +36,21 @@ CASES: list[tuple[dict[str, Any], int | None, int | None]] = [
 class Asked:
     """Counts what is forecast."""
 
-    def __init__(self, slack: float) -> None:
+    def __init__(self, slack: float = 1.0, step_s: float = 0.0) -> None:
         self.jobs: list[Job] = []
-        self._slack = slack
+        self._more = {"slack": slack, "step_s": step_s}
 
     def __call__(self, job: Job) -> Any:
         self.jobs.append(job)
-        return formula(job, slack=self._slack)
+        return formula(job, **self._more)
 
 
-def searched(case: int, asked: Asked, objective: Objective, quick: bool = False) -> Exploration:
+def searched(case: int, asked: Asked, objective: Objective) -> Exploration:
     arguments, global_batch, budget = CASES[case]
     found = []
     for families in by_setting(search_space(arguments, global_batch).families):
         known = Knowledge(budget)
-        for tasks in rounds(families, quick):
+        for tasks in rounds(families):
             answers = [c for task in tasks for c in task.run(asked, known.copy(), objective)]
             for candidate in answers:
                 if candidate.forecast is not None:
@@ -61,31 +66,34 @@ def whole_grid(case: int, asked: Asked, objective: Objective) -> Exploration:
 
 
 @pytest.mark.parametrize("objective", [Objective.TOKENS_PER_S, Objective.MICRO_BATCH])
-@pytest.mark.parametrize("slack", [1.0, 1.2])
+@pytest.mark.parametrize(("slack", "step_s"), [(1.0, 0.0), (1.2, 0.0), (1.0, 0.5), (1.1, 5.0)])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_the_winner_is_the_grids(case: int, slack: float, objective: Objective) -> None:
-    few, all_ = Asked(slack), Asked(slack)
+def test_the_winner_is_the_grids(case: int, slack: float, step_s: float, objective: Objective) -> None:
+    few, all_ = Asked(slack, step_s), Asked(slack, step_s)
     found, whole = searched(case, few, objective), whole_grid(case, all_, objective)
     assert len(found.candidates) == len(whole.candidates)
     assert {c.job for c in found.candidates} == {c.job for c in whole.candidates}
     assert (found.best is None) == (whole.best is None)
     if found.best is not None and whole.best is not None:
         assert objective.key(found.best) == objective.key(whole.best)
-    assert len(few.jobs) == len(set(few.jobs)) < 0.7 * len(all_.jobs)
+    assert len(few.jobs) == len(set(few.jobs)) < 0.85 * len(all_.jobs)
     fits = {c.job: c.verdict is Verdict.FITS for c in whole.candidates if c.forecast is not None}
     for candidate in found.candidates:
         if candidate.verdict is Verdict.IMPLIED:
             assert not fits.get(candidate.job, False), candidate
 
 
-def test_a_quick_search_is_that_of_the_strategy_that_shards_most() -> None:
-    found = searched(0, Asked(1.0), Objective.TOKENS_PER_S, quick=True)
-    assert {c.job.strategy.value for c in found.candidates} == {"full_shard"}
-    assert found.best is not None
+@pytest.mark.parametrize(("case", "most"), [(12, 9), (13, 9), (14, 11), (16, 28)])
+def test_copies_rule_out_what_computation_would_not(case: int, most: int) -> None:
+    """Where a step waits for copies, kinds of recomputation that need more memory are not tried at all batches; by
+    computation alone it takes 14, 13, 22 and 66 forecasts."""
+    asked = Asked(1.1, 0.5)
+    searched(case, asked, Objective.TOKENS_PER_S)
+    assert len(asked.jobs) <= most
 
 
 def test_states_alone_rule_a_strategy_out() -> None:
-    asked = Asked(1.0)
+    asked = Asked()
     found = searched(2, asked, Objective.TOKENS_PER_S)
     assert not [job for job in asked.jobs if job.strategy.value == "no_shard"]
     why = next(c.limited_by for c in found.candidates if c.job.strategy.value == "no_shard")

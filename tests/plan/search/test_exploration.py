@@ -19,6 +19,7 @@ from shardwise.plan.search.exploration import (
     nothing_fits,
     ranked,
     smallest_cluster,
+    ways_out,
 )
 from shardwise.plan.search.space import search_space
 from tests.plan.doubles import GIB, formula
@@ -99,8 +100,8 @@ def test_what_holds_each_back_and_why_others_fall_out() -> None:
     assert of("full_shard", 4, "none").limited_by == "memory"
     assert of("full_shard", 16, "full").limited_by == "compute"
     assert of("full_shard", 1, "full").verdict is Verdict.SLOWER
-    assert of("full_shard", 16, "none").limited_by == "needs 144.0 of 80.0 GiB; activations take 128.0"
-    assert of("no_shard", 1, "full").limited_by == "needs 115.0 of 80.0 GiB; the optimizer takes 64.0"
+    assert of("full_shard", 16, "none").limited_by == "needs 144.0 of 80.0 GiB, of which 128.0 for activations"
+    assert of("no_shard", 1, "full").limited_by == "needs 115.0 of 80.0 GiB, of which 64.0 for optimizer state"
     assert of("no_shard", 16, "none").limited_by == "as micro-batch 1, or more"
     assert exploration.candidates[0].forecast is exploration.best
 
@@ -113,7 +114,7 @@ def test_a_budget_is_what_fits() -> None:
     with pytest.raises(
         PlanError,
         match=r"nothing fits 8 x h100-sxm-80gb: the nearest, no_shard with micro-batch 2, all blocks recomputed, needs "
-        r"116\.0 of 10\.0 GiB; the optimizer takes 64\.0; use a smaller micro-batch, full_shard, more GPUs or a GPU",
+        r"116\.0 of 10\.0 GiB, of which 64\.0 for optimizer state; use a smaller micro-batch, full_shard, more GPUs",
     ):
         raise nothing_fits(tight)
 
@@ -143,6 +144,25 @@ def test_the_smallest_cluster_is_the_first_that_fits(usable: float) -> None:
     assert found is not None
     assert found.job == on(next(size for size in sizes if formula(on(size), usable_bytes=int(usable * GIB)).fits))
     assert len(asked.jobs) < 25
+
+
+def test_one_gpu_may_do_where_two_do_not() -> None:
+    """They need a communicator, which takes more than the half of a small model that they save."""
+
+    def small(job: Job) -> Any:
+        return replace(formula(job), memory={"optimizer": GIB // 2 // job.world_size}, usable_bytes=int(1.9 * GIB))
+
+    assert not small(Job(gpus_per_node=2)).fits
+    assert not small(Job(gpus_per_node=4)).fits
+    found = smallest_cluster(small, Job(gpus_per_node=4))
+    assert found is not None
+    assert found.job.world_size == 1
+
+
+def test_ways_out_are_some() -> None:
+    assert ways_out(Job(gpus_per_node=1, strategy="no_shard")) == (  # type: ignore[arg-type]
+        "use activation checkpointing, more GPUs or a GPU with more memory"
+    )
 
 
 def test_a_group_to_reshard_to_is_no_matter_in_a_smaller_cluster() -> None:

@@ -1,5 +1,7 @@
 """Recordings made from others are the ones that a dry run would give."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +33,15 @@ def recorded(config: dict[str, Any], micro_batch: int, **more: Any) -> Recording
 @pytest.mark.parametrize("mode", ["none", "selective-ops"])
 def test_what_is_made_equals_what_is_recorded(config: dict[str, Any], mode: str) -> None:
     two, four = (recorded(config, size, activation_checkpointing=mode) for size in (2, 4))
-    assert scaled(two, four, 7) == recorded(config, 7, activation_checkpointing=mode)
+    made, whole = scaled(two, four, 7), recorded(config, 7, activation_checkpointing=mode)
+    assert made == whole
+
+
+def test_the_first_recording_of_a_process_is_as_any_other() -> None:
+    """What the process did before, such as torch's own first use, numbers no blocks."""
+    program = "from tests.plan.simulate.test_scaling import *; print(recorded(LLAMA, 2) == recorded(LLAMA, 2))"
+    fresh = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert fresh.stdout == "True\n", fresh.stderr
 
 
 def test_recordings_that_are_not_alike_make_nothing() -> None:
@@ -59,7 +69,8 @@ def test_a_long_accumulation_is_forecast_from_short_ones() -> None:
     evaluate = Evaluator(resolve(LLAMA))
     made, whole = evaluate(job).to_dict(), Evaluator(resolve(LLAMA), scale=False)(job).to_dict()
     assert evaluate.recorded == 2
-    timed = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "exposed_comm_s")
+    timed = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "compute_s", "exposed_comm_s")
     for name in timed:
         assert made.pop(name) == pytest.approx(whole.pop(name), rel=1e-3), name
+    assert made.pop("tokens_per_s_range") == pytest.approx(whole.pop("tokens_per_s_range"), rel=1e-3)
     assert made == whole

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,7 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardwise as sw
-from shardwise.train.build.optimizer import Schedule, build_optimizer, options_of, set_lr, set_options
+from shardwise.train.build.optimizer import align_of, build_optimizer, options_of, set_lr, set_options
+from shardwise.train.config.schedule import Schedule
 from shardwise.train.config.schema import TrainConfig
 
 
@@ -28,6 +31,19 @@ def test_a_model_without_matrices() -> None:
 def test_it_is_fused() -> None:
     assert build_optimizer(nn.Linear(2, 2), TrainConfig(steps=1)).defaults["fused"] is True
     assert isinstance(build_optimizer(nn.Linear(2, 2), TrainConfig(steps=1)), torch.optim.AdamW)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw-bf16", sw.optim.AdamWBF16), ("adamw-8bit", sw.optim.AdamW8bit)])
+def test_adamw_with_less_state_has_the_same_groups(name: Any, kind: type[torch.optim.Optimizer]) -> None:
+    model = sw.shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
+    config = TrainConfig(steps=1, optimizer=name, weight_decay=0.3, lr=0.5)
+    optimizer = build_optimizer(model, config)
+    assert type(optimizer) is kind
+    assert align_of(config) == (256 if name == "adamw-8bit" else None)
+    assert [(len(g["params"]), g["weight_decay"], g["lr"], g["betas"]) for g in optimizer.param_groups] == [
+        (2, 0.3, 0.5, (0.9, 0.95)),
+        (2, 0.0, 0.5, (0.9, 0.95)),
+    ]
 
 
 def test_muon_has_hidden_matrices_and_adamw_the_rest() -> None:

@@ -228,5 +228,8 @@ def test_an_adapter_needs_its_rank(path: Path) -> None:
     assert load(path).lora.r == 0
     assert load(path, ["lora.r=8", "lora.alpha=4", 'lora.targets=["q_proj"]']).lora.targets == ["q_proj"]
     assert load(path, ["lora.r=0", "lora.alpha=4"]).lora.r == 0
+    assert load(path, ["lora.r=8", "lora.base=nf4"]).lora.base == "nf4"
+    with pytest.raises(ConfigError, match=r"lora\.base.*(nf4|int8)"):
+        load(path, ["lora.r=8", "lora.base=nf3"])
     with pytest.raises(ConfigError, match=r"\[lora\] alpha is given and r is not: set r"):
         load(path, ["lora.alpha=4"])

@@ -8,8 +8,8 @@ import shardwise as sw
 from shardwise.model_tools.memory import replicated
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp, format_bytes, memory_line
-from shardwise.train.output.sample import Sample
 from shardwise.train.run.metrics import StepMetrics
+from shardwise.train.run.sample import Sample
 
 
 class Clock:

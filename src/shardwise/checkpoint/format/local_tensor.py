@@ -15,7 +15,9 @@ from shardwise.checkpoint.names.index_map import IndexMap, Place
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.errors import UsageError
 from shardwise.layout.ranges import Range, share
-from shardwise.offload.state_on_disk import StateOnDisk
+from shardwise.offload.resting_state import RestingState
+from shardwise.sharded.blocks import BLOCK_NUMEL
+from shardwise.sharded.few_bits import FewBitsParameter
 from shardwise.sharded.parameter import ShardedParameter
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
@@ -119,30 +121,31 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False)
-class PieceOnDisk(Piece):
-    """Optimizer state that is kept on disk: `tensor` has its number of elements, and no memory."""
+class StateAtRest(Piece):
+    """Optimizer state that rests elsewhere: `tensor` has its number of elements, and no memory."""
 
-    state: StateOnDisk = field(kw_only=True)
+    state: RestingState = field(kw_only=True)
     skipped: int = 0
     """Elements of this rank's state before the piece."""
 
     def part(self, flat: Tensor, start: int) -> Piece:
         """See `Piece`."""
         skipped = self.skipped + start - self.start
-        return PieceOnDisk(
+        return StateAtRest(
             self.names, self.shape, flat, start, False, self.places, self.ranks, skipped, state=self.state
         )
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
-        """See `WritablePiece`. Read from the state's file a chunk at a time."""
+        """See `WritablePiece`. Read from its medium a chunk at a time."""
         assert len(runs) <= 1, "state is stored as it is"
         for part in runs.stretches(_step(self.tensor.itemsize, runs)):
             chunk = torch.empty(part.numel, dtype=self.tensor.dtype)
-            self.state.store.read_into(self._byte(int(part.there[0])), chunk)
+            self.state.room.check()
+            self.state.room.medium.read_into(self._byte(int(part.there[0])), chunk)
             yield int(part.here[0]), bytes_of(chunk)
 
     def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
-        """See `ReadablePiece`. Written to the state's file a chunk at a time."""
+        """See `ReadablePiece`. Written to its medium a chunk at a time."""
         runs = self.held_at(place)
         dtype, staged_bytes = DTYPES[layout.tensors[place.name].dtype], 0
         for part in runs.stretches(_step(dtype.itemsize, runs)):
@@ -150,12 +153,108 @@ class PieceOnDisk(Piece):
             start = layout.byte_range(place.name, int(part.here[0]), int(part.here[0])).start
             reader.ask(start, bytes_of(chunk), past_cache)
             reader.finish()
-            self.state.store.write_from(self._byte(int(part.there[0])), chunk.to(self.tensor.dtype))
+            self.state.room.medium.write_from(self._byte(int(part.there[0])), chunk.to(self.tensor.dtype))
             staged_bytes = max(staged_bytes, chunk.nbytes)
         return Read(runs.numel * dtype.itemsize, staged_bytes)
 
     def _byte(self, element: int) -> int:
         return self.state.start + (self.skipped + element) * self.tensor.itemsize
+
+
+@dataclass(slots=True, eq=False)
+class PieceAtRest(Piece):
+    """A parameter whose shard rests elsewhere: `tensor` has its number of elements, and no memory."""
+
+    face: ShardedParameter = field(kw_only=True)
+    skipped: int = 0
+    """Elements of this rank's piece before this one."""
+
+    def part(self, flat: Tensor, start: int) -> Piece:
+        """See `Piece`."""
+        skipped = self.skipped + start - self.start
+        return PieceAtRest(self.names, self.shape, flat, start, False, self.places, self.ranks, skipped, face=self.face)
+
+    def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
+        """See `WritablePiece`. The shard is in memory until the last chunk is written."""
+        yield from self._here().chunks(runs)
+
+    def begin_overwrite(self) -> bool:
+        """See `ReadablePiece`."""
+        assert self.face.unit is not None
+        self.face.unit.stepped()
+        return bool(self.tensor.numel())
+
+    def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
+        """See `ReadablePiece`. The shard is in memory until another one is wanted."""
+        here = self._here()
+        here.begin_overwrite()
+        done = here.fill(reader, layout, place, past_cache)
+        reader.finish()
+        return done
+
+    def _here(self) -> Piece:
+        return self.with_tensor(self.face.local.detach()[self.skipped : self.skipped + self.tensor.numel()])
+
+
+@dataclass(slots=True, eq=False)
+class PieceInFewBits(Piece):
+    """Of a frozen parameter that is kept in blocks and stored in full: `tensor` has its number of elements, on the
+    meta device."""
+
+    parameter: FewBitsParameter = field(kw_only=True)
+    _arriving: Tensor | None = None
+    """The piece's numbers, where they come in parts that are no whole blocks."""
+    _missing: int = 0
+    """Elements of it that have not come yet."""
+
+    def part(self, flat: Tensor, start: int) -> Piece:
+        """See `Piece`."""
+        return PieceInFewBits(
+            self.names, self.shape, flat, start, False, self.places, self.ranks, parameter=self.parameter
+        )
+
+    def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
+        """See `WritablePiece`. Decoded a chunk at a time, or whole where elements lie in another order."""
+        flat = self._read(0, self.tensor.numel()) if len(runs) > 1 else None
+        for part in runs.stretches(_step(self.tensor.itemsize, runs)):
+            first = int(part.there[0])
+            values = self._read(first, first + part.numel) if flat is None else _at(flat, part)
+            yield int(part.here[0]), bytes_of(values.cpu())
+
+    def _read(self, first: int, last: int) -> Tensor:
+        """Elements [first, last) of this piece."""
+        start = self.start + first
+        skipped = (start - self.parameter.fragment.start) % BLOCK_NUMEL
+        return self.parameter.read(start - skipped, self.start + last)[skipped:]
+
+    def begin_overwrite(self) -> bool:
+        """See `ReadablePiece`."""
+        self.parameter.begin_overwrite()
+        return bool(self.tensor.numel())
+
+    def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
+        """See `ReadablePiece`. Encoded a chunk at a time where the whole piece lies there in order; else it is put
+        together first, in memory of its own."""
+        dtype, numel = DTYPES[layout.tensors[place.name].dtype], self.tensor.numel()
+        runs = self.held_at(place)
+        in_order = len(runs) == 1 and runs.numel == numel
+        if not in_order and self._arriving is None:
+            self._arriving, self._missing = torch.empty(numel, dtype=self.tensor.dtype), numel
+        staged_bytes = 0
+        for part in runs.stretches(_step(dtype.itemsize, runs) // BLOCK_NUMEL * BLOCK_NUMEL):
+            chunk, start = torch.empty(part.numel, dtype=dtype), int(part.here[0])
+            reader.ask(layout.byte_range(place.name, start, start).start, bytes_of(chunk), past_cache)
+            reader.finish()
+            if self._arriving is None:
+                self.parameter.write_at(int(part.there[0]), chunk)
+                staged_bytes = max(staged_bytes, chunk.nbytes)
+            else:
+                staged_bytes = max(staged_bytes, _put(chunk, self._arriving, part) + self._arriving.nbytes)
+                self._missing -= part.numel
+        if self._arriving is not None and not self._missing:
+            self.parameter.write_at(0, self._arriving)
+            self._arriving = None
+        return Read(runs.numel * dtype.itemsize, staged_bytes)
 
 
 def _at(flat: Tensor, part: IndexMap) -> Tensor:
@@ -194,12 +293,15 @@ def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | N
     if tensor.dtype not in NAMES:
         raise UsageError(f"{names[0]!r} is of {tensor.dtype}, which safetensors files cannot hold")
     places = places or (Place.whole(names[0], tensor.shape),)
-    if isinstance(tensor, StateOnDisk):
-        like = torch.empty(1, dtype=tensor.dtype).expand(tensor.fragment.numel)
-        ranks, start = tensor.placement.shard_group.world_size, tensor.fragment.start
-        return PieceOnDisk(tuple(names), tuple(tensor.shape), like, start, False, places, ranks, state=tensor)
     if isinstance(tensor, ShardedParameter):
-        ranks = tensor.placement.shard_group.world_size
-        local = tensor.local.detach()
-        return Piece(tuple(names), tuple(tensor.shape), local, tensor.fragment.start, False, places, ranks)
+        ranks, start, shape = tensor.placement.shard_group.world_size, tensor.fragment.start, tuple(tensor.shape)
+        if isinstance(tensor, FewBitsParameter):
+            meta = torch.empty(tensor.fragment.numel, dtype=tensor.dtype, device="meta")
+            return PieceInFewBits(tuple(names), shape, meta, start, False, places, ranks, parameter=tensor)
+        like = torch.empty(1, dtype=tensor.dtype).expand(tensor.fragment.numel)
+        if isinstance(tensor, RestingState):
+            return StateAtRest(tuple(names), shape, like, start, False, places, ranks, state=tensor)
+        if tensor.home is not None:
+            return PieceAtRest(tuple(names), shape, like, start, False, places, ranks, face=tensor)
+        return Piece(tuple(names), shape, tensor.local.detach(), start, False, places, ranks)
     return Piece(tuple(names), tuple(tensor.shape), tensor.detach(), 0, True, places)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.checkpoint.format.local_tensor import DTYPES, Piece
+from shardwise.checkpoint.format.local_tensor import DTYPES, Piece, PieceAtRest
 from shardwise.checkpoint.format.model_state import pieces_to_read
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.names.index_map import Place
@@ -96,6 +96,8 @@ def match(model: nn.Module, stored: Mapping[str, StoredTensor], find: Find = fin
 
 
 def _check_writable(piece: Piece) -> None:
+    if isinstance(piece, PieceAtRest):
+        return
     strides = zip(piece.tensor.stride(), piece.tensor.shape, strict=True)
     if piece.tensor.numel() and any(stride == 0 and size > 1 for stride, size in strides):
         raise UsageError(

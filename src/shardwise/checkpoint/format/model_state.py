@@ -104,14 +104,16 @@ def _written_by_loads(model: nn.Module) -> Callable[[Tensor], bool]:
         return {_memory(value) for value in (*registered, *attributes) if isinstance(value, Tensor)}
 
     # Only what hooks put into the state_dict comes further than the first test.
-    return lambda tensor: id(tensor) in ids or _memory(tensor) in memories() or not _plain(tensor).numel()
+    return lambda tensor: id(tensor) in ids or _memory(tensor) in memories() or not _numel(tensor)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, ShardedParameter) else tensor
+def _numel(tensor: Tensor) -> int:
+    return tensor.fragment.numel if isinstance(tensor, ShardedParameter) else tensor.numel()
 
 
 def _memory(tensor: Tensor) -> int:
     """Of tensors that exist, the same for those that share memory."""
-    plain = _plain(tensor)
+    if isinstance(tensor, ShardedParameter) and tensor.home is not None:  # it has none of its own
+        return id(tensor.face or tensor)
+    plain = tensor.local if isinstance(tensor, ShardedParameter) else tensor
     return plain.untyped_storage()._cdata if plain.layout is torch.strided else id(tensor)

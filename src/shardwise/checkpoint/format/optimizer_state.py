@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece_of
 from shardwise.checkpoint.format.training_json import check_json
 from shardwise.errors import UsageError
-from shardwise.offload.state_store import store_of
+from shardwise.offload.step import store_of
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 
 _BY_POSITION = {"params", "param_names"}
@@ -75,7 +75,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
         for fqn, parameter in members:
             state[fqn] = {}
             for name, value in optimizer.state.get(parameter, {}).items():
-                state[fqn][name] = _value(f"{fqn}.{name}", value, parameter, pieces)
+                state[fqn][name] = _value(f"{fqn}.{name}", value, parameter, pieces, places_state(optimizer))
     _check_owners(optimizer, named)
     dtypes = {fqn: NAMES[parameter.dtype] for members in named for fqn, parameter in members}
     return OptimizerState({"class": class_of(optimizer), "groups": groups, "dtypes": dtypes, "state": state}, pieces)
@@ -102,8 +102,16 @@ def _option(key: str, value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any:
-    """The JSON form of one value of the state; a tensor is appended to `pieces`."""
+def places_state(optimizer: Optimizer) -> bool:
+    """Whether it says itself where state lies that has another shape than its parameter (`state_placement`)."""
+    return hasattr(optimizer, "state_placement")
+
+
+def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece], any_shape: bool) -> Any:
+    """The JSON form of one value of the state; a tensor is appended to `pieces`.
+
+    `any_shape`: also of a parameter that is not sharded.
+    """
     if isinstance(value, ShardedParameter) and type(parameter) is ShardedParameter:
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
@@ -116,7 +124,7 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece]) -> Any
         return copy.deepcopy(value)
     if value.numel() == 1 and not value.is_complex() and not isinstance(value, ShardedParameter):
         return {"scalar": value.item(), "dtype": NAMES[value.dtype], "shape": list(value.shape)}
-    if value.shape == parameter.shape and not isinstance(parameter, ShardedParameter):
+    if (any_shape or value.shape == parameter.shape) and not isinstance(parameter, ShardedParameter):
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
     raise UsageError(
@@ -150,7 +158,10 @@ def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
     """
     dtype = DTYPES[saved["dtype"]]
     if isinstance(parameter, ShardedParameter) and saved["shape"] and tuple(saved["shape"]) == parameter.shape:
-        return ShardedParameter(torch.full_like(parameter.local, saved["scalar"], dtype=dtype), parameter.placement)
+        return ShardedParameter(
+            torch.full((parameter.fragment.numel,), saved["scalar"], dtype=dtype, device=parameter.device),
+            parameter.placement,
+        )
     device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
     return torch.full(saved["shape"], saved["scalar"], dtype=dtype, device=device)
 
@@ -160,29 +171,40 @@ def room_for(optimizer: Optimizer, parameter: Tensor, name: str, dtype: torch.dt
     where the optimizer places its state itself (`state_placement`). The optimizer's current value is reused if shape,
     dtype and sharding agree: state is not held twice."""
     present = optimizer.state.get(parameter, {}).get(name)
+    if isinstance(parameter, ShardedParameter):
+        return _sharded_room(optimizer, parameter, (name, present), dtype, shape)
+    wanted = shape if places_state(optimizer) else tuple(parameter.shape)
+    same = present if isinstance(present, Tensor) and not isinstance(present, ShardedParameter) else None
+    if same is not None and (tuple(same.shape), same.dtype) == (wanted, dtype):
+        return same
+    if wanted != parameter.shape:
+        return torch.empty(wanted, dtype=dtype, device=parameter.device)
+    return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+def _sharded_room(
+    optimizer: Optimizer,
+    parameter: ShardedParameter,
+    named: tuple[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> Tensor:
+    """`named`: the state's name and its current value."""
+    name, present = named
     own_placement = getattr(optimizer, "state_placement", None)
-    placement = None if own_placement is None else own_placement(parameter, shape)
-    if placement is not None:
-        assert isinstance(parameter, ShardedParameter)
-        if isinstance(present, ShardedParameter) and (present.shape, present.dtype) == (shape, dtype):
-            return present
-        numel = placement.fragment.numel
-        return ShardedParameter(torch.empty(numel, dtype=dtype, device=parameter.local.device), placement)
+    own = None if own_placement is None else own_placement(parameter, shape)
     store = store_of(parameter)
-    if store is not None and isinstance(parameter, ShardedParameter):
-        room = store.place(parameter, name)
+    if store is not None and (own is None or hasattr(optimizer, "first_state")):
+        room = store.place(optimizer, parameter, name)
         if room is None or room.dtype != dtype:
             raise UsageError(
-                f"optimizer state {name!r} of {parameter.fqn!r} in {dtype} has no room on disk ({store.directory}): "
-                "load it into an optimizer of the same kind and options, or leave offload.optimizer out"
+                f"optimizer state {name!r} of {parameter.fqn!r} in {dtype} has no room "
+                f"{store.medium.where}: load it into an optimizer of the same kind and options, or leave "
+                "offload.optimizer out"
             )
         return room
-    if (
-        isinstance(present, Tensor)
-        and isinstance(present, ShardedParameter) == isinstance(parameter, ShardedParameter)
-        and (present.shape, present.dtype) == (parameter.shape, dtype)
-    ):
+    placement = own or parameter.placement
+    if isinstance(present, ShardedParameter) and (present.shape, present.dtype) == (placement.shape, dtype):
         return present
-    if isinstance(parameter, ShardedParameter):
-        return ShardedParameter(torch.empty_like(parameter.local, dtype=dtype), parameter.placement)
-    return torch.empty_like(parameter.detach(), dtype=dtype)
+    numel = placement.fragment.numel
+    return ShardedParameter(torch.empty(numel, dtype=dtype, device=parameter.device), placement)

@@ -1,39 +1,26 @@
-"""Agreement between the ranks of one save or load, a few bytes at a time."""
+"""The ranks of a mesh as they save and load together."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
-import xxhash
 
-from shardwise.checkpoint.ranks import save_thread
+from shardwise.checkpoint.ranks.agreement import Agreement
 from shardwise.engine.mesh import Mesh
-from shardwise.errors import CheckpointError, MismatchError, PeerError, UsageError
-
-_TEXT_BYTES = 3584
-"""Of an error's text that other ranks quote; each is one int64 of a collective."""
-_POSITIVE_BITS = 62
+from shardwise.errors import UsageError
 
 
-class Peers:
+class Peers(Agreement):
     """All ranks of a mesh, replicas included. Every method is collective."""
 
     def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank, mesh.world_size)
         self._mesh = mesh
-        self.rank = mesh.replicate.rank * mesh.shard.world_size + mesh.shard.rank
-        self.world_size = mesh.world_size
         self.replicas = mesh.replicate.world_size
         self.replica = mesh.replicate.rank
         if mesh.is_dry and mesh.world_size > 1:
             raise UsageError("a dry run has no weights: checkpoints are saved and loaded by real ranks")
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which writes headers, small files and the manifest."""
-        return self.rank == 0
 
     @property
     def reads_alone(self) -> bool:
@@ -42,61 +29,8 @@ class Peers:
         machines = [rank // local_ranks for rank in self._mesh.spans[1]]
         return len(set(machines)) == len(machines)
 
-    @contextmanager
-    def together(self, doing: str, seen: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Either all ranks exit or all raise: the failing rank its own error, the others a PeerError quoting it.
-
-        No collective may be inside. An OSError becomes a CheckpointError that begins with `doing`. `seen` is ignored:
-        see Barrier.
-        """
-        failure: Exception | None = None
-        try:
-            yield
-        except OSError as error:
-            failure = CheckpointError(f"{doing}: {error}")
-            failure.__cause__ = error
-        except Exception as error:
-            failure = error
-        failed = self._highest([self.rank + 1 if failure else 0])[0]
-        if not failed:
-            return
-        rank = failed - 1
-        text = self._broadcast_text(str(failure) if rank == self.rank else "")
-        if failure is not None:
-            raise failure
-        raise PeerError(f"rank {rank} failed: {text}")
-
-    def broadcast_from_rank0(self, number: int) -> int:
-        """Rank 0's number (not negative) on every rank."""
-        return self._highest([number if self.is_first else 0])[0]
-
-    def agree(self, text: str, otherwise: str) -> None:
-        """Raise MismatchError with the message `otherwise` on every rank unless all ranks give the same text."""
-        digest = xxhash.xxh3_64_intdigest(text.encode()) >> (64 - _POSITIVE_BITS)
-        if not self.equal_on_all_ranks([digest])[0]:
-            raise MismatchError(otherwise)
-
-    def equal_on_all_ranks(self, numbers: list[int]) -> list[bool]:
-        """For each of equally many numbers, in [0, 2^62), whether it is the same on every rank."""
-        highest = self._highest([*numbers, *(2**_POSITIVE_BITS - number for number in numbers)])
-        return [high == 2**_POSITIVE_BITS - low for high, low in zip(highest, highest[len(numbers) :], strict=False)]
-
-    def _broadcast_text(self, text: str) -> str:
-        """Return the text of the one rank whose text is not empty; only its beginning if it is long."""
-        data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        return bytes(self._highest(list(data))).rstrip(b"\0").decode(errors="replace")
-
     def _highest(self, numbers: list[int]) -> list[int]:
         values = torch.tensor(numbers, dtype=torch.int64, device=self._mesh.device)
         self._mesh.shard.all_reduce(values, "max").wait()
         self._mesh.replicate.all_reduce(values, "max").wait()
         return [int(value) for value in values.tolist()]
-
-
-def wait_for_last_save(peers: Peers) -> None:
-    """Wait for the asynchronous save before. Collective. Raises CheckpointError on every rank if it failed."""
-    try:
-        with peers.together("the last asynchronous save failed"):
-            save_thread.wait()
-    finally:
-        save_thread.clean_up()

@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from shardwise import accelerators
 from shardwise.compat.common import without_effect
 from shardwise.errors import UsageError
+from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 
 STRATEGIES = {
@@ -59,10 +60,15 @@ def precision_of(asked: MixedPrecision | None) -> Precision:
     )
 
 
-def exempt_modules(root: nn.Module, asked: MixedPrecision | None) -> list[nn.Module]:
-    """Those that FSDP1 leaves in full precision inside a model of mixed precision: batch norms, unless it is told."""
+def exempt_modules(root: nn.Module, asked: MixedPrecision | None, ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """Those that FSDP1 leaves in full precision inside a model of mixed precision: batch norms, unless it is told. Not
+    those without a parameter to shard."""
     kinds = () if asked is None or asked.param_dtype is None else tuple(asked._module_classes_to_ignore)
-    return [module for module in root.modules() if kinds and isinstance(module, kinds) and module is not root]
+    return [
+        module
+        for module in root.modules()
+        if kinds and isinstance(module, kinds) and module is not root and not ignored.issuperset(module.parameters())
+    ]
 
 
 def exempt_precision(asked: MixedPrecision) -> Precision:
@@ -111,12 +117,13 @@ def _choose(
     return taken
 
 
-def check_others(
-    cpu_offload: CPUOffload | None, backward_prefetch: object, forward_prefetch: bool, limit_all_gathers: bool
-) -> None:
-    """Raise UsageError for what cannot be had, and warn once of what has no effect."""
-    if cpu_offload is not None and cpu_offload.offload_params:
-        raise UsageError("FSDP(cpu_offload=CPUOffload(offload_params=True)): not there yet; leave cpu_offload out")
+def offload_of(asked: CPUOffload | None) -> Offload | None:
+    """What it asks for."""
+    return Offload(params="cpu", optimizer="cpu") if asked is not None and asked.offload_params else None
+
+
+def warn_of_others(backward_prefetch: object, forward_prefetch: bool, limit_all_gathers: bool) -> None:
+    """Warn once of what has no effect."""
     if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         without_effect(
             f"FSDP(backward_prefetch={backward_prefetch})", "the engine learns in which order units are used"

@@ -30,12 +30,13 @@ from shardwise.compat.common import mixed_class, without_effect
 from shardwise.compat.fsdp1 import arguments, optimizer_state
 from shardwise.compat.fsdp1.settings import restore, set_settings, settings_of
 from shardwise.compat.state_dict import get_optimizer_state_dict
-from shardwise.engine.lookup import engine_of, engines_of
+from shardwise.engine.lookup import engine_of
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
 from shardwise.model_tools.reduction import no_sync
 from shardwise.model_tools.unsharded import full_state_dict, unsharded
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.sharded.parameter import ShardedParameter
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -78,24 +79,26 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         """Shard. Every rank must call this. Raises UsageError for what cannot be had; else as `sw.shard`."""
         try:
-            arguments.check_others(cpu_offload, backward_prefetch, forward_prefetch, limit_all_gathers)
+            arguments.warn_of_others(backward_prefetch, forward_prefetch, limit_all_gathers)
             arguments.initialise(self, param_init_fn)
             ignored = arguments.ignored_of(ignored_modules, ignored_states)
             shared: dict[str, Any] = {
                 "mesh": arguments.mesh_of(process_group, device_mesh),
                 "ignored": ignored,
                 "strategy": arguments.strategy_of(sharding_strategy),
+                "offload": arguments.offload_of(cpu_offload),
             }
             own = {
                 "process_group": process_group,
                 "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
                 "mixed_precision": mixed_precision,
                 "device_mesh": device_mesh,
                 "ignored_states": ignored,
             }
             chosen = arguments.units_of(self, auto_wrap_policy, ignored)
             if auto_wrap_policy is not None:
-                for exempt in arguments.exempt_modules(self, mixed_precision):
+                for exempt in arguments.exempt_modules(self, mixed_precision, ignored):
                     assert mixed_precision is not None
                     shard(exempt, precision=arguments.exempt_precision(mixed_precision), **shared)
             for below, options in chosen.items():
@@ -179,7 +182,7 @@ class FullyShardedDataParallel(nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """`nn.Module.apply` with full parameters, which are written back. Every rank must call this, with a function
         that does the same on each."""
-        if any(engine.is_suspended for engine in engines_of(self)):
+        if not _holds_shards(self):
             return super().apply(fn)
         with unsharded(self, writeback=True):
             return super().apply(fn)
@@ -224,16 +227,18 @@ class FullyShardedDataParallel(nn.Module):
             restore(modules, before)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Full, unless the settings say otherwise: every rank must call this. As handles it needs no communication, and
-        so with `keep_vars`, as this package asks for it."""
+        """Full, unless the settings say otherwise: every rank must call this, or the `state_dict` of what is around. As
+        handles it needs no communication, and so with `keep_vars`, as this package asks for it."""
         settings = settings_of(self)
-        is_part = bool(args) or kwargs.get("destination") is not None or kwargs.get("keep_vars", False)
-        if is_part or settings.state_dict_type is not StateDictType.FULL_STATE_DICT or engine_of(self) is None:
+        destination, prefix, keep_vars = _asked(*args, **kwargs)
+        if keep_vars or settings.state_dict_type is not StateDictType.FULL_STATE_DICT or not _holds_shards(self):
             return super().state_dict(*args, **kwargs)
-        config, prefix = settings.state_dict_config, kwargs.get("prefix", "")
+        config = settings.state_dict_config
         assert isinstance(config, FullStateDictConfig)
         full = full_state_dict(self, cpu=config.offload_to_cpu, rank0_only=config.rank0_only)
-        return {f"{prefix}{name}": value for name, value in full.items()}
+        found: dict[str, Any] = {} if destination is None else destination
+        found.update({f"{prefix}{name}": value for name, value in full.items()})
+        return found
 
     # Optimizer state --------------------------------------------------------------------------------------------------
 
@@ -321,6 +326,19 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """A full state dict by names or by numbers. No communication."""
         return optimizer_state.rekeyed(optim_state_dict, optim_state_key_type, model, optim)
+
+
+def _asked(
+    destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+) -> tuple[dict[str, Any] | None, str, bool]:
+    """The arguments of `nn.Module.state_dict`."""
+    return destination, prefix, keep_vars
+
+
+def _holds_shards(module: nn.Module) -> bool:
+    """Whether a sharded parameter stands at or below the module: there is none inside `sw.unsharded`, as inside
+    `summon_full_params`, nor where all are ignored."""
+    return any(isinstance(parameter, ShardedParameter) for parameter in module.parameters())
 
 
 def _given(optimizer: Optimizer | None) -> Optimizer:

@@ -27,10 +27,11 @@ def settle(
     mesh: DeviceMesh | Mesh | None,
     precision: Precision | None,
     resharding: bool | int | None,
-) -> tuple[Precision, bool | int]:
-    """Precision and resharding of the units that a call is to make: what it leaves open is as the units below have it,
-    by the module that was sharded. Raises UsageError where those have another strategy or mesh, where they leave open
-    what the call leaves open, and for groups of two sizes to re-shard to."""
+    align: int | None,
+) -> tuple[Precision, bool | int, int]:
+    """Precision, resharding and alignment of the units that a call is to make: what it leaves open is as the units
+    below have it, by the module that was sharded. Raises UsageError where those have another strategy or mesh, where
+    they leave open what the call leaves open, and for groups of two sizes to re-shard to."""
     spans = None if mesh is None or not below else spans_of(strategy, mesh)
     for fqn, engine in below.items():
         _check_same("strategy", strategy.value, engine.strategy.value, fqn)
@@ -45,7 +46,9 @@ def settle(
     for fqn, engine in below.items():
         size = size or engine.mesh.secondary_size
         _check_same("reshard_after_forward", size, engine.mesh.secondary_size or size, fqn)
-    return precision or Precision(), resharding
+    if align is None:
+        align = _theirs("align", {fqn: engine.align for fqn, engine in below.items()})
+    return precision or Precision(), resharding, align or 1
 
 
 def _check_same(name: str, asked: object, theirs: object, fqn: str) -> None:
@@ -72,7 +75,7 @@ def _theirs(name: str, values: Mapping[str, T], compared: Callable[[T], object] 
 
 def _of_units(precision: Precision) -> Precision:
     """Without the settings that concern only the module given to `shard`."""
-    return Precision(param=precision.param, reduce=precision.reduce, master=precision.master)
+    return Precision(param=precision.param, reduce=precision.reduce, master=precision.master, frozen=precision.frozen)
 
 
 def common_mesh(below: Iterable[Engine], resharding: bool | int) -> Mesh | None:
@@ -106,12 +109,21 @@ def units_of(model: nn.Module, below: Mapping[str, Engine]) -> list[Unit]:
 
 
 def clear_up(engines: Iterable[Engine]) -> None:
-    """Have modules hold their sharded parameters, whatever was interrupted. Raises UsageError inside `sw.unsharded`."""
+    """Have modules hold their sharded parameters, whatever was interrupted.
+
+    Raises UsageError inside `sw.unsharded`, and where gradients wait in slots that go.
+    """
     engines = list(engines)
     if any(engine.is_suspended for engine in engines):
         raise UsageError("sw.shard inside sw.unsharded of a model below: leave that first")
     for engine in engines:
         engine.clear_up()
+    for unit in (unit for engine in engines for unit in engine.units):
+        if unit.gradients.forget_dropped():
+            raise UsageError(
+                f"sw.shard while gradients of unit {unit.fqn!r} below wait to be reduced since a backward inside "
+                "sw.no_sync: run a backward outside sw.no_sync first, or drop them with zero_grad()"
+            )
 
 
 def take_over(module: nn.Module) -> None:

@@ -10,13 +10,17 @@ from torch import nn
 from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.setup.agreement import agree_on_init, agree_on_layout, agree_on_values
-from shardwise.engine.units.group import Dtypes, Group
+from shardwise.engine.units.group import Group
+from shardwise.engine.units.kept import Dtypes
 from shardwise.engine.units.settings import Settings
 from shardwise.engine.units.unit import Unit
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize, on_meta
+from shardwise.modules.linear_weights import linear_weights
 from shardwise.modules.site import Site, Values
 from shardwise.modules.wrapping import UnitPlan
-from shardwise.offload.state_store import StateStore
+from shardwise.offload.shard_store import ShardStore
+from shardwise.offload.stores import Stores
+from shardwise.offload.together import together
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import SHARDED_FACE
 
@@ -25,24 +29,29 @@ def build_units(
     model: nn.Module,
     plans: list[UnitPlan],
     engine: Engine,
-    states: StateStore | None,
+    stores: Stores,
 ) -> list[Unit]:
     """A unit for each plan, the model's own first, sharded as the engine is set, after all ranks have agreed on the
-    model and on that. Every rank must call this. `states`: where their optimizer's state is kept, if not in memory.
+    model and on that. Every rank must call this. `stores`: of what rests elsewhere.
 
     Raises:
         DifferentModelsError: on every rank, if ranks built different models or were given different settings.
     """
     mesh, precision, resharding = engine.mesh, engine.precision, engine.resharding
+    few = linear_weights(model) if precision.frozen is not None else set()
     inner = Settings(resharding)
     outer = Settings(resharding, precision.param if precision.cast_inputs else None, precision.output)
+    groups = [_groups(plan, engine, few, stores.shards) for plan in plans]
     units = [
-        (Unit(plan.fqn, plan.modules, _groups(plan, mesh, precision), (), inner if index else outer, states), plan)
+        (Unit(plan.fqn, plan.modules, groups[index], (), inner if index else outer, stores.states), plan)
         for index, plan in enumerate(plans)
     ]
     given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
-    settings = (engine.strategy, precision, engine.slots, resharding)
+    settings = (engine.strategy, precision, engine.slots, resharding, engine.align)
     agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
+    if stores.shards is not None:
+        with together((mesh.shard, mesh.replicate), "sw.shard"):
+            stores.shards.take_room()
     with torch.no_grad(), torch.inference_mode(False):
         if on_meta(model):
             _materialize(model, units, plans, mesh, precision)
@@ -50,6 +59,8 @@ def build_units(
             for unit, plan in units:
                 agree_on_values([(fqn, parameter) for fqn, parameter, _ in plan.parameters], mesh)
                 unit.shard_parameters(mesh.device)
+    if stores.shards is not None:
+        stores.shards.finish()
     for group in (group for unit, _ in units for group in unit.groups):
         for sharded in group.sharded:  # those who hold the original, such as optimizers, find the sharded one by it
             setattr(given[sharded.fqn], SHARDED_FACE, sharded)
@@ -97,17 +108,24 @@ class _SameRandomState:
             torch.set_rng_state(self._before)
 
 
-def _groups(plan: UnitPlan, mesh: Mesh, precision: Precision) -> list[Group]:
-    """Parameters by (stored dtype, trainable), each in the order of the module tree."""
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter, tuple[Site, ...]]]] = {}
+def _groups(plan: UnitPlan, engine: Engine, few: Collection[int], shards: ShardStore | None) -> list[Group]:
+    """Parameters by (stored dtype, trainable, in few bits), each in the order of the module tree.
+
+    `few`: ids of those that are kept in few bits while they are frozen. `shards`: what has them between uses.
+    """
+    precision, group = engine.precision, engine.mesh.shard
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter, tuple[Site, ...]]]] = {}
     for item in plan.parameters:
-        kinds.setdefault((item[1].dtype, item[1].requires_grad), []).append(item)
+        parameter = item[1]
+        in_few = id(parameter) in few and not parameter.requires_grad and parameter.is_floating_point()
+        kinds.setdefault((parameter.dtype, parameter.requires_grad, in_few), []).append(item)
     return [
-        Group(items, _dtypes(dtype, trainable, precision), mesh.shard) for (dtype, trainable), items in kinds.items()
+        Group(items, _dtypes(dtype, trainable, precision, in_few), group, shards, engine.align)
+        for (dtype, trainable, in_few), items in kinds.items()
     ]
 
 
-def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision) -> Dtypes:
+def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision, in_few: bool) -> Dtypes:
     if not stored.is_floating_point:
         return Dtypes(stored, stored, stored)
 
@@ -116,7 +134,7 @@ def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision) -> Dtype
 
     master = given(precision.master, stored) if trainable else stored
     compute = given(precision.param, master)
-    return Dtypes(master, compute, given(precision.reduce, compute))
+    return Dtypes(master, compute, given(precision.reduce, compute), precision.frozen if in_few else None)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.engine.engine import Engine
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.engine.units.group import Group
+from shardwise.engine.units.kept import copy_numbers
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.modules.late_parameters import LateParameters
@@ -69,7 +70,7 @@ def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, A
         module.__dict__[_DEEPCOPY] = ours
     for below in replica.modules():
         _remove_hooks(below, nobody)
-    second = Engine(engine.mesh, engine.strategy, engine.precision, engine.slots, engine.resharding)
+    second = Engine(engine.mesh, engine.strategy, engine.precision, engine.slots, engine.resharding, engine.align)
     ignored = [memo.get(id(parameter), parameter) for parameter in engine.late_parameters.ignored]
     second.install(_copied_units(engine, memo), LateParameters(replica, ignored))
     adopt(replica, second)
@@ -83,7 +84,7 @@ def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, A
 
 def _stand_in(group: Group, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
     """One zero, seen as a parameter of the full shape."""
-    zero = torch.zeros((), dtype=group.dtypes.master, device=group.shard.device)
+    zero = torch.zeros((), dtype=group.dtypes.master, device=group.device)
     return nn.Parameter(zero.expand(shape), requires_grad=requires_grad)
 
 
@@ -112,7 +113,7 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
             )
             copied.shard_parameters(engine.mesh.device)
             for group, original in zip(groups, unit.groups, strict=True):
-                group.shard.copy_(original.shard)
+                copy_numbers(group, original)
                 for ours, theirs in zip(group.sharded, original.sharded, strict=True):
                     ours.placement = theirs.placement  # one object: operations on both see at once that cuts are alike
     return list(copies.values())
@@ -127,4 +128,6 @@ def _copied_group(group: Group, memo: Mapping[int, Any]) -> Group:
         ],
         group.dtypes,
         group.collectives,
+        None if group.home is None else group.home.store,
+        group.align,
     )

@@ -59,7 +59,9 @@ def give_up_interrupted(engine: Engine) -> bool:
 def _is_between_steps(module: nn.Module) -> bool:
     """Of the model that a module's parameters belong to, as far as they show it."""
     for parameter in module._parameters.values():
-        face = None if parameter is None else outer_face(parameter)
+        if parameter is None:
+            continue
+        face = parameter if isinstance(parameter, ShardedParameter) else outer_face(parameter)
         if face is not None and isinstance(face.unit, Unit) and isinstance(face.unit.listener, Engine):
             return give_up_interrupted(face.unit.listener)
     return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
@@ -29,8 +28,9 @@ from shardwise.engine.setup.torch_patches import give_sharded_parameters, instal
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.admission import check_admissible
 from shardwise.modules.late_parameters import LateParameters
+from shardwise.modules.linear_weights import linear_weights
 from shardwise.modules.wrapping import SideBySide, Together, UnitPlan, Units, assign_parameters, choose_units, nesting
-from shardwise.offload.state_store import StateStore
+from shardwise.offload.stores import Stores
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
@@ -49,6 +49,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     slots: int = 3,
     ignored: Iterable[nn.Parameter] = (),
     offload: Offload | None = None,
+    align: int | None = None,
 ) -> M:
     """Shard a model's parameters, gradients and optimizer state over ranks. Every rank must call this.
 
@@ -66,14 +67,19 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         reshard_after_forward: None = the strategy's; True or False; an int = re-shard to groups of so many ranks.
         slots: arena slots for gathered units per size class: how many units are gathered at once, at most.
         ignored: parameters left alone: neither moved, sharded nor reduced.
-        offload: where the optimizer's state of these units is kept between steps. On disk it goes through a ring of
-            buffers, unit by unit, in `optimizer.step()` of any elementwise optimizer.
+        offload: where shards of these units and their optimizer's state are between uses. From disk they come through
+            rings of buffers, unit by unit: shards ahead of their unit's forward and backward, and both in
+            `optimizer.step()` of any elementwise optimizer.
+        align: elements. Every rank's piece of a parameter begins at a multiple of it, so that blocks of so many are
+            never cut: `sw.optim.AdamW8bit.BLOCK_NUMEL` for that optimizer. Costs padding: of each parameter and each
+            slice less than `align` elements.
 
     Returns:
         The same module, or sequence. Its parameters are now `ShardedParameter`s; build the optimizer from them.
 
     Raises:
-        ConfigError: an argument cannot be used; `slots` are fewer than the nesting of units needs.
+        ConfigError: an argument cannot be used; `precision.frozen` is given and no linear layer is frozen; `slots` are
+            fewer than the nesting of units needs.
         MeshError: ranks, mesh and strategy do not fit together, or torchrun's ranks have no process group.
         LayoutError: every parameter is ignored or sharded already, or there is something that cannot be sharded: a tie
             to a parameter sharded before, two tensors over the same memory, a tensor subclass, TorchScript, a container
@@ -95,23 +101,30 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     if next(tree.parameters(), None) is None:
         return model
     below = engines_by_name(tree)
-    precision, resharding = settle(
-        below, strategy, mesh, _checked_precision(precision), _checked_resharding(reshard_after_forward)
+    precision, resharding, align = settle(
+        below,
+        strategy,
+        mesh,
+        _checked_precision(precision),
+        _checked_resharding(reshard_after_forward),
+        _checked_align(align),
     )
     clear_up(below.values())
     ignored = list(ignored)
     old = units_of(tree, below)
     plans = _plans(tree, units, ignored, bool(below))
+    if not below:
+        _check_frozen(tree, plans, precision)
     if resharding is not False or any(not unit.keeps_params for unit in old):
         _check_nesting(tree, slots, [*(plan.module for plan in plans), *(m for unit in old for m in unit.modules)])
     settled = {module for fqn in below for module in tree.get_submodule(fqn).modules()}
     groups = common_mesh(below.values(), resharding) or build_mesh(strategy, mesh, _group_size(resharding), None)
     check_mesh(below, groups)
-    states = _state_store(offload, groups.device.type)
+    stores = Stores.of(_checked_offload(offload, groups.device.type), groups.device)
     for fqn in below:
         take_over(tree.get_submodule(fqn))
-    engine = Engine(groups, strategy, precision, slots, resharding)
-    own = build_units(tree, plans, engine, states)
+    engine = Engine(groups, strategy, precision, slots, resharding, align)
+    own = build_units(tree, plans, engine, stores)
     prepare_buffers(tree, groups, precision, settled)
     plain = [parameter for parameter in tree.parameters() if not isinstance(parameter, ShardedParameter)]
     late = LateParameters(tree, [*ignored, *plain])  # of those on the meta device others stand there now
@@ -176,28 +189,41 @@ def _plans(model: nn.Module, units: Units, ignored: Sequence[nn.Parameter], adop
     return plans
 
 
+def _check_frozen(model: nn.Module, plans: Sequence[UnitPlan], precision: Precision) -> None:
+    """Raise ConfigError where weights are to be in few bits, and there are none that can."""
+    linear = linear_weights(model) if precision.frozen is not None else set()
+    parameters = [parameter for plan in plans for _, parameter, _ in plan.parameters]
+    if precision.frozen is not None and not any(id(p) in linear and not p.requires_grad for p in parameters):
+        raise ConfigError(
+            f"precision.frozen={precision.frozen!r}, but no linear layer of this {type(model).__name__} is frozen: "
+            "call requires_grad_(False) on its base before sw.shard, or leave frozen out"
+        )
+
+
 def _check_nesting(model: nn.Module, slots: int, unit_modules: Sequence[nn.Module]) -> None:
     least = LEAST_SLOTS + nesting(model, unit_modules)
     if slots < least:
         raise ConfigError(f"slots={slots} is fewer than this model's nesting of units needs: at least {least}")
 
 
-def _state_store(offload: object, device: str) -> StateStore | None:
-    """Where the optimizer's state is kept; None: in memory. Raises ConfigError for what cannot be."""
-    if offload is None:
-        return None
-    if not isinstance(offload, Offload):
-        raise ConfigError(f"offload={offload!r}: pass sw.Offload(optimizer=..., path=...)")
-    offload.check_device(device)
-    if offload.optimizer != "nvme" or offload.path is None:
-        return None
-    return StateStore(Path(offload.path), offload.ring_bytes)
+def _checked_offload(offload: Offload | None, device: str) -> Offload | None:
+    if offload is not None:
+        if not isinstance(offload, Offload):
+            raise ConfigError(f"offload={offload!r}: pass sw.Offload(params=..., optimizer=..., path=...)")
+        offload.check_device(device)
+    return offload
 
 
 def _checked_precision(precision: Precision | None) -> Precision | None:
     if precision is not None and not isinstance(precision, Precision):
         raise ConfigError(f"precision={precision!r}: pass sw.Precision(param=..., reduce=...)")
     return precision
+
+
+def _checked_align(align: int | None) -> int | None:
+    if align is not None and (isinstance(align, bool) or not isinstance(align, int) or align < 1):
+        raise ConfigError(f"align={align!r}: a number of elements, at least 1")
+    return align
 
 
 def _group_size(resharding: bool | int) -> int | None:

@@ -122,7 +122,7 @@ def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] |
         return None
     _check_sharded(optimizer)
     owners = _stepping[optimizer] = _owners(optimizer)
-    put_last(optimizer, has_stores=any(unit.states is not None for unit in owners))
+    put_last(optimizer, has_stores=any(unit.rests_elsewhere for unit in owners))
     if owners and "torch._dynamo" in sys.modules:
         _leave_dispatch_uncompiled()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -134,6 +134,11 @@ def _pre_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] |
     for unit in owners:
         unit.about_to_step()
     return None
+
+
+def updates_nothing(optimizer: Optimizer) -> None:
+    """The optimizer's `step()` under way updates nothing, since that has been done."""
+    _stepping[optimizer] = set()
 
 
 def _evaluate(closure: Callable[[], Any], owners: set[Owner]) -> Any:

@@ -22,7 +22,7 @@ class Apart:
         self._trainable = [group for group in groups if group.trainable]
         with torch.inference_mode(False):
             self.slices: list[Tensor] = [
-                torch.empty(group.layout.shard_numel, dtype=group.dtypes.reduce, device=group.shard.device)
+                torch.empty(group.layout.shard_numel, dtype=group.dtypes.reduce, device=group.device)
                 for group in self._trainable
             ]
         """By trainable group: 1-D, reduce dtype."""

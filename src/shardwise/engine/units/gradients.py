@@ -14,7 +14,7 @@ memory of its own and joins the next slot that the unit has. What holds:
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,7 +64,7 @@ class UnitGradients:
         """Gradients that came while there was no slot: as in a slot."""
         self._penalties: dict[Key, Tensor] = {}
         """Gradients of penalties in the loss: this rank's piece of the mean over all ranks, master dtype."""
-        self._used: Counter[Key] = Counter()
+        self._used: defaultdict[Key, int] = defaultdict(int)
         """Gradients that came since gradients were last agreed on: how many."""
         self._views: dict[int, list[list[Tensor]]] = {}
         self._observer: Callable[[Tensor], None] | None = None
@@ -209,7 +209,7 @@ class UnitGradients:
 
     def arrivals(self, key: Key) -> int:
         """How many gradients of the parameter came on this rank."""
-        return self._used[key]
+        return self._used.get(key, 0)
 
     def _fate(self, key: Key) -> Fate:
         if key in self._written or key in self._late:
@@ -222,23 +222,23 @@ class UnitGradients:
         """Add the gradients of penalties to the shard's gradient, after the reductions."""
         for (g, i), piece in self._penalties.items():
             group = self.groups[g]
-            total, accumulate = group.prepare_sum()
+            total, accumulate = group.gradients.prepare_sum()
             if not accumulate:
                 total.zero_()
-            group.grads[i].local.add_(piece)
+            group.gradients.faces[i].local.add_(piece)
         self._penalties.clear()
 
     def hand_out(self, fates: Sequence[int]) -> None:
         """Give every parameter that some rank used its gradient; the others keep what they had."""
         for (g, i), fate in zip(self.keys, fates, strict=True):
             group = self.groups[g]
-            if fate != Fate.UNUSED and group.grads:
-                group.sharded[i].receive_grad(group.grads[i])
+            if fate != Fate.UNUSED and group.gradients.faces:
+                group.sharded[i].receive_grad(group.gradients.faces[i])
         self._used.clear()
         if self.apart is not None:
             self.apart.keys.clear()
         for group in self.groups:
-            group.end_backward()
+            group.gradients.end_backward()
 
     def keep_apart(self, fates: Sequence[int]) -> None:
         """What was reduced in the shard group waits for the replicas. No communication."""
@@ -263,4 +263,4 @@ class UnitGradients:
         self.forget(self.keys)
         self.apart = None
         for group in self.groups:
-            group.end_backward()
+            group.gradients.end_backward()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,29 +12,15 @@ from torch import Tensor, nn
 
 from shardwise.comm.protocol import Collectives
 from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Slot
+from shardwise.engine.units.gradient_shard import GradientShard
+from shardwise.engine.units.kept import Dtypes, outer_face
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
-from shardwise.layout.fragment import Fragment
 from shardwise.modules.inner_face import leaf_of, placeholder_of
 from shardwise.modules.site import Site, Values, foreign_parameter
+from shardwise.offload.shard_store import ShardStore
+from shardwise.offload.slice_home import SliceHome
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 from shardwise.sharded.placement import Placement
-
-ALIGN_BYTES = 16
-"""Parameters and slices start on this boundary in the narrowest dtype that holds them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dtypes:
-    """In which dtype a group is kept, computes and is reduced."""
-
-    master: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-
-    @property
-    def align(self) -> int:
-        """Elements that make ALIGN_BYTES in the narrowest of the three."""
-        return max(1, ALIGN_BYTES // min(self.master.itemsize, self.compute.itemsize, self.reduce.itemsize))
 
 
 class Group:
@@ -45,39 +31,50 @@ class Group:
         originals: Sequence[tuple[str, nn.Parameter, tuple[Site, ...]]],
         dtypes: Dtypes,
         collectives: Collectives,
+        store: ShardStore | None = None,
+        align: int = 1,
     ) -> None:
+        """`store`: what has its shard between uses; None: memory. `align`: elements at whose multiples parameters and
+        slices begin, beside what the dtypes want."""
         self.dtypes = dtypes
+        self.align = align
         self.collectives = collectives
         self.fqns = [fqn for fqn, _, _ in originals]
         self.originals = [parameter for _, parameter, _ in originals]
         self.sites = [sites for _, _, sites in originals]
         self.layout: FlatLayout = build_layout(
-            ((fqn, tuple(parameter.shape)) for fqn, parameter, _ in originals), collectives.world_size, dtypes.align
+            ((fqn, tuple(parameter.shape)) for fqn, parameter, _ in originals),
+            collectives.world_size,
+            math.lcm(dtypes.align, align),
         )
         self.unsharded_start = 0
         """Byte offset of this group in the slot that its unit is unsharded in."""
+        self.gathered_start = 0
+        """Likewise of what is gathered: the same, unless that is decoded to there."""
         self.gradients_start = 0
         """Byte offset of this group in its unit's reduce slot."""
-        self.shard: Tensor
-        """This rank's slice of the flat buffer: 1-D, master dtype."""
+        self.home = self._new_home(store) if store is not None and self.layout.numel else None
+        """Where the shard is between uses; None: in memory."""
+        self.counter: Tensor | SliceHome
+        """What counts writes to the shard, as a tensor's `_version`: the shard itself, or its home."""
+        self.device: torch.device
         self.leaves: list[nn.Parameter] = []
         """The inner faces: parameters that modules compute with and autograd knows."""
         self.sharded: list[ShardedParameter] = []
         """The outer faces: parameters that users and optimizers see."""
-        self.grad_shard: Tensor | None = None
-        self.grads: list[ShardedParameter] = []
-        self._unkept = 0
-        """References to a gradient, and to its piece, that are the group's own."""
-        self._awaits_first_sum = True
-        """Nothing of this backward has been added to `grad_shard` yet."""
+        self.gradients = GradientShard(self.layout.shard_numel, dtypes.master, self.sharded)
         self._placeholders: list[Tensor] = []
+
+    def _new_home(self, store: ShardStore) -> SliceHome:
+        return SliceHome(store, self.dtypes.kept_numel(self.layout.shard_numel), self.dtypes.kept)
 
     # Sizes ------------------------------------------------------------------------------------------------------
 
     def place_unsharded(self, start_bytes: int) -> int:
         """Lie in the unit's slot from byte `start_bytes` on, in the compute dtype. Returns where the next group may."""
         self.unsharded_start = start_bytes
-        return start_bytes + round_up(self.layout.numel * self.dtypes.compute.itemsize, SLOT_ALIGN_BYTES)
+        self.gathered_start, end_bytes = self.dtypes.places(start_bytes, self.layout.numel)
+        return end_bytes
 
     def place_gradients(self, start_bytes: int) -> int:
         """Likewise in the unit's reduce slot, in the reduce dtype, if the group is trainable. A rank's slice of it is
@@ -91,7 +88,8 @@ class Group:
     @property
     def is_whole(self) -> bool:
         """Modules compute with the shard itself: a shard group of one and no cast, or no elements."""
-        return self.layout.numel == 0 or (self.layout.world_size == 1 and self.dtypes.master == self.dtypes.compute)
+        in_memory = self.layout.world_size == 1 and self.home is None
+        return self.layout.numel == 0 or (in_memory and self.dtypes.kept == self.dtypes.compute)
 
     @property
     def trainable(self) -> bool:
@@ -103,6 +101,21 @@ class Group:
     def placeholder_bytes(self) -> int:
         """What the leaves hold while nothing is unsharded: one element each."""
         return sum(placeholder.itemsize for placeholder in self._placeholders)
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's slice of the flat buffer: 1-D, master dtype (or bytes: `kept.py`). From disk it is here while
+        there is a view of it."""
+        return self.counter if isinstance(self.counter, Tensor) else self.counter.flat()
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of it, wherever it is."""
+        return self.dtypes.kept_numel(self.layout.shard_numel) * self.dtypes.kept.itemsize
+
+    def come(self) -> Tensor:
+        """Have the shard in memory while what this returns is held. Not to be read: that is what `shard` is for."""
+        return self.counter if isinstance(self.counter, Tensor) else self.counter.come()
 
     # Building ---------------------------------------------------------------------------------------------------
 
@@ -116,17 +129,22 @@ class Group:
             values: where originals may lack memory: their full tensors, asked for one at a time, and only those that
                 this rank holds a part of.
         """
-        rank = self.collectives.rank
-        if storage is None:
-            storage = torch.zeros(self.layout.shard_numel, dtype=self.dtypes.master, device=device)
-        self.shard = storage
+        self.device = device
+        if self.home is not None:
+            self.home.begin_anew()
+        elif storage is None:
+            numel = self.dtypes.kept_numel(self.layout.shard_numel)
+            storage = torch.zeros(numel, dtype=self.dtypes.kept, device=device)
+        self.counter = self.home or storage  # type: ignore[assignment]
+        coder = self.dtypes.coder(device)
+        shard = self.shard  # held, so that from disk it stays here until all of it is written
         for index, original in enumerate(self.originals):
-            fragment = self.layout.fragment(index, rank)
-            piece = self.shard[fragment.offset : fragment.offset + fragment.numel]
-            if fragment.numel:
-                _copy_fragment(piece, fragment, original if values is None else values(self.fqns[index]))
+            fragment = self.layout.fragment(index, self.collectives.rank)
             placement = Placement(self.layout, index, self.collectives)
-            sharded = ShardedParameter(piece, placement, requires_grad=original.requires_grad)
+            sharded = outer_face(self.home or shard, self.dtypes, coder, placement, original.requires_grad)
+            full = original if not fragment.numel or values is None else values(self.fqns[index])
+            if fragment.numel and full is not None:
+                sharded.write(full.detach().reshape(-1)[fragment.start : fragment.stop])
             sharded._is_param = True
             placeholder = placeholder_of(original.shape, self.dtypes.compute, device)
             leaf = leaf_of(original, placeholder)
@@ -147,64 +165,9 @@ class Group:
         self.fqns = [f"{names[site.module]}.{site.name}".lstrip(".") for site, *_ in self.sites]
         entries = tuple(replace(entry, fqn=fqn) for entry, fqn in zip(self.layout.entries, self.fqns, strict=True))
         self.layout = replace(self.layout, entries=entries)
-        for faces in (self.sharded, self.grads):
+        for faces in (self.sharded, self.gradients.faces):
             for index, face in enumerate(faces):
                 face.placement = Placement(self.layout, index, collectives)
-
-    def allocate_gradients(self) -> None:
-        """The shard's gradient, kept from here on: zero_grad drops references, not memory. No communication."""
-        if self.grad_shard is not None or not self.trainable:
-            return
-        self._new_gradients()
-
-    def _new_gradients(self) -> None:
-        self.grad_shard = torch.zeros_like(self.shard)
-        self.grads = []
-        for sharded in self.sharded:
-            fragment = sharded.placement.fragment
-            piece = self.grad_shard[fragment.offset : fragment.offset + fragment.numel]
-            self.grads.append(ShardedParameter(piece, sharded.placement))
-        del piece
-        self._unkept = max(self._references())
-
-    def release_gradients(self) -> None:
-        """Let go of the shard's gradient until it is allocated again, unless a parameter has one."""
-        if all(sharded.grad is None for sharded in self.sharded):
-            self.grad_shard, self.grads = None, []
-
-    def prepare_sum(self) -> tuple[Tensor, bool]:
-        """The shard's gradient, and whether a sum is to be added to it: the first sum of a backward overwrites it,
-        unless some parameter still has a gradient of earlier backwards, and then it holds those gradients."""
-        self.allocate_gradients()
-        accumulate = not self._awaits_first_sum
-        if self._awaits_first_sum:
-            self._awaits_first_sum = False
-            self._leave_kept_gradients()
-            accumulate = any(sharded.grad is not None for sharded in self.sharded)
-            for sharded, own in zip(self.sharded, self.grads, strict=True) if accumulate else ():
-                if sharded.grad is None:
-                    own.local.zero_()
-                elif sharded.grad is not own:
-                    own.local.copy_(sharded.grad.local)  # type: ignore[attr-defined]
-        assert self.grad_shard is not None
-        return self.grad_shard, accumulate
-
-    def end_backward(self) -> None:
-        """The next sum is of another backward."""
-        self._awaits_first_sum = True
-
-    def _leave_kept_gradients(self) -> None:
-        """If the user keeps a gradient that its parameter let go of, leave them the memory and allocate other."""
-        if any(
-            count > self._unkept and sharded.grad is None
-            for count, sharded in zip(self._references(), self.sharded, strict=True)
-        ):
-            self._new_gradients()
-
-    def _references(self) -> list[int]:
-        """How often each gradient and its piece are referred to from Python."""
-        count = sys.getrefcount
-        return [count(own) + count(own.local) for own in self.grads]
 
     # Faces ------------------------------------------------------------------------------------------------------
 
@@ -268,8 +231,3 @@ class Group:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[entry.start : entry.stop].view(entry.shape) for entry in self.layout.entries]
-
-
-def _copy_fragment(piece: Tensor, fragment: Fragment, full: Tensor | None) -> None:
-    if full is not None:
-        piece.copy_(full.detach().reshape(-1)[fragment.start : fragment.stop])

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Work
 from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.gathered_writes import GatheredWrites
+from shardwise.engine.units.kept import decode
 from shardwise.engine.units.slices import Slices
 
 if TYPE_CHECKING:
@@ -84,9 +86,7 @@ class UnitParameters:
         self._pinned_bytes: Tensor | None = None
         self._views: dict[int, tuple[int, list[list[Tensor]]]] = {}
         """By slot: its generation, and the full parameters in it, by group."""
-        self._shown_versions: list[int] = []
-        self._read_versions: list[int] | None = None
-        """Of the sharded faces, where operations read those whole."""
+        self.writes = GatheredWrites(groups)
         self._observer: Callable[[ParameterState, ParameterState], None] | None = None
 
     def observe(self, observer: Callable[[ParameterState, ParameterState], None]) -> None:
@@ -107,7 +107,7 @@ class UnitParameters:
         """Grows whenever this rank's weights are written."""
         version = self._steps
         for group in self.groups:  # asked a dozen times a step: `sum` would take three times as long
-            version += group.shard._version
+            version += group.counter._version
         return version
 
     def stepped(self) -> None:
@@ -141,11 +141,12 @@ class UnitParameters:
         """Memory of this rank's slices, those over the smaller group included."""
         if self._pinned_bytes is not None:
             return self._pinned_bytes.nbytes
-        return sum(group.shard.nbytes for group in self.groups) + sum(piece.nbytes for piece in self.secondary)
+        kept = [group.shard_bytes for group in self.groups if group.home is None]
+        return sum(kept) + sum(piece.nbytes for piece in self.secondary)
 
     @property
     def secondary(self) -> Sequence[Tensor]:
-        """By group: this rank's slice over the smaller group that backward gathers from, compute dtype; or nothing."""
+        """By group: this rank's slice over the smaller group that backward gathers from, as it travels; or nothing."""
         return () if self._secondary is None else self._secondary.pieces
 
     def shard(self, device: torch.device, values: Values | None = None) -> None:
@@ -164,7 +165,7 @@ class UnitParameters:
     def move_to(self, collectives: Collectives | None) -> None:
         """The slices are over that group of ranks (the same ones). No communication."""
         if collectives is not None:
-            self._primary = Slices(self.groups, collectives, [group.shard for group in self.groups])
+            self._primary = Slices(self.groups, collectives, None)
             self._note_writes(self.version)
 
     def pin(self, collectives: Collectives, holder: object) -> Slot[Any]:
@@ -178,10 +179,10 @@ class UnitParameters:
 
     def allocate_secondary(self, collectives: Collectives) -> None:
         """Room for a slice over the smaller group. No communication."""
-        sizes = [group.layout.numel // collectives.world_size for group in self.groups]
+        numels = [group.dtypes.kept_numel(group.layout.numel // collectives.world_size) for group in self.groups]
         pieces = [
-            torch.empty(numel, dtype=group.dtypes.compute, device=group.shard.device)
-            for group, numel in zip(self.groups, sizes, strict=True)
+            torch.empty(numel, dtype=group.dtypes.gathered, device=group.device)
+            for group, numel in zip(self.groups, numels, strict=True)
         ]
         self._secondary = Slices(self.groups, collectives, pieces)
 
@@ -196,16 +197,25 @@ class UnitParameters:
 
     # Unsharding: each step is called in graph order, alike on every rank ---------------------------------------------
 
+    def read_ahead(self) -> None:
+        """Have the disk begin to read the shards that rest there."""
+        for home in [group.home for group in self.groups if group.home is not None]:
+            home.read_ahead()
+
+    def slices_for(self, slot: Slot[Any]) -> Slices:
+        """What an unshard into the slot starts from."""
+        secondary = self._secondary
+        slices = secondary if secondary is not None and slot.collectives is secondary.collectives else self._primary
+        assert slices is not None
+        return slices
+
     def unshard(self, slot: Slot[Any], label: int) -> None:
         """Write this rank's slices, cast, to their final places in `slot` and start the all_gather. Collective."""
         self._move(ParameterState.UNSHARDING)
         self.slot = slot
         self._unsharded_version = self.version  # before the slices are read: a write from here on makes them stale
         self._note_writes(self._unsharded_version)
-        slices = self._primary
-        if self._secondary is not None and slot.collectives is self._secondary.collectives:
-            slices = self._secondary
-        assert slices is not None
+        slices = self.slices_for(slot)
         slices.write_to(slot)
         self._work = slot.collectives.all_gather(slot.buffer, slices.regions, label)
 
@@ -214,6 +224,9 @@ class UnitParameters:
         assert self.slot is not None
         self._work.wait()
         self._work = FINISHED
+        for group in self.groups:
+            if group.dtypes.bits is not None:
+                decode(group, self.slot)
         self._show_views()
         self.slot.expect_references()  # leaves and cached views: one more, at reshard, is a view that somebody keeps
         self._move(ParameterState.UNSHARDED)
@@ -224,7 +237,7 @@ class UnitParameters:
 
     def show_unsharded(self) -> None:
         """Let modules hold the full parameters."""
-        self._shown_versions = self._leaf_versions()
+        self.writes.begin()
         for group in self.groups:
             group.show_leaves()
         self._move(ParameterState.IN_USE)
@@ -257,26 +270,7 @@ class UnitParameters:
 
     def written_in_place(self) -> str | None:
         """A parameter that was written since modules were let hold it; None where that is no loss."""
-        if self.is_pinned or not self._shown_versions:
-            return None
-        fqns = [fqn for group in self.groups for fqn in group.fqns]
-        versions = [*zip(fqns, self._leaf_versions(), self._shown_versions, strict=True)]
-        if self._read_versions is not None:
-            versions += zip(fqns, self._face_versions(), self._read_versions, strict=True)
-            self._read_versions = None
-        return next((fqn for fqn, now, then in versions if now != then), None)
-
-    def note_reads(self) -> None:
-        """Operations read the sharded faces whole, from now on until `written_in_place` is asked: what they return are
-        views with the faces' versions."""
-        if self._read_versions is None:
-            self._read_versions = self._face_versions()
-
-    def _face_versions(self) -> list[int]:
-        return [face._version for group in self.groups for face in group.sharded]
-
-    def _leaf_versions(self) -> list[int]:
-        return [leaf._version for group in self.groups for leaf in group.leaves]
+        return None if self.is_pinned else self.writes.found()
 
     def _views_of(self, slot: Slot[Any] | None) -> list[list[Tensor]]:
         """The full parameters in a slot, by group; cached."""

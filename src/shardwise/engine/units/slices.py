@@ -17,20 +17,37 @@ if TYPE_CHECKING:
 class Slices:
     """Of a unit over one group of ranks, by parameter group, and where they go in a slot."""
 
-    def __init__(self, groups: Sequence[Group], collectives: Collectives, pieces: Sequence[Tensor]) -> None:
+    def __init__(self, groups: Sequence[Group], collectives: Collectives, own: Sequence[Tensor] | None) -> None:
+        """`own`: memory of their own; None: the groups' shards, wherever those are."""
         self.collectives = collectives
-        self.pieces = pieces
+        self._groups = groups
+        self._own = own
+        if own is None and not any(group.home for group in groups):
+            self._own = [group.shard for group in groups]
+        """None: they come when they are asked for."""
         self.version = -1
         """Of the weights that are in them."""
         self._written: Work = FINISHED
+        numels = [group.dtypes.kept_numel(group.layout.numel // collectives.world_size) for group in groups]
         self.regions = tuple(
-            Region(group.unsharded_start, piece.numel() * group.dtypes.compute.itemsize)
-            for group, piece in zip(groups, pieces, strict=True)
+            Region(group.gathered_start, numel * group.dtypes.gathered.itemsize)
+            for group, numel in zip(groups, numels, strict=True)
         )
         self._places = [
-            (region.start + collectives.rank * region.shard_bytes, piece.numel(), group.dtypes.compute)
-            for region, group, piece in zip(self.regions, groups, pieces, strict=True)
+            (region.start + collectives.rank * region.shard_bytes, numel, group.dtypes.gathered)
+            for region, group, numel in zip(self.regions, groups, numels, strict=True)
         ]
+
+    @property
+    def pieces(self) -> Sequence[Tensor]:
+        """By group. Shards that rest elsewhere come now, and stay while there is a view of them; UsageError if that
+        fails."""
+        return [group.shard for group in self._groups] if self._own is None else self._own
+
+    def come(self) -> Sequence[Tensor]:
+        """Have shards that rest elsewhere come to memory, and stay while what this returns is held. Raises UsageError
+        if that fails."""
+        return [group.come() for group in self._groups] if self._own is None else ()
 
     def were_written(self, version: int, work: Work) -> None:
         """`work` has put weights of that version into them: copies wait for it, and for nothing later."""

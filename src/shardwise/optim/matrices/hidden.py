@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.modules.linear_weights import HEADS
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 Hidden = Callable[[str, Tensor], bool]
 """Of a parameter's fqn and the parameter with its global shape: whether it is to be a whole matrix's optimizer's."""
-
-HEADS = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "classifier", "score", "unembed"})
-"""Names of modules that turn the last hidden state into logits."""
 
 
 @dataclass(slots=True)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import (
+    EVENT_FIELDS,
     Allocate,
     Facts,
     KernelKind,
@@ -22,16 +18,13 @@ from shardwise.plan.dry_run.recording import (
 )
 from shardwise.plan.kept import files
 from shardwise.plan.models.source import ModelSource
+from shardwise.plan.models.user_code import user_code
 
-_EDITED = (".py", ".json", ".toml", ".yaml", ".yml")
-_INSTALLED = frozenset({"site-packages", "node_modules", "venv"})
-_PROJECT_FILES = 2000
-_KINDS: tuple[type[StepEvent], ...] = get_args(StepEvent)
-_FIELDS = {kind: tuple(known.name for known in fields(kind)) for kind in _KINDS}
+_KINDS = tuple(EVENT_FIELDS)
 _UNSEEN = frozenset(
     {
         "gpu", "interconnect", "gpus_per_node", "nodes", "strategy", "shard_group", "units", "precision", "engine",
-        "segments", "context_bytes", "nccl_bytes", "price_per_hour", "keeps_gathered_weights",
+        "segments", "float8", "context_bytes", "nccl_bytes", "price_per_hour", "keeps_gathered_weights", "offload",
     }
 )  # fmt: skip
 """Of a job: what the engine does not see, or sees as something else that `recording_name` has."""
@@ -44,8 +37,10 @@ def recorded(source: ModelSource, job: Job, rank: int = 0) -> Recording:
     found = None if name is None else _read(name, job, rank)
     if found is None:
         from shardwise.plan.dry_run.step import record_once
+        from shardwise.plan.models.adapted import with_adapters
 
-        found = record_once(source.builder(job.attention), job, rank)
+        found = record_once(with_adapters(source.builder(job.attention), job.lora, job.compute_dtype), job, rank)
+        name = None if name is None else recording_name(source, job, rank)  # its code may have loaded more by now
         if name is not None:
             _write(name, found)
     return found
@@ -53,11 +48,11 @@ def recorded(source: ModelSource, job: Job, rank: int = 0) -> Recording:
 
 def recording_name(source: ModelSource, job: Job, rank: int = 0) -> str | None:
     """A name for everything that a recording depends on. None for a model or units without one: a callable's code may
-    depend on anything."""
+    depend on anything, and a factory's may have changed since it was loaded."""
     if source.config is not None:
         model: Any = source.config
-    elif source.factory is not None and (own := _own_sources(source.factory)) is not None:
-        model = [source.factory, own]
+    elif source.factory is not None and (code := user_code(source.factory)) is not None:
+        model = [source.factory, code]
     else:
         return None
     if job.units is not None and not isinstance(job.units, int):
@@ -65,25 +60,6 @@ def recording_name(source: ModelSource, job: Job, rank: int = 0) -> str | None:
     seen = {known.name: getattr(job, known.name) for known in fields(Job) if known.name not in _UNSEEN}
     ranks = [job.strategy.value, job.world_size, job.shard_ranks, rank, job.on_cpu, job.keeps_casts]
     return files.name_of("recording", model, seen, ranks, job.units, asdict(job.precision))
-
-
-def _own_sources(factory: str) -> str | None:
-    """A checksum of the factory's module and of all code and settings beside it and below: what a user edits. None
-    where that is more than one project has."""
-    folder = Path(inspect.getfile(sys.modules[factory.partition(":")[0]])).resolve().parent
-    text = hashlib.sha256()
-    count = 0
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")) and name not in _INSTALLED)
-        for name in sorted(names):
-            if not name.endswith(_EDITED):
-                continue
-            count += 1
-            if count > _PROJECT_FILES:
-                return None
-            path = Path(root, name)
-            text.update(str(path).encode() + b"\0" + path.read_bytes())
-    return text.hexdigest()
 
 
 def _read(name: str, job: Job, rank: int) -> Recording | None:
@@ -102,7 +78,7 @@ def _write(name: str, recording: Recording) -> None:
 
 
 def _values(event: StepEvent) -> list[Any]:
-    return [getattr(event, name) for name in _FIELDS[type(event)]]
+    return [getattr(event, name) for name in EVENT_FIELDS[type(event)]]
 
 
 def _plain(value: Any) -> Any:
@@ -120,7 +96,7 @@ _PARSED: dict[str, Callable[[Any], Any]] = {
 _PARSERS = {
     kind: [
         (place, _PARSED[name])
-        for place, name in enumerate(_FIELDS[kind])
+        for place, name in enumerate(EVENT_FIELDS[kind])
         if name in _PARSED and not (name == "kind" and kind is Allocate)
     ]
     for kind in _KINDS

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, get_args
 
@@ -25,12 +25,14 @@ from shardwise.plan.dry_run.recording import (
     Facts,
     Free,
     Gradient,
+    HostCopy,
     Kernel,
     Recording,
     StepEvent,
     StepPhase,
     UnitMark,
     Wait,
+    changed,
 )
 
 _WINDOW = 8
@@ -65,7 +67,7 @@ def deepened(
     try:
         aligned = _aligned(_items(shallow.events, numbered), _items(deeper.events, numbered), period, gap)
         again = _built(aligned, 1, gap, numbered)
-        if again != renumbered(deeper.events):
+        if again != deeper.events:
             return None
         return replace(
             shallow,
@@ -74,22 +76,6 @@ def deepened(
         )
     except _Uneven:
         return None
-
-
-def renumbered(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
-    """The same events with blocks and collectives numbered in the order in which they come: two recordings of the same
-    step are then equal."""
-    blocks: dict[int, int] = {}
-    collectives: dict[int, int] = {}
-    found: list[StepEvent] = []
-    for event in events:
-        if isinstance(event, Allocate | Free | Gradient):
-            found.append(_with(event, block=blocks.setdefault(event.block, len(blocks) + 1)))
-        elif isinstance(event, Collective | Wait):
-            found.append(_with(event, number=collectives.setdefault(event.number, len(collectives) + 1)))
-        else:
-            found.append(event)
-    return tuple(found)
 
 
 # Events with their places ---------------------------------------------------------------------------------------------
@@ -115,7 +101,7 @@ class _Numbered:
 
 
 class _Place(NamedTuple):
-    """Where in a step a block of memory was allocated or a collective was issued."""
+    """Where in a step a block of memory was allocated, or a collective or copy was issued."""
 
     stretch: int
     """Setup is 0, then forwards, backwards and the optimizer, counted on."""
@@ -144,8 +130,16 @@ _SIZES: dict[type[StepEvent], tuple[str, ...]] = {
     Kernel: ("flops", "bytes_moved"),
     Allocate: ("nbytes",),
     Collective: ("nbytes",),
+    HostCopy: ("nbytes",),
 }
-_OWNER = {Kernel: "module", Allocate: "module", Collective: "unit", UnitMark: "unit", Gradient: "unit"}
+_OWNER = {
+    Kernel: "module",
+    Allocate: "module",
+    Collective: "unit",
+    HostCopy: "module",
+    UnitMark: "unit",
+    Gradient: "unit",
+}
 """The field that holds a fqn."""
 _APART = frozenset({"block", "number", "matmul", "flops", "bytes_moved", "nbytes", "module", "unit"})
 _COMPARED: dict[type[StepEvent], tuple[str, ...]] = {
@@ -174,9 +168,9 @@ class _Places:
             shape, number = self._numbered.split(event.unit)
             if number is not None and shape.endswith("#"):
                 self._segment = number
-        if not isinstance(event, Allocate | Collective):
+        if not isinstance(event, Allocate | Collective | HostCopy):
             return None
-        counted = (isinstance(event, Collective), self._stretch, self._segment)
+        counted = (not isinstance(event, Allocate), self._stretch, self._segment)
         self._counts[counted] += 1
         return _Place(self._stretch, self._segment, self._counts[counted])
 
@@ -193,7 +187,7 @@ def _items(events: Sequence[StepEvent], numbered: _Numbered) -> list[_Item]:
         if isinstance(event, Allocate):
             assert place is not None
             blocks[event.block] = place, index
-        elif isinstance(event, Collective):
+        elif isinstance(event, Collective | HostCopy):
             assert place is not None
             collectives[event.number] = place, index
         elif isinstance(event, Free | Gradient):
@@ -401,7 +395,7 @@ def _grown(pair: _Pair, gaps: int, numbered: _Numbered) -> _Part:
         changes: dict[str, Any] = dict(zip(names, sizes, strict=False))
         if len(sizes) > len(names):
             changes["matmul"] = tuple(sizes[len(names) :])
-        event = _with(event, **changes)
+        event = changed(event, **changes)
     refers = one.refers
     if refers is not None and refers.segment is not None:
         assert other.refers is not None
@@ -415,7 +409,7 @@ def _renamed(item: _Item, number: int | None, numbered: _Numbered) -> StepEvent:
         return item.event
     field = _OWNER[type(item.event)]
     shape, _ = numbered.split(getattr(item.event, field))
-    renamed: StepEvent = _with(item.event, **{field: numbered.name(shape, number)})
+    renamed: StepEvent = changed(item.event, **{field: numbered.name(shape, number)})
     return renamed
 
 
@@ -425,17 +419,17 @@ def _resolved(parts: list[_Part], numbered: _Numbered) -> tuple[StepEvent, ...]:
     places = _Places(numbered)
     by_place: dict[tuple[bool, _Place], int] = {}
     by_origin: dict[tuple[int, int], int] = {}
-    counts = {Allocate: 0, Collective: 0}
+    counts = {True: 0, False: 0}
     events: list[StepEvent] = []
     for part in parts:
         event = part.event
         place = places.take(event)
-        if isinstance(event, Allocate | Collective):
+        if isinstance(event, Allocate | Collective | HostCopy):
             assert place is not None
-            kind = type(event)
-            counts[kind] += 1
-            by_place[kind is Collective, place] = by_origin[part.itself] = counts[kind]
-            events.append(_with(event, **{"block" if kind is Allocate else "number": counts[kind]}))
+            waited = not isinstance(event, Allocate)
+            counts[waited] += 1
+            by_place[waited, place] = by_origin[part.itself] = counts[waited]
+            events.append(changed(event, **{"number" if waited else "block": counts[waited]}))
         elif part.refers is None:
             events.append(event)
         else:
@@ -446,7 +440,7 @@ def _resolved(parts: list[_Part], numbered: _Numbered) -> tuple[StepEvent, ...]:
                 found = by_origin.get(part.origin) if part.origin is not None else None
             if found is None:
                 raise _Uneven
-            events.append(_with(event, **{"number" if waits else "block": found}))
+            events.append(changed(event, **{"number" if waits else "block": found}))
     return tuple(events)
 
 
@@ -489,14 +483,3 @@ def _deeper_sizes(
                 raise _Uneven
             grown[numbered.name(str(one.shape[0]), number)] = one.sizes[0]
     return grown
-
-
-_FIELDS: dict[type[StepEvent], tuple[str, ...]] = {
-    kind: tuple(known.name for known in fields(kind)) for kind in _COMPARED
-}
-
-
-def _with(event: StepEvent, **changes: Any) -> Any:
-    """`dataclasses.replace`, at a third of its price."""
-    make: Callable[..., StepEvent] = type(event)
-    return make(*[changes[name] if name in changes else getattr(event, name) for name in _FIELDS[type(event)]])

@@ -16,6 +16,8 @@ from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
 
 _IMAGE_CHANNELS = 3
+_FRAMES_PER_POSITION = 2
+"""Of sound, before Whisper's second convolution halves them."""
 
 
 class TrainingForward:
@@ -50,6 +52,11 @@ class TrainingForward:
             channels = getattr(self._config, "num_channels", _IMAGE_CHANNELS)
             inputs = {"pixel_values": torch.zeros(job.micro_batch, channels, height, width)}
             labels = torch.zeros(job.micro_batch, dtype=torch.int64)
+        elif self._main == "input_features" and hasattr(self._config, "num_mel_bins") and self._takes_labels:
+            frames = _FRAMES_PER_POSITION * getattr(self._config, "max_source_positions", 1500)
+            inputs = {"input_features": torch.zeros(job.micro_batch, self._config.num_mel_bins, frames)}
+            labels = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.int64)
+            inputs |= {"decoder_input_ids": labels.clone(), **self._no_cache}
         elif self._main in {"input_values", "input_features"}:
             raise PlanError(
                 f"the model takes {self._main}, of which a plan cannot know the size: give it a method "

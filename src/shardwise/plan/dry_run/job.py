@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.hardware.devices import Hardware, Interconnect, find_device, find_interconnect
 from shardwise.plan.models.source import ATTENTIONS, ModelSource
+from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision, short_dtype_name
 from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
@@ -18,15 +19,19 @@ from shardwise.suggest import did_you_mean, divisors
 if TYPE_CHECKING:
     from torch import nn
 
-OPTIMIZERS = ("adamw", "adamw-foreach", "adam", "sgd", "momentum", "muon")
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-bf16", "adamw-8bit", "adam", "sgd", "momentum", "muon")
 """Fused kernels, but for "adamw-foreach": torch's default on GPUs, which needs a temporary of every tensor's size.
-"muon": whole hidden matrices on their owners, AdamW for the rest."""
+"adamw-bf16", "adamw-8bit": `sw.optim.AdamWBF16` and `AdamW8bit`, a half and a quarter of the state, in torch's plain
+kernels. "muon": whole hidden matrices on their owners, AdamW for the rest."""
 
 LOSSES = ("model", "fused", "chunked")
 """The model's own; log-softmax and its gradient in the logits' own dtype; logits of some tokens at a time."""
 
 AUTOCASTS = ("bf16", "fp16")
 """Dtypes that autocast computes in."""
+
+FLOAT8 = ("compute", "gathers")
+"""Products in 8 bits, with scales found as they go; "gathers": blocks' parameters travel in 8 bits as well (FSDP2)."""
 
 SEGMENTS = ("fixed", "expandable")
 """PyTorch's default; or `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
@@ -70,6 +75,8 @@ class Job:
     autocast: str | None = None
     """Dtype ("bf16", "fp16") of a `torch.autocast` around forward. Parameters are gathered as `precision` says, and
     cast where they are used. None: there is none."""
+    float8: str | None = None
+    """Of other engines: linear layers in torchao's 8-bit floats; one of `FLOAT8`. None: they are not."""
     reshard_after_forward: bool | int | None = None
     slots: int = 3
     seq_len: int = SEQ_LEN
@@ -79,7 +86,7 @@ class Job:
     accumulation: int = 1
     """Micro-batches of a step."""
     activation_checkpointing: str = "none"
-    """none, full, selective-ops or every-N."""
+    """none, full, selective-ops, every-N or offload."""
     compile: bool = False
     """Blocks are compiled: a partitioner instead of autograd chooses the saved tensors."""
     optimizer: str = "adamw"
@@ -100,6 +107,13 @@ class Job:
     """Of DeepSpeed's ZeRO-3: linear layers keep what was gathered from forward to backward, unless they recompute. So
     they did until the summer of 2026 where the model was built outside `deepspeed.zero.Init`, and still do with
     `memory_efficient_linear=false`."""
+    lora: int = 0
+    """Rank of PEFT's adapters, in fp32, beside all linear layers but the head, of a model that is frozen and in the
+    compute dtype. 0: the model is trained as it is."""
+    offload: Places | None = None
+    """A `sw.Offload`, a mapping, or words such as "params=cpu,optimizer=nvme". None: everything is on the device."""
+    optimizer_in_backward: bool = False
+    """Each unit's step is taken in backward, as `sw.optimizer_in_backward` has it, unclipped."""
     separate_reductions: bool = False
     """Reductions have a communicator of their own (`SHARDWISE_SEPARATE_REDUCTIONS=1`): they and gathers do not queue
     behind one another, but share the links."""
@@ -108,6 +122,7 @@ class Job:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
+        object.__setattr__(self, "offload", Places.of(self.offload))
         precision: object = self.precision
         if precision is None:
             object.__setattr__(self, "precision", Precision())
@@ -116,11 +131,15 @@ class Job:
         for name in ("gpus_per_node", "nodes", "seq_len", "micro_batch", "accumulation"):
             _check_count(name, getattr(self, name), 1)
         _check_count("slots", self.slots, LEAST_SLOTS)
+        _check_count("lora", self.lora, 0)
         for name in ("context_bytes", "nccl_bytes"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), 0)
         self._check_values()
-        _ = self.recomputation
+        if self.recomputation.offloads and self.engine != "shardwise":
+            raise ConfigError(
+                f"activation_checkpointing='offload' is forecast for shardwise, not {self.engine}: 'full'"
+            )
         self._check_shard_group()
         self._check_resharding()
 
@@ -139,6 +158,7 @@ class Job:
         for name in ("gpu", "interconnect"):
             plain[name] = None if plain[name] is None else str(getattr(plain[name], "name", plain[name]))
         plain["strategy"] = self.strategy.value
+        plain["offload"] = None if self.offload is None else asdict(self.offload)
         plain["precision"] = {known.name: getattr(self.precision, known.name) for known in fields(self.precision)}
         if self.units is not None and not isinstance(self.units, int):
             classes = [self.units] if isinstance(self.units, type) or callable(self.units) else list(self.units)
@@ -195,6 +215,14 @@ class Job:
         return Recomputation.parse(self.activation_checkpointing)
 
     @property
+    def elsewhere(self) -> dict[str, str]:
+        """Kinds of memory that are not on the device, and where: "cpu" or "nvme". A CPU's ranks have the host's."""
+        kinds = (
+            {} if self.offload is None else {"param_shards": self.offload.params, "optimizer": self.offload.optimizer}
+        )
+        return {kind: place for kind, place in kinds.items() if place == "nvme" or (place == "cpu" and not self.on_cpu)}
+
+    @property
     def tokens_per_rank(self) -> int:
         """Of one step."""
         return self.seq_len * self.micro_batch * self.accumulation
@@ -208,6 +236,7 @@ class Job:
             raise ConfigError(
                 f'optimizer="muon" is forecast for shardwise, which gives matrices owners, not {self.engine}'
             )
+        self._check_offload()
         price: object = self.price_per_hour
         if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
             raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")
@@ -218,9 +247,52 @@ class Job:
             raise ConfigError(f"autocast={self.autocast!r}: engine 'shardwise' computes in {way} instead")
         if self.autocast is not None and self.compile:
             raise ConfigError(f"autocast={self.autocast!r} with compile=True is not forecast: leave one of them out")
-        for name in ("compile", "keeps_gathered_weights", "separate_reductions"):
+        self._check_float8()
+        self._check_steps()
+        for name in ("compile", "keeps_gathered_weights", "separate_reductions", "optimizer_in_backward"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: True or False")
+
+    def _check_offload(self) -> None:
+        if self.offload is None:
+            return
+        words = f"offload={self.offload.words!r}"
+        refusal = self.offload.refusal(self.on_cpu)
+        if refusal:
+            raise ConfigError(refusal)
+        if self.engine != "shardwise":
+            raise ConfigError(f"{words} is forecast for shardwise, not {self.engine}")
+        changes_nothing = "nvme" not in {self.offload.params, self.offload.optimizer} and self.on_cpu
+        if self.optimizer == "muon" and not changes_nothing:
+            raise ConfigError(f"{words} with optimizer='muon', whose owners keep whole matrices' state: leave one out")
+
+    def _check_steps(self) -> None:
+        if not self.optimizer_in_backward:
+            return
+        if self.engine != "shardwise":
+            raise ConfigError(f"optimizer_in_backward=True is forecast for shardwise, not {self.engine}")
+        if self.optimizer == "muon":
+            raise ConfigError(
+                "optimizer_in_backward=True with optimizer='muon', which updates whole matrices in an exchange of its "
+                "own: leave one out"
+            )
+        if self.accumulation > 1:
+            raise ConfigError(
+                f"optimizer_in_backward=True with accumulation={self.accumulation}: each backward takes a step, so "
+                "gradients of several are never added; leave one out"
+            )
+
+    def _check_float8(self) -> None:
+        if self.float8 is None:
+            return
+        if self.float8 not in FLOAT8:
+            raise ConfigError(f"float8={self.float8!r}: one of {', '.join(FLOAT8)}, or None")
+        if self.engine == "shardwise":
+            raise ConfigError(f"float8={self.float8!r}: engine 'shardwise' computes in no 8 bits yet; leave it out")
+        if self.float8 == "gathers" and self.engine != "fsdp2":
+            raise ConfigError(f"float8='gathers': engine {self.engine!r} gathers no 8 bits; use 'compute', or 'fsdp2'")
+        if "fp8" not in self.hardware.peak_flops:
+            raise ConfigError(f"float8={self.float8!r}: {self.hardware.title} has no 8-bit products; leave it out")
 
     def _check_shard_group(self) -> None:
         if self.shard_group is None:
@@ -250,30 +322,34 @@ class Job:
             raise ConfigError(f"reshard_after_forward={asked} does not divide the shard group of {whole}; {way}")
 
 
-def with_sequences(source: ModelSource, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with a length of sequences that the model has positions for, as training asks it too.
+def suited_to(source: ModelSource, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with sequences that the model has positions for, as training asks it too, and attention that it has.
 
     Args:
         source: the model.
         arguments: of a forecast, or of a search: values, or lists of them.
 
     Returns:
-        The same; where `seq_len` was left out, it is the usual one, or the model's longest where that is shorter.
+        The same; where `seq_len` was left out, it is the usual one, or the model's longest where that is shorter. Where
+        `attention` was left out and the model has no fused one, it is "eager".
 
     Raises:
         PlanError: a length that was asked for is more than the model's longest.
     """
     longest = source.positions
     asked = arguments.get("seq_len")
-    if asked is None:
-        return {**arguments, "seq_len": SEQ_LEN if longest is None else min(SEQ_LEN, longest)}
     for seq_len in asked if isinstance(asked, list | tuple) else (asked,):
         if longest is not None and isinstance(seq_len, int) and seq_len > longest:
             raise PlanError(
                 f"seq_len={seq_len} is more than the model's max_position_embeddings={longest}; lower seq_len, or plan "
                 "a config.json that says more"
             )
-    return dict(arguments)
+    suited = dict(arguments)
+    if asked is None:
+        suited["seq_len"] = SEQ_LEN if longest is None else min(SEQ_LEN, longest)
+    if suited.get("attention") is None:
+        suited["attention"] = source.attention
+    return suited
 
 
 def _check_count(name: str, value: object, least: int) -> None:

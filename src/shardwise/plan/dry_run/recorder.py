@@ -20,16 +20,19 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm.protocol import Work
 from shardwise.plan.dry_run.operations import Operation, operation_of, tensors_of
 from shardwise.plan.dry_run.recording import (
+    ON_HOST,
     Allocate,
     Collective,
     Exchange,
     Fence,
     Free,
     Gradient,
+    HostCopy,
     StepEvent,
     StepPhase,
     UnitMark,
     Wait,
+    renumbered,
 )
 from shardwise.sharded.parameter import ShardedParameter
 
@@ -94,6 +97,8 @@ class Recorder(TorchDispatchMode):
         self.first_block_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """The first inputs of the first block, on the meta device."""
         self._unit_of: Callable[[Tensor], str | None] = lambda memory: None
+        self._steps = False
+        """An optimizer is at work while autograd is."""
 
     # What happened ------------------------------------------------------------------------------------------------
 
@@ -106,10 +111,10 @@ class Recorder(TorchDispatchMode):
             self._events.append(block)
 
     def stop(self) -> tuple[StepEvent, ...]:
-        """Everything since `start`."""
+        """Everything since `start`, numbered from 1 on."""
         self._settle()
         self.recording = False
-        return tuple(event.event() if isinstance(event, _TrackedStorage) else event for event in self._events)
+        return renumbered(event.event() if isinstance(event, _TrackedStorage) else event for event in self._events)
 
     def unit_of(self, memory: Tensor) -> str | None:
         """The fqn of the unit in whose slot a tensor is; None for any other."""
@@ -126,12 +131,45 @@ class Recorder(TorchDispatchMode):
             self._settle()
             self._emit(Gradient(held[0].number, unit))
 
+    @contextmanager
+    def stepping(self, unit: str, gradients: Sequence[Tensor]) -> Iterator[None]:
+        """A unit's step in backward, with its reduced gradients."""
+        for gradient in gradients:
+            self.name(gradient, "grad_shards")
+        self.mark("step", unit)
+        self._steps = True
+        try:
+            yield
+        finally:
+            self._steps = False
+            self.mark("stepped", unit)
+
     def issue(self, op: str, group: str, nbytes: int, ranks: int, unit: str) -> Work:
         """A collective was handed out. The number is the recorder's to give."""
         self._collectives += 1
         number = self._collectives
         self._emit(Collective(number, op, group, nbytes, ranks, unit, self.phase))
         return Pending(lambda: self._emit(Wait(number)))
+
+    def name(self, memory: Tensor, kind: str) -> None:
+        """What a tensor's memory is for, where that is known from elsewhere than when it lived and died."""
+        held = self._live.get(memory.untyped_storage()._cdata)
+        if held is not None:
+            held[0].kind = kind
+
+    def copy(self, way: str, nbytes: int) -> Work:
+        """A copy between device and host was handed out."""
+        self._collectives += 1
+        number = self._collectives
+        self._emit(HostCopy(number, way, nbytes, self.module, self.phase))
+        return Pending(lambda: self._emit(Wait(number)))
+
+    def host_memory(self, nbytes: int) -> HostMemory:
+        """Memory of the host's was taken."""
+        block = self._new_block(nbytes)
+        block.kind = ON_HOST
+        self._emit(block)
+        return HostMemory(partial(self._emit, Free(block.number)) if self.recording else _nothing)
 
     def fence(self, what: str, group: str) -> None:
         """Streams were ordered, as `Fence` says."""
@@ -262,6 +300,7 @@ class Recorder(TorchDispatchMode):
     def _is_autograds(self) -> bool:
         return (
             self.stage is StepPhase.BACKWARD
+            and not self._steps
             and not self._modules
             and not torch.is_grad_enabled()
             and torch._C._current_autograd_node() is not None
@@ -302,6 +341,18 @@ class Recorder(TorchDispatchMode):
     def _new_block(self, nbytes: int) -> _TrackedStorage:
         self._blocks += 1
         return _TrackedStorage(self._blocks, nbytes, self.module, self.phase)
+
+
+def _nothing() -> None:
+    """Of memory that was taken before the recording began."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Memory of the host's."""
+
+    free: Callable[[], None]
+    """Record that it was given back."""
 
 
 class Pending:

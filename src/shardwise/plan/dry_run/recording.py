@@ -7,7 +7,9 @@ allocator reserves (replay them against its rules) and the step's time (put kern
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, get_args
 
 from shardwise.plan.dry_run.job import Job
 
@@ -68,7 +70,7 @@ class Allocate:
     nbytes: int
     """As asked for; the device's allocator rounds."""
     kind: str
-    """One of the kinds of memory that `sw.memory` knows."""
+    """One of the kinds of memory that `sw.memory` knows, or `ON_HOST`."""
     module: str
     phase: StepPhase
 
@@ -117,9 +119,29 @@ class Collective:
         return gathers_of(self.group) if self.op == "all_gather" else reductions_of(self.group)
 
 
+AWAY, BACK = "away", "back"
+"""From the device to its host, and back."""
+ON_HOST = "host"
+"""The kind of blocks of memory that are the host's, beside `policy.kinds.KINDS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """What a block keeps for backward goes to the host, or comes back: once all that computes so far is over, behind
+    the copies before it."""
+
+    number: int
+    """Among those of collectives."""
+    way: str
+    """AWAY or BACK."""
+    nbytes: int
+    module: str
+    phase: StepPhase
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Compute goes on when the collective is over, and what its stream was given behind it."""
+    """Compute goes on when the collective is over, and what its stream was given behind it; or the copy."""
 
     number: int
 
@@ -148,7 +170,8 @@ class UnitMark:
     """A moment in a unit's life, for replaying the step as another engine would run it."""
 
     what: str
-    """gather (its parameters are wanted now), release, grads (its last gradient is there), reduced."""
+    """gather (its parameters are wanted now), release, grads (its last gradient is there), reduced; where its step is
+    taken in backward, step and stepped around that."""
     unit: str
     phase: StepPhase
 
@@ -162,7 +185,34 @@ class Gradient:
     unit: str
 
 
-StepEvent = Kernel | Allocate | Free | Collective | Wait | Fence | Exchange | UnitMark | Gradient
+StepEvent = Kernel | Allocate | Free | Collective | HostCopy | Wait | Fence | Exchange | UnitMark | Gradient
+
+EVENT_FIELDS: dict[type[StepEvent], tuple[str, ...]] = {
+    kind: tuple(known.name for known in fields(kind)) for kind in get_args(StepEvent)
+}
+"""Names of fields, by kind of event."""
+
+
+def changed(event: StepEvent, **changes: Any) -> Any:
+    """`dataclasses.replace`, at a third of its price."""
+    make: Callable[..., StepEvent] = type(event)
+    return make(*[changes[name] if name in changes else getattr(event, name) for name in EVENT_FIELDS[type(event)]])
+
+
+def renumbered(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
+    """The same events with blocks of memory and collectives numbered in the order in which they come. So two recordings
+    of the same step are equal, whatever the process did before."""
+    blocks: dict[int, int] = {}
+    collectives: dict[int, int] = {}
+    found: list[StepEvent] = []
+    for event in events:
+        if isinstance(event, Allocate | Free | Gradient):
+            found.append(changed(event, block=blocks.setdefault(event.block, len(blocks) + 1)))
+        elif isinstance(event, Collective | HostCopy | Wait):
+            found.append(changed(event, number=collectives.setdefault(event.number, len(collectives) + 1)))
+        else:
+            found.append(event)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +239,8 @@ class Facts:
     """By unit's fqn: its gradients, unsharded, padded, in the dtype that travels."""
     unit_shard_bytes: dict[str, int]
     """By unit's fqn: this rank's masters."""
+    unit_trained_bytes: dict[str, int]
+    """By unit's fqn: of those, what is trained."""
     kept_bytes: dict[str, int]
     """By compiled block's fqn: bytes that it keeps from a micro-batch's forward for its backward; empty without
     compilation. The events are those of operations one by one all the same."""

@@ -74,11 +74,12 @@ def repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None:
     The proof, block by block: types of modules, shapes, dtypes and training of parameters and buffers, settings, hooks,
     the entries of the configuration's lists that belong to the block, and its graph: the operations with their
     arguments' shapes that one forward of the whole model runs in it, on the meta device. A setting that in every block
-    is the block's own number may differ. Parameters that are tied are settings of their own.
+    is the block's own number, or a module's own name, may differ. Parameters that are tied are settings of their own.
     """
     if callable(job.units) and not isinstance(job.units, type):
         return None  # may look at names
-    return _repeated_blocks(
+    prove = _repeated_blocks if _is_hashable(builder) else _repeated_blocks.__wrapped__
+    return prove(
         builder,
         Job(
             seq_len=job.seq_len,
@@ -107,12 +108,20 @@ def _repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None
         graphs = _graphs(model, blocks, job)
     except Exception:  # the dry run of the whole model says what is wrong with it
         return None
-    described = _described(model, blocks)
+    described = _described(model, name, blocks)
     alike = [(*description, graph) for description, graph in zip(described, graphs, strict=True)]
     params = sum(parameter.numel() for parameter in model.parameters())
     found = [Stack(name, *_longest_run(alike, period), period, params) for period in _periods(job)]
     best = min(found, key=lambda stack: (stack.start + len(blocks) - stack.stop, stack.period))
     return best if any(best.depths(job.slots)) else None
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:  # such as a dataclass that can be called
+        return False
+    return True
 
 
 def _periods(job: Job) -> list[int]:
@@ -137,18 +146,23 @@ def _longest_run(alike: Sequence[object], period: int) -> tuple[int, int]:
 # What a block is ------------------------------------------------------------------------------------------------------
 
 
-def _described(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[object, ...]]:
+def _described(model: nn.Module, container: str, blocks: Sequence[nn.Module]) -> list[tuple[object, ...]]:
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     lists = list(_lists(getattr(model, "config", None), len(blocks)))
     facts = [
-        {**dict(_facts(block, "", uses)), **{f"config.{name}": values[number] for name, values in lists}}
+        {
+            **dict(_facts(block, "", f"{container}.{number}".lstrip("."), uses)),
+            **{f"config.{name}": values[number] for name, values in lists},
+        }
         for number, block in enumerate(blocks)
     ]
     numbers = {name for name in facts[0] if all(fact.get(name) == number for number, fact in enumerate(facts))}
     return [tuple((name, value) for name, value in fact.items() if name not in numbers) for fact in facts]
 
 
-def _facts(module: nn.Module, path: str, uses: Counter[int]) -> Iterator[tuple[str, object]]:
+def _facts(module: nn.Module, path: str, block: str, uses: Counter[int]) -> Iterator[tuple[str, object]]:
+    """Of a module at `path` in the block of that fqn."""
+    own_name = block + path
     yield f"{path}:type", type(module)
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -159,23 +173,30 @@ def _facts(module: nn.Module, path: str, uses: Counter[int]) -> Iterator[tuple[s
             yield f"{path}.{name}", (buffer.shape, buffer.dtype, name in module._non_persistent_buffers_set)
     for name, value in vars(module).items():
         if name in _HOOKS:
-            yield f"{path}.{name}", _setting(list(value.values()), module)
+            yield f"{path}.{name}", _setting(list(value.values()), module, own_name)
         elif name not in _BARE:
-            yield f"{path}.{name}", _setting(value, module)
+            yield f"{path}.{name}", _setting(value, module, own_name)
     for name, child in module.named_children():
-        yield from _facts(child, f"{path}.{name}", uses)
+        yield from _facts(child, f"{path}.{name}", block, uses)
 
 
-def _setting(value: object, owner: nn.Module) -> object:
-    """Something that can be compared. What is not plain data must be the very same object."""
+def _setting(value: object, owner: nn.Module, own_name: str = "") -> object:
+    """Something that can be compared. What is not plain data must be the very same object. Text that is the module's
+    own name, as PEFT keeps it, is the same in all."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
-        return value
+        return ("own name",) if value == own_name else value
     if isinstance(value, tuple | list):
-        return (type(value), *(_setting(item, owner) for item in value))
+        return (type(value), *(_setting(item, owner, own_name) for item in value))
     if isinstance(value, dict):
-        return (dict, *((_setting(key, owner), _setting(item, owner)) for key, item in value.items()))
+        items = value.items()
+        return (dict, *((_setting(key, owner, own_name), _setting(item, owner, own_name)) for key, item in items))
     if isinstance(value, partial):
-        return (partial, id(value.func), _setting(value.args, owner), _setting(value.keywords, owner))
+        return (
+            partial,
+            id(value.func),
+            _setting(value.args, owner, own_name),
+            _setting(value.keywords, owner, own_name),
+        )
     if isinstance(value, MethodType) and value.__self__ is owner:
         return ("own", id(value.__func__))
     return (type(value), id(value))

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
+from shardwise.optim.adamw_8bit import AdamW8bit
+from shardwise.optim.adamw_bf16 import AdamWBF16
+from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.whole_matrix import whole_matrix
 from shardwise.plan.dry_run.autocast import autocast
 from shardwise.plan.dry_run.depth import deepened
@@ -37,6 +41,7 @@ from shardwise.plan.dry_run.recorder import Recorder
 from shardwise.plan.dry_run.recording import Facts, Recording, StepPhase
 from shardwise.plan.dry_run.repetition import repeated_blocks
 from shardwise.plan.dry_run.traced_collectives import traced_mesh
+from shardwise.plan.dry_run.traced_copies import TracedCopies
 from shardwise.sharded.parameter import ShardedParameter
 
 _MAX_NORM = 1.0
@@ -135,11 +140,14 @@ class _DryRun:
             precision=job.precision,
             reshard_after_forward=job.reshard_after_forward,
             slots=job.slots,
+            align=AdamW8bit.BLOCK_NUMEL if job.optimizer == "adamw-8bit" else None,
         )
         self.engine = require_engine(model)
         self.engine.refuses_autocast = job.autocast is None
-        checkpoint_units(model, job.activation_checkpointing)
+        checkpoint_units(model, job.activation_checkpointing, None if job.on_cpu else TracedCopies(recorder))
         self.optimizer = _optimizer(model, job.optimizer)
+        if job.optimizer_in_backward:
+            optimizer_in_backward(model, self.optimizer)
         self.blocks = _blocks(self.engine)
         _trace_engine(self.engine, recorder)
 
@@ -160,7 +168,8 @@ class _DryRun:
 
     def update(self) -> None:
         self.recorder.stage = StepPhase.OPTIMIZER
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_NORM, foreach=True)
+        if not self.job.optimizer_in_backward:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_NORM, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -181,6 +190,7 @@ class _DryRun:
             unit_bytes={unit.fqn: unit.parameters.unsharded_bytes for unit in units},
             unit_reduce_bytes={unit.fqn: unit.gradients.reduce_bytes for unit in units},
             unit_shard_bytes={unit.fqn: unit.parameters.shard_bytes for unit in units},
+            unit_trained_bytes={unit.fqn: _trained_bytes(unit) for unit in units},
             kept_bytes=self._kept(args, kwargs),
         )
 
@@ -207,6 +217,10 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     groups = [group for group in groups if group["params"]]
     if name == "muon":
         return whole_matrix(torch.optim.Muon, groups, adjust_lr_fn="match_rms_adamw", adamw={"fused": True})
+    if name == "adamw-bf16":
+        return AdamWBF16(groups)
+    if name == "adamw-8bit":
+        return AdamW8bit(groups)
     if name == "adamw-foreach":
         return torch.optim.AdamW(groups, foreach=True)
     if name in {"sgd", "momentum"}:
@@ -245,6 +259,11 @@ def _trace_engine(engine: Engine, recorder: Recorder) -> None:
         return known.holder.fqn if known is not None and known.holder is not None else None
 
     recorder.find_units_with(unit_of)
+    engine.reducer.steps.watch(partial(_watched, recorder))
+
+
+def _trained_bytes(unit: Unit) -> int:
+    return sum(group.shard_bytes for group in unit.groups if group.trainable)
 
 
 def _listen(unit: Unit, recorder: Recorder) -> None:
@@ -256,6 +275,14 @@ def _listen(unit: Unit, recorder: Recorder) -> None:
 
     unit.parameters.observe(moved)
     unit.gradients.observe(lambda grad: recorder.gradient(grad, unit.fqn))
+
+
+@contextmanager
+def _watched(recorder: Recorder, unit: Unit) -> Iterator[None]:
+    """A unit's step in backward."""
+    gradients = (group.gradients.flat for group in unit.groups)
+    with recorder.stepping(unit.fqn, [flat for flat in gradients if flat is not None]):
+        yield
 
 
 def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
@@ -271,7 +298,7 @@ def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -
     put("param_shards", (group.shard for group in groups))
     put("param_shards", (piece for unit in engine.units for piece in unit.parameters.secondary))
     put("gathered_slots", (slot.buffer.bytes for slot in engine.unsharder.all_slots))
-    put("grad_shards", (group.grad_shard for group in groups))
+    put("grad_shards", (group.gradients.flat for group in groups))
     put("reduce_slots", (slot.buffer.bytes for slot in engine.reducer.slots.all))
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
     put("optimizer", (value.local if isinstance(value, ShardedParameter) else value for value in state))

@@ -101,6 +101,8 @@ class Hardware:
     """By dtype, measured on a large product, where someone has published it."""
     attention_flops: Mapping[str, Figure] = field(default_factory=dict)
     """By kernel ("flash1", "flash2"), measured, where someone has published it."""
+    node: Mapping[str, Figure] = field(default_factory=dict)
+    """Of its host what is not as usual (`hardware.node.Node`), by name."""
     price_per_hour: Figure | None = None
     measured: Measured | None = None
 
@@ -112,9 +114,9 @@ class Hardware:
         """The rate of a large product: as measured, or in a measured dtype's proportion to the peak, or a usual one."""
         if dtype in self.matmul_flops:
             return self.matmul_flops[dtype].value
-        if "bf16" in self.matmul_flops and dtype in ("fp16", "fp8", "tf32"):
+        if "bf16" in self.matmul_flops and dtype in LIKE_BF16:
             return self.peak(dtype) * self.matmul_flops["bf16"].value / self.peak("bf16")
-        return self.peak(dtype) * _USUAL_SHARE
+        return self.peak(dtype) * USUAL_SHARE
 
     @property
     def overlaps(self) -> bool:
@@ -122,7 +124,9 @@ class Hardware:
         return self.kind == "gpu"
 
 
-_USUAL_SHARE = 0.78
+LIKE_BF16 = ("fp16", "fp8", "tf32")
+"""Dtypes of which a large product reaches the same part of the peak as in bf16."""
+USUAL_SHARE = 0.78
 """Of the peak, for devices nobody has measured: between an A100's 82 % and an H100's 73 %."""
 
 
@@ -252,7 +256,13 @@ def _parsed(path: Path, make: Callable[[str, Mapping[str, Any]], T]) -> T:
 
 
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
-_RATES = {"peak_flops": _DTYPES, "matmul_flops": _DTYPES, "attention_flops": ("flash1", "flash2")}
+_NODE = ("link_bytes_per_s", "link_share", "memory_bytes", "disk_bytes_per_s")
+_RATES = {
+    "peak_flops": _DTYPES,
+    "matmul_flops": _DTYPES,
+    "attention_flops": ("flash1", "flash2"),
+    "node": _NODE,
+}
 """Tables of a device's file that are fields of `Hardware`, and the keys that they may have."""
 _FIGURES = {
     "memory": {"bytes": "memory_bytes", "usable_bytes": "usable_bytes", "bytes_per_s": "memory_bytes_per_s"},

@@ -2,7 +2,8 @@
 
 The name of a file is a checksum of everything that its contents depend on, code included, so one that is stale is never
 asked for. Files are written beside their place and renamed, so several processes may share a directory; one that cannot
-be read back is as good as none.
+be read back is as good as none. The directory may hold what is not ours: only files with our own ending are counted,
+and removed where there is no room.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import zlib
 from contextlib import suppress
 from functools import cache
@@ -25,6 +27,10 @@ LIMIT_BYTES = 256 * 2**20
 """Of a directory; the files longest unused go first."""
 _ROOM_SHARE = 0.9
 """Of the limit, that is left when room is made."""
+_SUFFIX = ".shardwise"
+"""Of our own files, and of no others."""
+_UNFINISHED_S = 3600
+"""After which a file that was not renamed never will be: whoever wrote it was killed."""
 _OWN = Path(__file__).parents[2]
 """The package."""
 
@@ -35,7 +41,7 @@ def cache_directory() -> Path | None:
     if asked == "0":
         return None
     if asked:
-        return Path(asked)
+        return Path(os.path.expanduser(asked))  # noqa: PTH111 - raises without a home
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - raises without a home
     return Path(home) / "shardwise" / "plan"
 
@@ -43,7 +49,7 @@ def cache_directory() -> Path | None:
 def name_of(kind: str, *parts: Any) -> str:
     """A file's name: its kind, and a checksum of the parts (plain data; anything else by its `str`) and of the code."""
     text = json.dumps([*parts, code()], sort_keys=True, default=str)
-    return f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.{kind}"
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.{kind}{_SUFFIX}"
 
 
 @cache
@@ -77,20 +83,32 @@ def write(name: str, plain: Any) -> None:
         return
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".", delete=False) as file:
-            file.write(zlib.compress(json.dumps(plain).encode(), 1))
-        Path(file.name).replace(directory / name)
+        number, unfinished = tempfile.mkstemp(dir=directory, prefix=".", suffix=_SUFFIX)
+        try:
+            with os.fdopen(number, "wb") as file:
+                file.write(zlib.compress(json.dumps(plain).encode(), 1))
+            Path(unfinished).replace(directory / name)
+        except OSError:
+            Path(unfinished).unlink()
+            raise
         _make_room(directory)
 
 
 def _make_room(directory: Path) -> None:
-    known = [(path, path.stat()) for path in directory.iterdir() if not path.name.startswith(".")]
+    """Remove our own files that nobody finishes; and those longest unused, where all are more than the limit."""
+    own = {path: path.stat() for path in directory.glob(f"*{_SUFFIX}") if path.is_file() and not path.is_symlink()}
+    known = []
+    for path, status in own.items():
+        if not path.name.startswith("."):
+            known.append((path, status))
+        elif status.st_mtime < time.time() - _UNFINISHED_S:
+            path.unlink(missing_ok=True)
     left = sum(status.st_size for _, status in known)
     if left <= LIMIT_BYTES:
         return
     for path, status in sorted(known, key=lambda entry: entry[1].st_mtime):
         left -= status.st_size
-        path.unlink()
+        path.unlink(missing_ok=True)
         if left <= _ROOM_SHARE * LIMIT_BYTES:
             return
 

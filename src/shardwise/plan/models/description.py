@@ -23,13 +23,30 @@ class Description:
 
 def kept_description(config: Mapping[str, Any]) -> Description | None:
     """A configuration's description, if it was made before."""
-    found = files.read(_name(config))
-    return None if found is None else Description(**found)
+    try:
+        return Description(**files.read(_name(config)))
+    except TypeError:  # there is none, or a damaged one
+        return None
 
 
 def keep_description(config: Mapping[str, Any], description: Description) -> None:
     """Keep a configuration's description."""
     files.write(_name(config), asdict(description))
+
+
+def kept_attention(config: Mapping[str, Any]) -> str | None:
+    """The fastest attention that transformers has for a configuration, if it was asked before."""
+    found = files.read(_attention_name(config))
+    return None if found is None else str(found["attention"])
+
+
+def keep_attention(config: Mapping[str, Any], attention: str) -> None:
+    """Keep what transformers said."""
+    files.write(_attention_name(config), {"attention": attention})
+
+
+def _attention_name(config: Mapping[str, Any]) -> str:
+    return files.name_of("attention", config)
 
 
 def _name(config: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, one_line
 from shardwise.plan.models.description import Description, kept_description
-from shardwise.plan.models.transformers_models import build_transformer, check_model_type, described
+from shardwise.plan.models.transformers_models import build_transformer, check_model_type, described, fastest_attention
 from shardwise.suggest import did_you_mean, nearest_path
 
 if TYPE_CHECKING:
@@ -86,6 +86,11 @@ class ModelSource:
         if isinstance(stated, int) and stated > 0:
             return stated
         return None if self.description is None else self.description.positions
+
+    @property
+    def attention(self) -> str:
+        """The fastest that its code has: "sdpa" (fused), or "eager". Raises PlanError as `positions`."""
+        return "sdpa" if self.config is None else fastest_attention(self.config)
 
     @property
     def description(self) -> Description | None:
@@ -176,7 +181,8 @@ def _from_path(path: Path) -> ModelSource:
     except OSError as error:
         raise PlanError(f"MODEL {str(path)!r}: {file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"MODEL {str(path)!r}: {file} is no JSON: {one_line(error)}") from None
+        hint = "; a run's settings are read with --from, beside a MODEL" if file.suffix == ".toml" else ""
+        raise PlanError(f"MODEL {str(path)!r}: {file} is no JSON: {one_line(error)}{hint}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise PlanError(f'MODEL {str(path)!r}: {file} has no "model_type", so transformers cannot tell what it is')
     _check_known(config, str(file))

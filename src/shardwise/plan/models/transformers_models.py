@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, UserError, one_line
-from shardwise.plan.models.description import Description, keep_description, kept_description
+from shardwise.plan.models.description import (
+    Description,
+    keep_attention,
+    keep_description,
+    kept_attention,
+    kept_description,
+)
 from shardwise.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
 
 # The head that training needs, for models whose configuration does not name their class, in order of preference.
-_AUTO_CLASSES = (
+_HEADS = (
     "AutoModelForCausalLM",
     "AutoModelForImageClassification",
     "AutoModelForSeq2SeqLM",
     "AutoModelForMaskedLM",
     "AutoModel",
 )
+_SEQUENCE_TO_SEQUENCE = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+"""Preferred for what has an encoder and a decoder: a causal head would leave the encoder out."""
 
 
 def quiet_transformers() -> None:
@@ -71,6 +79,18 @@ def _described(config: Mapping[str, Any]) -> Description:
     )
 
 
+def fastest_attention(config: Mapping[str, Any]) -> str:
+    """What transformers has for a configuration: "sdpa", or "eager" where nothing is fused. Brings the model's code
+    along where it was not kept. Raises PlanError if transformers refuses the configuration."""
+    found = kept_attention(config)
+    if found is None:
+        with _errors_on_one_line(config["model_type"]):
+            model = _model_class(complete_config(config))
+        found = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+        keep_attention(config, found)
+    return found
+
+
 def _normalised(config: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {"rope_parameters"} if _ROTARY & config.keys() else set()
     given = [key for key in (*config, *renamed) if key not in _ROTARY and key not in _NOT_THE_SHAPE]
@@ -110,8 +130,10 @@ def build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
     filled = complete_config(config)
     if getattr(filled, "use_cache", None):
         filled.use_cache = False  # keys and values kept for generation are no part of a training step
+    if getattr(filled, "is_encoder_decoder", False) and getattr(filled, "decoder_start_token_id", None) is None:
+        filled.decoder_start_token_id = 0  # what labels are shifted in behind; some types leave it to their files
     with _errors_on_one_line(config["model_type"]):
-        model: nn.Module = _model_class(filled)(filled, attention)
+        model: nn.Module = _model_class(filled)._from_config(filled, attn_implementation=attention)
     return model.train()
 
 
@@ -128,18 +150,20 @@ def _errors_on_one_line(model_type: str) -> Iterator[None]:
         raise PlanError(f"transformers cannot build this {model_type}: {one_line(error, with_type=True)}") from error
 
 
-def _model_class(config: Any) -> Callable[[Any, str], nn.Module]:
-    """How to build a configuration: with the class that it names, else the first head that there is for its type."""
+def _model_class(config: Any) -> Any:
+    """The class of a configuration's model: the one that it names, else the first head that there is for its type."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
         named = getattr(transformers, name, None)
         if named is not None:
-            return lambda filled, attention: named._from_config(filled, attn_implementation=attention)
-    for name in _AUTO_CLASSES:
-        auto = getattr(transformers, name)
-        if type(config) in auto._model_mapping:
-            return lambda filled, attention: auto.from_config(filled, attn_implementation=attention)
+            return named
+    heads = (*_SEQUENCE_TO_SEQUENCE, *_HEADS) if getattr(config, "is_encoder_decoder", False) else _HEADS
+    for name in heads:
+        known = getattr(transformers, name)._model_mapping
+        if type(config) in known:
+            found = known[type(config)]
+            return found[0] if isinstance(found, tuple) else found
     raise ValueError(f"it has no model for {type(config).__name__}")
 
 

@@ -8,12 +8,34 @@ from importlib.resources import files
 from pathlib import Path
 
 from shardwise.errors import PlanError
-from shardwise.plan.report.report import PlanReport, amount, batch_name, parts, shown_rows, strategy_name
-from shardwise.plan.search.exploration import Candidate, Exploration, available_bytes, gib, needed_bytes
+from shardwise.plan.report.report import PlanReport, amount, batch_name, parts, range_text, shown_rows, strategy_name
+from shardwise.plan.search.exploration import (
+    MEMORY_WORDS,
+    Candidate,
+    Exploration,
+    available_bytes,
+    gib,
+    needed_bytes,
+)
 
 WIDTH = 80
 _BAR = 32
-_HEADER = ("strategy", "batch", "recompute", "GiB", "s/step", "tokens/s", "MFU", "limit")
+_LEAST = 1e-4
+"""Of what a GPU has: what a kind of memory must take to be named."""
+_COLUMNS = {
+    "strategy": "<",
+    "batch": ">",
+    "recompute": "<",
+    "GiB": ">",
+    "s/step": ">",
+    "tokens/s": ">",
+    "range": ">",
+    "MFU": ">",
+    "limit": "<",
+}
+"""And their sides: numbers to the right."""
+_SPARED = "s/step"
+"""What is left to the page where names are so long that a line would not hold it."""
 
 _NOTE = "(GiB and tokens/s of one GPU; context and NCCL are in; limit: what slows it)"
 
@@ -22,13 +44,17 @@ def table_text(report: PlanReport) -> str:
     """The whole report but the timeline and the configuration."""
     blocks = [f"{report.title}\n{_wrapped(report.setting)}"]
     if report.rows:
-        blocks.append(f"{_table(report.rows)}\n{_NOTE}")
+        range_ = f"Range of tokens/s: {report.range_words}." if report.range_words else ""
+        blocks.append("\n".join(line for line in (_table(report.rows), _NOTE, _wrapped(range_)) if line))
     if report.best is not None:
         blocks.append(_breakdown(report))
     if report.fallen:
         blocks.append(
             "\n".join(["Left out:", *(_wrapped(f"{name}: {why}", "  ", "    ") for name, why in report.fallen)])
         )
+    if report.rows and (rests := [one for one in report.assumptions if one.moves]):
+        lines = (f"{one.what}: {one.value.partition(' (')[0]}; {one.moves}" for one in rests)
+        blocks.append("\n".join(["Assumed, and may differ:", *(_wrapped(line, "  ", "    ") for line in lines)]))
     closing = [report.counts, *report.answers]
     blocks.append("\n".join(_wrapped(line) for line in closing if line))
     return "\n\n".join(block for block in blocks if block)
@@ -46,30 +72,33 @@ def seconds(value: float) -> str:
 
 
 def _table(rows: Iterable[Candidate]) -> str:
-    cells = [_cells(row) for row in rows]
-    widths = [max(len(line[n]) for line in (_HEADER, *cells)) for n in range(len(_HEADER))]
-    aligned = "<><>>>><"  # numbers to the right
-    gap = "  " if sum(widths) + 2 * len(widths) - 2 <= WIDTH else " "
+    lines = [dict(zip(_COLUMNS, _COLUMNS, strict=True)), *map(_cells, rows)]
+    widths = {name: max(len(line[name]) for line in lines) for name in _COLUMNS}
+    if not any(line["range"] for line in lines[1:]):
+        del widths["range"]
+    if sum(widths.values()) + len(widths) - 1 > WIDTH:
+        del widths[_SPARED]
+    gap = "  " if sum(widths.values()) + 2 * len(widths) - 2 <= WIDTH else " "
     return "\n".join(
-        gap.join(f"{cell:{side}{width}}" for cell, side, width in zip(line, aligned, widths, strict=True)).rstrip()
-        for line in (_HEADER, *cells)
+        gap.join(f"{line[name]:{_COLUMNS[name]}{width}}" for name, width in widths.items()).rstrip() for line in lines
     )
 
 
-def _cells(row: Candidate) -> tuple[str, ...]:
-    """What the table says of a configuration, in the order of `_HEADER`."""
+def _cells(row: Candidate) -> dict[str, str]:
+    """What the table says of a configuration, by column."""
     job, forecast = row.job, row.forecast
     assert forecast is not None
-    return (
-        strategy_name(job),
-        batch_name(job),
-        job.activation_checkpointing,
-        gib(needed_bytes(forecast)),
-        seconds(forecast.step_time_s),
-        f"{forecast.tokens_per_s_per_gpu:,.0f}",
-        f"{forecast.mfu:.0%}",
-        row.limited_by,
-    )
+    return {
+        "strategy": strategy_name(job),
+        "batch": batch_name(job),
+        "recompute": job.activation_checkpointing,
+        "GiB": gib(needed_bytes(forecast)),
+        "s/step": seconds(forecast.step_time_s),
+        "tokens/s": f"{forecast.tokens_per_s_per_gpu:,.0f}",
+        "range": range_text(forecast.tokens_per_s_range),
+        "MFU": f"{forecast.mfu:.0%}",
+        "limit": row.limited_by,
+    }
 
 
 def _breakdown(report: PlanReport) -> str:
@@ -80,13 +109,13 @@ def _breakdown(report: PlanReport) -> str:
     phase, module = best.peak_at
     where = f"{phase} of {module}" if module else phase
     lines = [_wrapped(f"Memory of the best at its peak ({where}), of {gib(has)} GiB:")]
-    shares = parts(best)
+    shares = {MEMORY_WORDS[kind]: size for kind, size in parts(best).items() if size > _LEAST * has}
     free = has - needed_bytes(best)
-    name_width = max(map(len, [*shares, "free"]))
-    for kind, size in sorted(shares.items(), key=lambda item: -item[1]):
-        lines.append(f"  {kind:{name_width}}  {gib(size):>7}  {'#' * round(_BAR * size / has)}".rstrip())
+    width = max(map(len, [*shares, "free"]))
+    for words, size in sorted(shares.items(), key=lambda item: -item[1]):
+        lines.append(f"  {words:{width}}  {gib(size):>7}  {'#' * round(_BAR * size / has)}".rstrip())
     if free >= 0:
-        lines.append(f"  {'free':{name_width}}  {gib(free):>7}  {'.' * round(_BAR * free / has)}".rstrip())
+        lines.append(f"  {'free':{width}}  {gib(free):>7}  {'.' * round(_BAR * free / has)}".rstrip())
     return "\n".join(lines)
 
 
@@ -123,7 +152,13 @@ def page_html(report: PlanReport) -> str:
         raise PlanError("the page needs jinja2, which is not installed: pip install 'shardwise[train]'") from None
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(
-        gib=gib, seconds=seconds, amount=amount, strategy=strategy_name, batch=batch_name, needed_bytes=needed_bytes
+        gib=gib,
+        seconds=seconds,
+        amount=amount,
+        strategy=strategy_name,
+        batch=batch_name,
+        needed_bytes=needed_bytes,
+        range=range_text,
     )
     template = (files("shardwise.plan.report") / "templates" / "page.html.jinja").read_text(encoding="utf-8")
     bars = report.bars
@@ -133,6 +168,7 @@ def page_html(report: PlanReport) -> str:
         scale=max([bar.has_bytes for bar in bars] + [bar.needs_bytes for bar in bars], default=1),
         kinds=[kind for kind in COLOURS if any(kind in bar.parts for bar in bars)],
         colours=COLOURS,
+        words=MEMORY_WORDS,
         timeline=report.timeline,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.report.assumptions import Assumption
 from shardwise.plan.search.exploration import Candidate, Exploration, Verdict, available_bytes, needed_bytes
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.strategy import Strategy
@@ -23,8 +24,9 @@ class PlanReport:
     setting: str
     """Devices, sequence, precision: what all rows have in common."""
     exploration: Exploration
-    assumptions: tuple[tuple[str, str], ...]
-    """(what, its value and where that is from)."""
+    assumptions: tuple[Assumption, ...]
+    range_words: str = ""
+    """Where the ranges of throughputs are from; nothing where there are none."""
     answers: tuple[str, ...] = ()
     """To "smallest cluster that fits" and "largest batch that fits", in sentences."""
     timeline: str = ""
@@ -78,11 +80,13 @@ class PlanReport:
         total = len(self.exploration.candidates)
         if total == 1:
             return ""
-        words = [f"{total} configurations: {counted[Verdict.FITS]} fit"]
+        fit = counted[Verdict.FITS]
+        words = [f"{total} configurations: {fit} {'fits' if fit == 1 else 'fit'}"]
         if counted[Verdict.TOO_LARGE] or counted[Verdict.IMPLIED]:
-            words.append(f"{counted[Verdict.TOO_LARGE] + counted[Verdict.IMPLIED]} do not")
-        if counted[Verdict.SLOWER]:
-            words.append(f"{counted[Verdict.SLOWER]} are known to be slower")
+            too_large = counted[Verdict.TOO_LARGE] + counted[Verdict.IMPLIED]
+            words.append(f"{too_large} {'does' if too_large == 1 else 'do'} not")
+        if slower := counted[Verdict.SLOWER]:
+            words.append(f"{slower} {'is' if slower == 1 else 'are'} known to be slower")
         return ", ".join(words) + "."
 
 
@@ -104,6 +108,7 @@ class Bar:
     fits: bool
     tokens_per_s: float
     """Of a GPU."""
+    tokens_per_s_range: tuple[float, float] | None
 
 
 def _bar(candidate: Candidate, budget_bytes: int | None) -> Bar:
@@ -116,6 +121,7 @@ def _bar(candidate: Candidate, budget_bytes: int | None) -> Bar:
         has_bytes=available_bytes(forecast, budget_bytes),
         fits=candidate.verdict is Verdict.FITS,
         tokens_per_s=forecast.tokens_per_s_per_gpu,
+        tokens_per_s_range=forecast.tokens_per_s_range,
     )
 
 
@@ -137,6 +143,17 @@ def by_strategy(exploration: Exploration) -> list[Candidate]:
         if candidate.forecast is not None:
             found.setdefault(strategy_name(candidate.job), candidate)
     return list(found.values())
+
+
+def range_text(ends: tuple[float, float] | None) -> str:
+    """Both ends of a range of tokens a second, in thousands (k) where they are that large."""
+    if ends is None:
+        return ""
+    low, high = ends
+    if high < 1000:
+        return f"{low:.0f}-{high:.0f}"
+    digits = 0 if high >= 100_000 else 1
+    return f"{low / 1000:.{digits}f}-{high / 1000:,.{digits}f}k"
 
 
 def amount(money: float) -> str:

@@ -45,20 +45,30 @@ class Task:
                 yield from _Column(jobs, evaluate, knowledge, objective).search()
 
 
-def rounds(families: Sequence[Family], quick: bool) -> Iterator[list[Task]]:
+def rounds(families: Sequence[Family]) -> Iterator[list[Task]]:
     """The tasks of a search; each round may know of what the ones before it found.
 
     Args:
         families: of one setting: they differ in strategy and shard group alone.
-        quick: the strategy that shards most, and no other.
     """
-    lean = max(families, key=_leanness)
+    lean = leanest(families)
     modes = lean.modes
     first = tuple(dict.fromkeys((modes[0], "full" if "full" in modes else modes[-1])))
     yield [Task(lean, (mode,)) for mode in first]
     yield [Task(lean, (mode,)) for mode in modes if mode not in first]
-    if not quick:
-        yield [Task(family, family.modes) for family in families if family is not lean]
+    yield [Task(family, family.modes) for family in families if family is not lean]
+
+
+def leanest(families: Sequence[Family]) -> Family:
+    """The one of the strategy that shards most."""
+    return max(families, key=_leanness)
+
+
+def least_job(families: Sequence[Family]) -> Job:
+    """The job that needs the least memory, as far as one can tell without a forecast."""
+    family = leanest(families)
+    mode = next((mode for mode in ("offload", "full") if mode in family.modes), family.modes[-1])
+    return family.job(mode, *min(family.batches))
 
 
 def by_setting(families: Sequence[Family]) -> list[list[Family]]:
@@ -97,16 +107,18 @@ class _Column:
 
     def search(self) -> Iterator[Candidate]:
         """Bisect: `low` is the last place that fits, `high` the last that may."""
-        low, high = -1, len(self.jobs) - 1
+        without = self._without_recomputation()
+        low, high = without, len(self.jobs) - 1
+        best = self.knowledge.best_tokens_per_s  # of others: its own largest that fits is this column's best
         beaten = ""
         while True:
             high = max([low, *(n for n in range(low + 1, high + 1) if self._may_fit(n))])
             if high == low:
                 break
-            place = self._next(low, high)
-            beaten = self._beaten(place)
+            beaten = self._beaten(range(low + 1, high + 1), best)
             if beaten:
                 break
+            place = self._next(low, high)
             candidate = self.found[place] = judge(self.evaluate(self.jobs[place]), self.knowledge.budget_bytes)
             assert candidate.forecast is not None
             self.knowledge.learn(candidate.forecast)
@@ -117,8 +129,19 @@ class _Column:
                 continue
             if place > high:
                 yield Candidate(job, Verdict.IMPLIED, None, self._why_not(place))
+            elif place <= without:
+                yield Candidate(job, Verdict.SLOWER, None, "fits without recomputing, which is faster")
             else:
                 yield Candidate(job, Verdict.SLOWER, None, beaten if place > low else "a larger micro-batch fits")
+
+    def _without_recomputation(self) -> int:
+        """The last place that is known to fit when nothing is recomputed, which is faster; -1 for none. As the grid
+        has it."""
+        if self.objective is not Objective.TOKENS_PER_S or not self.jobs[0].recomputation.every:
+            return -1
+        fitting = [forecast.job for forecast in self.knowledge.fitting]
+        bare = [replace(job, activation_checkpointing="none") for job in self.jobs]
+        return max((place for place, job in enumerate(bare) if job in fitting), default=-1)
 
     def _may_fit(self, place: int) -> bool:
         return self.knowledge.least_bytes(self.jobs[place]) <= self.knowledge.has_bytes
@@ -139,11 +162,11 @@ class _Column:
         fitting = [n for n in range(low + 1, high + 1) if self.knowledge.least_bytes(self.jobs[n]) + more <= has]
         return fitting[-1] if fitting else low + 1
 
-    def _beaten(self, place: int) -> str:
-        """Why a place cannot win; nothing where it can."""
+    def _beaten(self, places: range, best: float) -> str:
+        """Why none of these places can win; nothing where one can."""
         if self.objective is not Objective.TOKENS_PER_S:
             return ""
-        most, best = self.knowledge.most_tokens_per_s(self.jobs[place]), self.knowledge.best_tokens_per_s
+        most = max(self.knowledge.most_tokens_per_s(self.jobs[place]) for place in places)
         return f"computes at most {most:,.0f} tokens/s, which is less than the best" if most <= best else ""
 
     def _why_not(self, place: int) -> str:

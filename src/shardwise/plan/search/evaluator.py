@@ -89,7 +89,10 @@ def _longer(two: Forecast, three: Forecast, job: Job) -> Forecast:
         step_time_s=step_time_s,
         tokens_per_s_per_gpu=three.tokens_per_s_per_gpu * faster,
         mfu=three.mfu * faster,
+        compute_s=three.compute_s + more * (three.compute_s - two.compute_s),
         exposed_comm_s=three.exposed_comm_s + more * (three.exposed_comm_s - two.exposed_comm_s),
+        exposed_offload_s=three.exposed_offload_s + more * (three.exposed_offload_s - two.exposed_offload_s),
+        copies_s=three.copies_s + more * (three.copies_s - two.copies_s),
         bytes_sent_per_rank=three.bytes_sent_per_rank + more * (three.bytes_sent_per_rank - two.bytes_sent_per_rank),
         flops_per_rank=three.flops_per_rank + more * (three.flops_per_rank - two.flops_per_rank),
     )

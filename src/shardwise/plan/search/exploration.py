@@ -14,7 +14,7 @@ from shardwise.plan.simulate.forecast import Forecast
 Evaluate = Callable[[Job], Forecast]
 
 WAITING_SHARE = 0.2
-"""Of a step that waits for the network, from which on the network is what holds a configuration back."""
+"""Of a step that waits for the network or the host, from which on that is what holds a configuration back."""
 
 
 LARGEST_CLUSTER_NODES = 4096
@@ -70,7 +70,7 @@ class Candidate:
     forecast: Forecast | None
     """None where the verdict follows without one."""
     limited_by: str
-    """The bottleneck (memory, network, compute), or the reason why it is not among the fitting ones, as a sentence."""
+    """The bottleneck (memory, network, host, compute), or why it is not among the fitting ones, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +138,38 @@ def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
     needs, has = needed_bytes(forecast), available_bytes(forecast, budget_bytes)
     if needs > has:
         return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why_too_large(forecast, has))
-    waits = forecast.exposed_comm_s > WAITING_SHARE * forecast.step_time_s
-    return Candidate(forecast.job, Verdict.FITS, forecast, "network" if waits else "compute")
-
-
-_SINGULAR = {"optimizer": "the optimizer takes", "other": "other memory takes"}
-"""Kinds of memory that are no plural."""
+    on_host = forecast.host_bytes_per_node
+    if on_host > forecast.host_has_bytes:
+        why = f"needs {gib(on_host)} of the {gib(forecast.host_has_bytes)} GiB of a node's host"
+        return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why)
+    waits = {"network": forecast.exposed_comm_s, "host": forecast.exposed_offload_s}
+    longest = max(waits, key=lambda name: waits[name])
+    holds_back = waits[longest] > WAITING_SHARE * forecast.step_time_s
+    return Candidate(forecast.job, Verdict.FITS, forecast, longest if holds_back else "compute")
 
 
 def why_too_large(forecast: Forecast, has_bytes: int) -> str:
     """The bytes needed, the bytes available and the kind of memory that takes most, in words."""
     kind, largest = max(forecast.memory.items(), key=lambda item: item[1])
     needs = needed_bytes(forecast)
-    return f"needs {gib(needs)} of {gib(has_bytes)} GiB; {_SINGULAR.get(kind, f'{kind} take')} {gib(largest)}"
+    return f"needs {gib(needs)} of {gib(has_bytes)} GiB, of which {gib(largest)} for {MEMORY_WORDS[kind]}"
+
+
+MEMORY_WORDS = {
+    "param_shards": "parameter shards",
+    "gathered_slots": "gathered parameters",
+    "grad_shards": "gradient shards",
+    "reduce_slots": "gradients to reduce",
+    "optimizer": "optimizer state",
+    "buffers": "buffers",
+    "activations": "activations",
+    "temporaries": "temporaries",
+    "other": "other memory",
+    "fragmentation": "fragmentation",
+    "context": "GPU context",
+    "nccl": "NCCL buffers",
+}
+"""Kinds of memory as people are told of them. The last three are beside what lives in the allocator."""
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: int | None) -> Exploration:
@@ -197,7 +216,7 @@ def ways_out(job: Job) -> str:
         ways.append("a smaller micro-batch")
     if job.recomputation.every == 0:
         ways.append("activation checkpointing")
-    if not job.strategy.sharded or job.strategy.keeps_params or job.strategy.replicated:
+    if job.world_size > 1 and (not job.strategy.sharded or job.strategy.keeps_params or job.strategy.replicated):
         ways.append("full_shard")
     return f"use {', '.join([*ways, 'more GPUs'])} or a GPU with more memory"
 
@@ -221,7 +240,7 @@ def largest_micro_batch(evaluate: Evaluate, job: Job, budget_bytes: int | None =
 def smallest_cluster(
     evaluate: Evaluate, job: Job, budget_bytes: int | None = None, may_fit: Callable[[Job], bool] = lambda job: True
 ) -> Forecast | None:
-    """The fewest GPUs on which a job fits: within one node first, then whole nodes.
+    """The fewest GPUs on which a job fits: one, which needs no communicator; then more of a node, then whole nodes.
 
     Args:
         job: its `gpus_per_node` is a full node; its `nodes`, its `shard_group` and a number of ranks to reshard to are
@@ -241,7 +260,10 @@ def smallest_cluster(
         smaller = replace(job, nodes=nodes, gpus_per_node=gpus, shard_group=None, reshard_after_forward=resharding)
         return _fitting(evaluate(smaller), budget_bytes) if may_fit(smaller) else None
 
-    low, nodes = 0, 1
+    alone = with_size(1)
+    if alone is not None:
+        return alone
+    low, nodes = 1, 1
     while (best := with_size(full + nodes - 1)) is None:
         low, nodes = full + nodes - 1, nodes * 2
         if nodes > LARGEST_CLUSTER_NODES:
@@ -261,6 +283,7 @@ RECOMPUTES = {
     "none": "nothing recomputed",
     "full": "all blocks recomputed",
     "selective-ops": "cheap operations recomputed",
+    "offload": "all blocks recomputed from inputs on the host",
 }
 
 

@@ -109,7 +109,8 @@ def _shardings(
 ) -> list[tuple[Strategy, int | None]]:
     """(strategy, shard group) in the order of what they shard."""
     if strategies is None and base.world_size == 1:
-        strategies = (Strategy.NO_SHARD,)
+        frees = base.offload is not None and base.offload.params is not None  # what was gathered
+        strategies = (Strategy.FULL_SHARD,) if frees else (Strategy.NO_SHARD,)
     asked = [Strategy.parse(strategy) for strategy in (strategies or tuple(Strategy))]
     takes_groups = [strategy for strategy in asked if strategy.sharded and strategy.replicated]
     if groups is not None and strategies is None:
@@ -134,7 +135,10 @@ def _groups(base: Job) -> list[int]:
 def _batches(
     base: Job, micro_batches: Sequence[int] | None, accumulations: Sequence[int] | None, global_batch: int | None
 ) -> tuple[tuple[int, int], ...]:
-    """(micro-batch, accumulation) pairs, the smallest micro-batch first."""
+    """(micro-batch, accumulation) pairs, the smallest micro-batch first. Where backward takes steps, none accumulates
+    but those that were asked for, which the job refuses."""
+    if base.optimizer_in_backward and accumulations is None:
+        accumulations = (1,)
     if global_batch is None:
         sizes = micro_batches or [2**k for k in range(LARGEST_MICRO_BATCH.bit_length())]
         pairs = set(itertools.product(sizes, accumulations or (1,)))

@@ -5,18 +5,24 @@ from __future__ import annotations
 import inspect
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.cache import recorded
-from shardwise.plan.dry_run.job import Job, with_sequences
+from shardwise.plan.dry_run.job import Job, suited_to
 from shardwise.plan.dry_run.recording import GROUPED, Allocate, Kernel, Recording, StepEvent, StepPhase
 from shardwise.plan.hardware.devices import Hardware
+from shardwise.plan.hardware.node import node_of
+from shardwise.plan.hardware.spread import spread_of
 from shardwise.plan.models.source import ModelLike, resolve
+from shardwise.plan.offload.host_work import host_task
+from shardwise.plan.offload.memory import offloaded
 from shardwise.plan.simulate.allocator import ROUND_BYTES, Segments, peak_of, reserved_bytes
 from shardwise.plan.simulate.mfu import Dimensions, mfu
 from shardwise.plan.simulate.network import Cluster
+from shardwise.plan.simulate.other_engines.float8 import in_float8
 from shardwise.plan.simulate.other_engines.memory import engine_allocations
 from shardwise.plan.simulate.other_engines.order import ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Roofline
@@ -30,6 +36,8 @@ CONTEXT_BYTES = 512 * MIB
 CONTEXT_SOURCE = (
     "assumed: some 300 MiB since CUDA 11.7, over 1 GiB before; https://github.com/pytorch/pytorch/issues/107667"
 )
+CONTEXT_RANGE_BYTES = (300 * MIB, 1024 * MIB)
+"""What `CONTEXT_SOURCE` tells of."""
 NCCL_BYTES = 688 * MIB
 """Of the buffers of one communicator; outside the allocator."""
 NCCL_SOURCE = "688 MiB a communicator, as measured on A100s: https://github.com/NVIDIA/nccl/issues/964"
@@ -102,8 +110,19 @@ class Forecast:
     mfu: float
     """6 N + 12 L d s operations a token over the dense peak of the compute dtype; N without the experts that a
     token is not sent to."""
+    compute_s: float
+    """Time of a step in which kernels run, one after another."""
     exposed_comm_s: float
     """Time of a step in which computation stands still for communication."""
+    exposed_offload_s: float
+    """Time of a step in which computation stands still for copies from and to host and disk."""
+    copies_s: float
+    """Time that these copies take ahead of the optimizer's step, in the busier direction: no step is through sooner."""
+    step_copies_s: float
+    """Of `exposed_offload_s`: in the optimizer's step, where nothing is left to hide copies behind."""
+    host_bytes_per_rank: int
+    """In host memory, pinned, of what is offloaded there. Of a CPU's rank it is in `memory`."""
+    disk_bytes_per_rank: int
     bytes_sent_per_rank: int
     """In a step."""
     flops_per_rank: int
@@ -115,8 +134,32 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether everything together is less than the device has."""
-        return self.reserved_memory_bytes + self.context_bytes + self.nccl_bytes <= self.usable_bytes
+        """Whether everything together is less than the device has, and the host's part less than that has."""
+        on_device = self.reserved_memory_bytes + self.context_bytes + self.nccl_bytes
+        return on_device <= self.usable_bytes and self.host_bytes_per_node <= self.host_has_bytes
+
+    @property
+    def host_bytes_per_node(self) -> int:
+        """`host_bytes_per_rank` of all ranks of a node."""
+        return self.host_bytes_per_rank * self.job.gpus_per_node
+
+    @property
+    def disk_bytes_per_node(self) -> int:
+        """`disk_bytes_per_rank` of all ranks of a node."""
+        return self.disk_bytes_per_rank * self.job.gpus_per_node
+
+    @property
+    def host_has_bytes(self) -> float:
+        """Memory of a node's host; infinite where the device is found in hosts of all sizes."""
+        has = node_of(self.job.hardware).memory_bytes
+        return inf if has is None else has.value
+
+    @property
+    def tokens_per_s_range(self) -> tuple[float, float] | None:
+        """Where tokens a second of a GPU may lie: as far from the forecast as most published runs were from theirs
+        (`plan.hardware.spread`). None where nothing comparable was published."""
+        spread = spread_of(self.job.hardware)
+        return None if spread is None else spread.around(self.tokens_per_s_per_gpu)
 
     @property
     def cost(self) -> Cost | None:
@@ -141,11 +184,14 @@ class Forecast:
         return write_trace(self.timeline, path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: every field but the recording, the job's choices, whether it fits, and its cost."""
+        """Plain data, for JSON: every field but the recording, the range of tokens a second, the job's choices, whether
+        it fits, and its cost."""
         own = {"job", "recording", "price_per_hour"}
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         plain["peak_at"] = {"phase": self.peak_at[0], "module": self.peak_at[1]}
+        plain["tokens_per_s_range"] = self.tokens_per_s_range
         cost = None if self.cost is None else asdict(self.cost)
+        plain |= {"host_bytes_per_node": self.host_bytes_per_node, "disk_bytes_per_node": self.disk_bytes_per_node}
         return {"job": self.job.to_dict(), **plain, "fits": self.fits, "cost": cost}
 
 
@@ -167,7 +213,7 @@ def forecast(model: ModelLike, **arguments: Any) -> Forecast:
         ConfigError: an invalid argument.
     """
     source = resolve(model)
-    job = Job.of(**with_sequences(source, arguments))
+    job = Job.of(**suited_to(source, arguments))
     return forecast_of(recorded(source, job))
 
 
@@ -190,12 +236,12 @@ def forecast_of(recording: Recording) -> Forecast:
     job, facts = recording.job, recording.facts
     hardware = job.hardware
     replayed = engine_allocations(recording)
-    events = (*_workspaces(job, hardware), *replayed.events)
+    moved = offloaded(recording, replayed.events)
+    events = (*_workspaces(job, hardware), *moved.events)
     rounding = 1 if job.on_cpu else ROUND_BYTES
     peak = peak_of(events, rounding)
-    groups = sum(ranks > 1 for ranks in (job.shard_ranks, job.replicas)) * (2 if job.separate_reductions else 1)
     context = (0 if job.on_cpu else CONTEXT_BYTES) if job.context_bytes is None else job.context_bytes
-    nccl = (0 if job.on_cpu else groups * NCCL_BYTES) if job.nccl_bytes is None else job.nccl_bytes
+    nccl = nccl_bytes_of(job)
     usable = int(hardware.usable_bytes.value)
     timeline = _timeline(recording)
     tokens_per_s = facts.tokens_per_rank(job) / timeline.step_time_s
@@ -215,12 +261,26 @@ def forecast_of(recording: Recording) -> Forecast:
         step_time_s=timeline.step_time_s,
         tokens_per_s_per_gpu=tokens_per_s,
         mfu=mfu(tokens_per_s, dimensions, facts.sequence, hardware.peak(job.compute_dtype)),
+        compute_s=timeline.step_time_s - timeline.exposed_comm_s - timeline.exposed_offload_s - timeline.late_s,
         exposed_comm_s=timeline.exposed_comm_s,
+        exposed_offload_s=timeline.exposed_offload_s,
+        copies_s=timeline.copies_s,
+        step_copies_s=timeline.step_copies_s,
+        host_bytes_per_rank=moved.host_bytes,
+        disk_bytes_per_rank=moved.disk_bytes,
         bytes_sent_per_rank=round(timeline.bytes_sent),
         flops_per_rank=timeline.flops,
         price_per_hour=job.price_per_hour if job.price_per_hour is not None else _listed_price(hardware),
         recording=recording,
     )
+
+
+def nccl_bytes_of(job: Job) -> int:
+    """Bytes of the buffers of a job's communicators."""
+    if job.nccl_bytes is not None:
+        return job.nccl_bytes
+    groups = sum(ranks > 1 for ranks in (job.shard_ranks, job.replicas)) * (2 if job.separate_reductions else 1)
+    return 0 if job.on_cpu else groups * NCCL_BYTES
 
 
 def _idle_params(recording: Recording) -> int:
@@ -242,8 +302,10 @@ def _timeline(recording: Recording) -> Timeline:
     job = recording.job
     hardware = job.hardware
     cluster = Cluster(hardware, job.node_interconnect, job.gpus_per_node, job.nodes, DEFAULT.links)
-    events = ordered_as(job.engine, recording.events)
-    return simulate(events, Roofline(hardware, DEFAULT, job.compile), cluster, job.slots, job.separate_reductions)
+    events = ordered_as(job.engine, in_float8(recording.events, job.float8))
+    roofline = Roofline(hardware, DEFAULT, job.compile)
+    work = host_task(job, recording.facts, offloaded(recording, recording.events))
+    return simulate(events, roofline, cluster, job.slots, job.separate_reductions, work)
 
 
 def _workspaces(job: Job, hardware: Hardware) -> tuple[StepEvent, ...]:

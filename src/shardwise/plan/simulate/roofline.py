@@ -39,7 +39,7 @@ _FILL = 128
 """Inner-dimension steps that filling and draining a tile's pipeline cost."""
 _SPLITS = (1, 2, 4, 8)
 """Ways to share a tile's inner dimension between processors, where there are few tiles."""
-_ATTENTION_SHARE = 0.42
+ATTENTION_SHARE = 0.42
 """Of the rate of a large product that fused attention reaches, on devices where nobody has published it."""
 _ATTENTION_FILL = 256
 """Tokens of a sequence that a fused kernel's half-masked and first tiles cost."""
@@ -93,7 +93,7 @@ class Roofline:
 
     def _attention_s(self, kernel: Kernel) -> float:
         published = self.hardware.attention_flops.get(self.attention)
-        rate = published.value if published else self.hardware.sustained(kernel.dtype) * _ATTENTION_SHARE
+        rate = published.value if published else self.hardware.sustained(kernel.dtype) * ATTENTION_SHARE
         length = kernel.matmul[1] if kernel.matmul else 0
         wasted = 1 + _ATTENTION_FILL / length if length else 1.0
         return kernel.flops * wasted / (rate * self.efficiency.attention)

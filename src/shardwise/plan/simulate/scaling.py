@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwise.plan.dry_run.recording import Allocate, Kernel, Recording, StepEvent
+from shardwise.plan.dry_run.recording import Allocate, HostCopy, Kernel, Recording, StepEvent
 
 SMALLEST = 2
 """Micro-batches from which on recordings can be compared."""
@@ -59,7 +59,11 @@ class _LinearFit:
         return at_first + rise
 
 
-_GROWING: dict[type[StepEvent], tuple[str, ...]] = {Allocate: ("nbytes",), Kernel: ("flops", "bytes_moved")}
+_GROWING: dict[type[StepEvent], tuple[str, ...]] = {
+    Allocate: ("nbytes",),
+    HostCopy: ("nbytes",),
+    Kernel: ("flops", "bytes_moved"),
+}
 """Fields of events that grow with the micro-batch; besides a kernel's `matmul`."""
 
 

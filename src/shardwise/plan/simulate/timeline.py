@@ -18,7 +18,7 @@ A `Wait` holds the stream that computes, never the host. A CPU rank does everyth
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from shardwise.plan.dry_run.recording import (
     Collective,
     Exchange,
     Fence,
+    HostCopy,
     Kernel,
     StepEvent,
     StepPhase,
@@ -36,11 +37,16 @@ from shardwise.plan.dry_run.recording import (
 )
 from shardwise.plan.hardware.devices import Figure
 from shardwise.plan.hardware.host import usual_host
+from shardwise.plan.offload.host_work import STREAMS, HostTask, HostWork
 from shardwise.plan.simulate.contention import SAME_S, Busy, Contention, Transfer, sharing
 from shardwise.plan.simulate.network import Cluster, bytes_sent
 from shardwise.plan.simulate.roofline import Roofline
 
 COMPUTE = "compute"
+SLICE, STEP, UNIT_STEP = "slice from elsewhere", "copies of the step", "copies of a unit's step"
+INPUT = "input of a block"
+"""What computation may wait for besides collectives."""
+_OF_THE_HOST = frozenset({SLICE, STEP, UNIT_STEP, INPUT})
 _MOST_PASSES = 16
 """Each halves, at least, what contention is still off."""
 
@@ -76,12 +82,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A time when the compute stream waited for a collective and had nothing to do."""
+    """A time when the compute stream waited for a collective, or for the host, and had nothing to do."""
 
     start_s: float
     end_s: float
     unit: str
     op: str
+    """A collective's, `SLICE`, `STEP`, `UNIT_STEP` or `INPUT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,26 @@ class Timeline:
     @property
     def exposed_comm_s(self) -> float:
         """Seconds in which computation stood still for communication."""
-        return sum(stall.end_s - stall.start_s for stall in self.stalls)
+        return sum(stall.end_s - stall.start_s for stall in self.stalls if stall.op not in _OF_THE_HOST)
+
+    @property
+    def exposed_offload_s(self) -> float:
+        """Seconds in which computation stood still for host and disk."""
+        return sum(stall.end_s - stall.start_s for stall in self.stalls if stall.op in _OF_THE_HOST)
+
+    @property
+    def step_copies_s(self) -> float:
+        """Seconds of those in the optimizer's step, once everything was computed."""
+        return sum(stall.end_s - stall.start_s for stall in self.stalls if stall.op == STEP)
+
+    @property
+    def copies_s(self) -> float:
+        """Seconds of copies from or to host and disk ahead of the optimizer's step, of the busiest stream of them."""
+        busy: defaultdict[str, float] = defaultdict(float)
+        for span in self.spans:
+            if span.stream in STREAMS and span.phase is not StepPhase.OPTIMIZER:
+                busy[span.stream] += span.seconds
+        return max(busy.values(), default=0.0)
 
     @property
     def idle_s(self) -> float:
@@ -122,6 +148,7 @@ def simulate(
     cluster: Cluster,
     slots: int = 3,
     separate_reductions: bool = False,
+    host: HostTask | None = None,
 ) -> Timeline:
     """When everything of a recorded step runs.
 
@@ -132,12 +159,14 @@ def simulate(
         slots: gathered units that have room at once, of any size: a gather waits until the one so many before it has
             been released.
         separate_reductions: reductions have a communicator of their own.
+        host: what host and disk have to do for what is offloaded there.
     """
     timed = [event for event in events if isinstance(event, _TIMED)]
     known: dict[int, tuple[float, float]] = {}
     contention = Contention()
     for passes in range(_MOST_PASSES):
-        replay = _Simulation(roofline, cluster, slots, separate_reductions, contention, known)
+        work = None if host is None else HostWork(host)
+        replay = _Simulation(roofline, cluster, slots, separate_reductions, contention, known, work)
         for event in timed:
             replay.take(event)
         found = Contention(replay.busy, sharing(replay.transfers))
@@ -147,7 +176,7 @@ def simulate(
     return replay.finish()
 
 
-_TIMED = (Kernel, Collective, Wait, UnitMark, Fence, Exchange, HostWait)
+_TIMED = (Kernel, Collective, HostCopy, Wait, UnitMark, Fence, Exchange, HostWait)
 
 
 def _alike(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
@@ -164,6 +193,8 @@ class _Simulation:
     """As far as it is known."""
     known: dict[int, tuple[float, float]]
     """By identity of a kernel: its seconds and those of a wave of its blocks."""
+    work: HostWork | None
+    """What host and disk do beside the device."""
     host_s: float = 0.0
     compute_s: float = 0.0
     """When the stream that computes comes to its end."""
@@ -191,17 +222,22 @@ class _Simulation:
     released_s: dict[str, float] = field(default_factory=dict)
     scattered: dict[str, int] = field(default_factory=dict)
     """By unit: its reduce_scatter, until it is reduced over replicas."""
+    held_s: dict[int, float] = field(default_factory=dict)
+    """By number of a gather: how long its slice was on its way from the host."""
 
     def take(self, event: StepEvent | HostWait) -> None:
+        if self.work is not None:
+            self.work.phase = getattr(event, "phase", self.work.phase)
         if isinstance(event, Kernel):
             self._kernel(event)
         elif isinstance(event, Collective):
             self._collective(event)
+        elif isinstance(event, HostCopy):
+            self._copy(event)
         elif isinstance(event, Wait):
             self._wait(event)
         elif isinstance(event, UnitMark):
-            if event.what == "release":
-                self.released_s[event.unit] = self.compute_s
+            self._mark(event)
         elif isinstance(event, Fence):
             self._fence(event)
         elif isinstance(event, Exchange):
@@ -211,12 +247,22 @@ class _Simulation:
 
     def finish(self) -> Timeline:
         end_s = max([self.host_s, self.compute_s, *self.streams.values()])
+        if self.work is not None:
+            over_s = self.work.finish(self.compute_s)
+            in_backward = bool(self.work.task.unit_stepped_bytes)
+            self._stall_for(UNIT_STEP if in_backward else STEP, max(end_s, 0.0), over_s, "")
+            end_s = max(end_s, over_s)
+            self.spans += [
+                Span(s.stream, s.name, s.unit, s.phase, s.start_s, s.end_s, s.nbytes) for s in self.work.spans
+            ]
         spans, stalls = tuple(self.spans), tuple(self.stalls)
         return Timeline(spans, stalls, end_s, self.host_s, self.late_s, self.bytes_sent, self.flops)
 
     # Kernels ----------------------------------------------------------------------------------------------------------
 
     def _kernel(self, kernel: Kernel) -> None:
+        if self.work is not None and kernel.phase is StepPhase.OPTIMIZER:
+            self.work.begin_step(self.compute_s)
         self.flops += kernel.flops
         self._hand_out(usual_host().compiled_operation_s if self.roofline.compiled else usual_host().operation_s)
         if not kernel.stream or not self.roofline.hardware.overlaps:
@@ -262,10 +308,18 @@ class _Simulation:
         if self.roofline.hardware.overlaps:
             span = self._beside(event, seconds)
         else:
+            if self.work is not None and event.op == "all_gather":
+                self._wait_for_slice(event.unit)
             span = self._span(event, COMPUTE, self.compute_s, seconds)
             self.compute_s = span.end_s
             self._stall(span.start_s, span)
         self.over[event.number] = span
+
+    def _copy(self, event: HostCopy) -> None:
+        self._hand_out(usual_host().operation_s)
+        assert self.work is not None
+        start_s, end_s = self.work.copy(event, max(self.host_s, self.compute_s))
+        self.over[event.number] = Span(event.way, INPUT, event.module, event.phase, start_s, end_s, event.nbytes)
 
     def _beside(self, event: Collective, seconds: float) -> Span:
         """On a stream of its own, and on its communicator."""
@@ -292,6 +346,9 @@ class _Simulation:
         """When a collective was handed out, its input is complete and its output buffer is free."""
         if event.op == "all_gather":
             ready_s = max(self.host_s, self._room_s(event.unit), self.written_s.get(event.group, 0.0))
+            if self.work is not None:
+                free_s, ready_s = ready_s, self.work.bring(event.unit, ready_s)
+                self.held_s[event.number] = ready_s - free_s
             for kernel in self.slices.pop(slices_of(event.group), ()):
                 ready_s = self._run(kernel, slices_of(event.group), ready_s).end_s
             return ready_s
@@ -312,7 +369,10 @@ class _Simulation:
             return
         if span.end_s > self.compute_s:
             self.late_s += max(0.0, min(self.host_s, span.end_s) - self.compute_s)
-            self._stall(max(self.compute_s, self.host_s), span)
+            start_s = max(self.compute_s, self.host_s)
+            held_s = min(max(0.0, span.end_s - start_s), self.held_s.get(event.number, 0.0))
+            self._stall_for(SLICE, start_s, start_s + held_s, span.owner)
+            self._stall(start_s + held_s, span)
             self.compute_s = span.end_s
 
     def _fence(self, event: Fence) -> None:
@@ -320,6 +380,36 @@ class _Simulation:
             self.written_s[event.group] = self.compute_s
         else:
             self.compute_s = max(self.compute_s, self.streams.get(slices_of(event.group), 0.0))
+
+    def _mark(self, event: UnitMark) -> None:
+        if event.what == "release":
+            self.released_s[event.unit] = self.compute_s
+        elif self.work is None:
+            return
+        elif event.what == "gather" and not self.work.task.gathers:
+            self._come(event.unit)
+        elif event.what == "step":
+            come_s = self.work.come_to_step(event.unit, self.compute_s)
+            self._stall_for(UNIT_STEP, self.compute_s, come_s, event.unit)
+            self.compute_s = max(self.compute_s, come_s)
+        elif event.what == "stepped":
+            self.work.go_back(event.unit, self.compute_s)
+
+    def _come(self, unit: str) -> None:
+        """Of a group of one: a slice whose slot has not been another's since is still there."""
+        if unit not in self.gathered:
+            self._wait_for_slice(unit)
+
+    def _wait_for_slice(self, unit: str) -> None:
+        """What computes goes on when the unit's slice has come."""
+        assert self.work is not None
+        come_s = self.work.bring(unit, self._room_s(unit))
+        self._stall_for(SLICE, self.compute_s, come_s, unit)
+        self.compute_s = max(self.compute_s, come_s)
+
+    def _stall_for(self, what: str, start_s: float, end_s: float, unit: str) -> None:
+        if end_s > start_s:
+            self.stalls.append(Stall(start_s, end_s, unit, what))
 
     def _stall(self, start_s: float, span: Span) -> None:
         if span.end_s > start_s:

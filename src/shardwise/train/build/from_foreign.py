@@ -44,6 +44,7 @@ def configuration_of(settings: Settings, source: Path) -> str:
         "data": {"source": UNSET},
         "train": train,
         "parallel": {key: value for key, value in parallel.items() if value is not None},
+        "offload": settings.offload,
         "log": settings.log,
     }
     tree = {section: keys for section, keys in tree.items() if keys}

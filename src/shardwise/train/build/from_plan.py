@@ -15,6 +15,8 @@ from shardwise.train.config.schema import UNSET, Config
 
 STEPS = 1000
 """Of a written configuration: a plan has no length of training."""
+OFFLOAD_PATH = "offload"
+"""Of a written configuration: files of a rank have no names, and nothing is left there."""
 
 
 def training_config(source: ModelSource, job: Job, name: str) -> Config:
@@ -35,6 +37,8 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
     _check_job(job)
     precision = job.precision
     master = short_dtype_name(precision.master or "float32")
+    if job.lora:
+        master = job.compute_dtype
     tree: dict[str, Any] = {
         "model": {**source.model_section(), **_weights(source), "dtype": master},
         "data": {**_data(source), "seq_len": job.seq_len},
@@ -45,6 +49,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
             "optimizer": job.optimizer,
             "activation_checkpointing": job.activation_checkpointing,
             "compile": job.compile,
+            **({"optimizer_in_backward": True, "clip": 0.0} if job.optimizer_in_backward else {}),
         },
         "parallel": {
             "ranks": job.gpus_per_node,
@@ -57,6 +62,8 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
             "reduce_dtype": short_dtype_name(precision.reduce or precision.param or precision.master or "float32"),
         },
         "log": {"name": name},
+        **_offload(job),
+        **({"lora": {"r": job.lora, "base": precision.frozen}} if job.lora else {}),
     }
     try:
         return Config.model_validate(tree)
@@ -94,8 +101,18 @@ def check_model(source: ModelSource) -> None:
         )
 
 
+def _offload(job: Job) -> dict[str, Any]:
+    if job.offload is None:
+        return {}
+    path = OFFLOAD_PATH if "nvme" in {job.offload.params, job.offload.optimizer} else None
+    return {"offload": {"params": job.offload.params, "optimizer": job.offload.optimizer, "path": path}}
+
+
 def _check_job(job: Job) -> None:
     if job.engine != "shardwise":
         raise PlanError(f"--config writes a configuration for shardwise, and the plan is for engine={job.engine!r}")
-    if job.optimizer not in {"adamw", "muon"}:
-        raise PlanError(f"`shardwise train` has adamw and muon, not {job.optimizer}: plan with --optimizer adamw")
+    if job.optimizer not in {"adamw", "adamw-bf16", "adamw-8bit", "muon"}:
+        raise PlanError(
+            f"`shardwise train` has adamw, adamw-bf16, adamw-8bit and muon, not {job.optimizer}: plan with --optimizer "
+            "adamw"
+        )

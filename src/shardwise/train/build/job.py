@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-import shardwise as sw
 from shardwise import accelerators
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.calibration import packaged_name
 from shardwise.plan.hardware.devices import Hardware, find_device, with_usable_bytes
 from shardwise.plan.models.source import ModelSource
 from shardwise.train.build.models import TextShape, build_model
+from shardwise.train.build.sharding import precision_of
 from shardwise.train.config.schema import Config
 from shardwise.train.process.ranks import Ranks
 
@@ -37,7 +37,7 @@ def arguments_of(config: Config, ranks: Ranks, hardware: Hardware) -> dict[str, 
         "nodes": ranks.world_size // per_node,
         "shard_group": parallel.shard_group,
         "units": _units(parallel.units),
-        "precision": sw.Precision(param=parallel.param_dtype, reduce=parallel.reduce_dtype),
+        "precision": precision_of(parallel, config.lora),
         "reshard_after_forward": parallel.reshard_after_forward,
         "slots": parallel.slots,
         "seq_len": config.data.seq_len,
@@ -46,6 +46,8 @@ def arguments_of(config: Config, ranks: Ranks, hardware: Hardware) -> dict[str, 
         "activation_checkpointing": train.activation_checkpointing,
         "compile": train.compile,
         "optimizer": train.optimizer,
+        "optimizer_in_backward": train.optimizer_in_backward,
+        "offload": {"params": config.offload.params, "optimizer": config.offload.optimizer},
     }
     return arguments if parallel.strategy == "auto" else {**arguments, "strategy": parallel.strategy}
 

@@ -1,23 +1,25 @@
-"""`train.optimizer`: torch's own, over sharded parameters or whole matrices; and the schedule of its learning rate."""
+"""`train.optimizer`: torch's own, over sharded parameters or whole matrices."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise import accelerators
+from shardwise.optim.adamw_8bit import AdamW8bit
+from shardwise.optim.adamw_bf16 import AdamWBF16
 from shardwise.optim.whole_matrix import whole_matrix
 from shardwise.train.config.schema import TrainConfig
 
+_LESS_STATE: dict[str, type[AdamWBF16 | AdamW8bit]] = {"adamw-bf16": AdamWBF16, "adamw-8bit": AdamW8bit}
+
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW, fused where torch has a kernel, or Muon beside it; weight decay for parameters of two or more (global)
-    dimensions only.
+    """AdamW, fused where torch has a kernel, with moments in bf16 or 8 bits, or beside Muon; weight decay for
+    parameters of two or more (global) dimensions only.
 
     Not collective. Call it after `sw.shard`. Raises UsageError for Muon of a model without hidden matrices.
     """
@@ -38,7 +40,16 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
             adjust_lr_fn="match_rms_adamw",
             adamw=adamw,
         )
-    return torch.optim.AdamW([{**group, "params": [p for _, p in group["params"]]} for group in groups], **adamw)
+    unnamed = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
+    if config.optimizer in _LESS_STATE:
+        del adamw["fused"]
+        return _LESS_STATE[config.optimizer](unnamed, **adamw)
+    return torch.optim.AdamW(unnamed, **adamw)
+
+
+def align_of(config: TrainConfig) -> int | None:
+    """What `sw.shard` is to align pieces of parameters to for the optimizer."""
+    return AdamW8bit.BLOCK_NUMEL if config.optimizer == "adamw-8bit" else None
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -68,35 +79,3 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """One learning rate for every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Linear warm-up to `lr`, then a fall to `lr * min_lr_ratio` at the last step."""
-
-    lr: float
-    steps: int
-    warmup_steps: int = 0
-    shape: str = "cosine"
-    """"cosine", "linear" or "constant" (no fall)."""
-    min_lr_ratio: float = 0.1
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> Schedule:
-        """The schedule of `[train]`."""
-        return cls(config.lr, config.steps, config.warmup_steps, config.schedule, config.min_lr_ratio)
-
-    def __call__(self, step: int) -> float:
-        """The learning rate of step `step`, counted from 0.
-
-        Warm-up step i has lr * (i + 1) / warmup_steps, so that no step is wasted on a rate of 0 and step
-        `warmup_steps - 1` reaches `lr`. The last step, `steps - 1`, has lr * min_lr_ratio; later ones keep it.
-        """
-        if step < self.warmup_steps:
-            return self.lr * ((step + 1) / self.warmup_steps)  # the last one is lr to the bit
-        if self.shape == "constant":
-            return self.lr
-        first = max(self.warmup_steps - 1, 0)  # the step that has the full rate
-        progress = min((step - first) / max(self.steps - 1 - first, 1), 1.0)
-        remaining = 1 - progress if self.shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)

@@ -10,14 +10,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.suggest import did_you_mean
-from shardwise.train.config.schema import HYBRID_STRATEGIES, OffloadConfig, ParallelConfig
+from shardwise.train.config.schema import HYBRID_STRATEGIES, LoraConfig, OffloadConfig, ParallelConfig
 from shardwise.train.process.ranks import Ranks
 
 
 def shard_model(
-    model: nn.Module, config: ParallelConfig, ranks: Ranks, offload: OffloadConfig | None = None
+    model: nn.Module,
+    config: ParallelConfig,
+    ranks: Ranks,
+    offload: OffloadConfig | None = None,
+    lora: LoraConfig | None = None,
+    align: int | None = None,
 ) -> nn.Module:
-    """Shard a model in place as `[parallel]` and `[offload]` say. Every rank must call this.
+    """Shard a model in place as `[parallel]`, `[offload]` and `lora.base` say, aligned as the optimizer wants. Every
+    rank must call this.
 
     Raises:
         ConfigError: `parallel.units` names a class that the model has not.
@@ -27,11 +33,18 @@ def shard_model(
         config.strategy,
         mesh=_mesh(config, ranks),
         units=_units(model, config.units),
-        precision=sw.Precision(param=config.param_dtype, reduce=config.reduce_dtype),
+        precision=precision_of(config, lora),
         reshard_after_forward=config.reshard_after_forward,
         slots=config.slots,
         offload=_offload(offload),
+        align=align,
     )
+
+
+def precision_of(config: ParallelConfig, lora: LoraConfig | None = None) -> sw.Precision:
+    """The dtypes that `[parallel]` and `lora.base` ask for."""
+    frozen = None if lora is None else lora.base
+    return sw.Precision(param=config.param_dtype, reduce=config.reduce_dtype, frozen=frozen)
 
 
 def _offload(config: OffloadConfig | None) -> sw.Offload | None:

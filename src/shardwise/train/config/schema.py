@@ -15,7 +15,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
@@ -91,10 +90,13 @@ class LoraConfig(Section):
     """The part of an adapter's inputs that is dropped in training."""
     targets: Annotated[list[str] | None, NoneWord] = None
     """Names of the linear layers that get adapters, such as "q_proj"; none = all but the head."""
+    base: Annotated[Literal["nf4", "int8"] | None, NoneWord] = None
+    """The frozen weights of linear layers, but for the head, are kept and gathered in 4 or 8 bits and a scale for each
+    64; none = in `model.dtype`."""
 
     @model_validator(mode="after")
     def _has_rank(self) -> Self:
-        given = [key for key in ("alpha", "dropout", "targets") if key in self.model_fields_set]
+        given = [key for key in ("alpha", "dropout", "targets", "base") if key in self.model_fields_set]
         if given and "r" not in self.model_fields_set:
             raise ValueError(f"{given[0]} is given and r is not: set r, such as r = 16, or leave the section out")
         return self
@@ -127,9 +129,11 @@ class TrainConfig(Section):
     """Sequences per rank and forward."""
     global_batch: Annotated[PositiveInt | None, NoneWord] = None
     """Sequences per step over all ranks; none = micro_batch x ranks. The number of micro-batches follows."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """The optimizer, one of torch's. "muon": Muon for hidden matrices, its updates scaled to the size of AdamW's, so
-    that `lr` and `weight_decay` mean the same; AdamW for embeddings, heads and vectors."""
+    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit", "muon"] = "adamw"
+    """The optimizer. "adamw": torch's. "adamw-bf16": four bytes of state a parameter instead of eight, in bf16, rounded
+    at random; parameters too, where `model.dtype` is "bf16". "adamw-8bit": two bytes, in blocks of 8-bit codes. "muon":
+    Muon for hidden matrices, its updates scaled to the size of AdamW's, so that `lr` and `weight_decay` mean the same;
+    AdamW for embeddings, heads and vectors."""
     lr: PositiveFloat = 3e-4
     """The learning rate at its highest."""
     betas: Annotated[
@@ -159,8 +163,11 @@ class TrainConfig(Section):
     """Steps between evaluations; 0 = after the last step only."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the initial weights and dropout."""
-    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective-ops|every-[1-9]\d*)$")] = "none"
-    """"none", "full" (each block), "selective-ops" (cheap operations only) or "every-N" (one block in N)."""
+    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective-ops|every-[1-9]\d*|offload)$")] = (
+        "none"
+    )
+    """"none", "full" (each block), "selective-ops" (cheap operations only), "every-N" (one block in N) or "offload"
+    (each block, whose input waits in the host's memory)."""
     compile: bool = False
     """Compile each unit with torch.compile."""
 
@@ -179,8 +186,11 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """`[parallel]`: how the model is sharded, over how many ranks."""
 
+    backend: Literal["torch", "jax"] = "torch"
+    """Who trains: "torch", one process a rank; "jax" (needs the extra `jax`), where a rank is a device and one process
+    has all of a machine."""
     ranks: Annotated[Literal["auto"] | PositiveInt, Field(union_mode="left_to_right")] = "auto"
-    """Ranks on this machine; "auto" = all GPUs, else 2 CPU ranks. Under torchrun its own number counts."""
+    """Ranks on this machine; "auto" = all GPUs, else 2 CPU ranks (of JAX 8). Under torchrun its own number counts."""
     strategy: Literal[StrategyName, "auto"] = "full_shard"
     """Which of parameters, gradients and optimizer state are sharded; "auto" = the fastest that is forecast to fit."""
     shard_group: Annotated[PositiveInt | None, NoneWord] = None
@@ -216,28 +226,27 @@ class CheckpointConfig(Section):
 class OffloadConfig(Section):
     """`[offload]`: what lies elsewhere than on the device."""
 
-    params: Annotated[Literal["cpu"] | None, NoneWord] = None
-    """Shards: none = on the device; "cpu" = on the host, which on CPU ranks is the same."""
+    params: Annotated[Literal["cpu", "nvme"] | None, NoneWord] = None
+    """Shards: none = on the device; "cpu" = in the host's memory, which on CPU ranks is the same; "nvme" = on disk, on
+    CPU ranks."""
     optimizer: Annotated[Literal["cpu", "nvme"] | None, NoneWord] = None
-    """The optimizer's state: none = beside the shards; "cpu" = on the host; "nvme" = on disk, on CPU ranks."""
+    """The optimizer's state: none = beside the shards; "cpu" = in the host's memory; "nvme" = on disk, on CPU ranks."""
     path: Annotated[str | None, NoneWord] = None
-    """Directory on a local disk for `optimizer = "nvme"`. Nothing is left in it."""
+    """Directory on a local disk for "nvme". Nothing is left in it."""
     ring_mib: Annotated[PositiveInt | None, NoneWord] = None
-    """Host memory of a rank through which state goes to and from disk, MiB; none = four times the largest parameter's
-    state, 64 at least."""
-
-    @field_validator("params", mode="before")
-    @classmethod
-    def _is_there(cls, params: object) -> object:
-        if params == "nvme":
-            raise ValueError('params = "nvme" is not there yet: only the optimizer\'s state can be on disk')
-        return params
+    """Memory of a rank's device through which optimizer state comes to its step and goes back, MiB; none = four times
+    the largest parameter's state, 64 at least."""
 
     @model_validator(mode="after")
     def _has_a_path(self) -> Self:
-        if self.optimizer == "nvme" and self.path is None:
-            raise ValueError('optimizer = "nvme" needs path, a directory on a local disk')
+        if self.on_disk is not None and self.path is None:
+            raise ValueError(f'{self.on_disk} = "nvme" needs path, a directory on a local disk')
         return self
+
+    @property
+    def on_disk(self) -> str | None:
+        """The key of something that is."""
+        return next((key for key in ("params", "optimizer") if getattr(self, key) == "nvme"), None)
 
 
 class LogConfig(Section):
@@ -273,10 +282,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _saves_from_disk_at_once(self) -> Self:
-        if self.offload.optimizer == "nvme" and self.checkpoint.asynchronous:
+        if self.offload.on_disk is not None and self.checkpoint.asynchronous:
             raise ValueError(
-                'checkpoint.asynchronous with offload.optimizer = "nvme": host memory has no room for '
-                "a copy of all of the state; set checkpoint.asynchronous = false"
+                f'checkpoint.asynchronous with offload.{self.offload.on_disk} = "nvme": host memory has no room for a '
+                "copy of all that is on disk; set checkpoint.asynchronous = false"
             )
         return self
 

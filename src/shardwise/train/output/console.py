@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,9 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.policy.kinds import KINDS, STATE_KINDS
-from shardwise.train.build.auto import Outlook
-from shardwise.train.output.sample import Sample
 from shardwise.train.run.metrics import StepMetrics
+from shardwise.train.run.sample import Sample
+
+if TYPE_CHECKING:
+    from shardwise.train.build.auto import Outlook
 
 _PLAIN_INTERVAL_S = 5.0
 

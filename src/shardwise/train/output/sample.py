@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,17 +10,7 @@ from torch import nn
 from shardwise.train.data.packing import PackedRows
 from shardwise.train.data.tokenizer import Tokenizer
 from shardwise.train.process.ranks import Ranks
-
-PROMPT_TOKENS = 48
-NEW_TOKENS = 160
-_TEMPERATURE = 0.7
-
-
-class Sample(NamedTuple):
-    """A prompt out of the data and the model's continuation."""
-
-    prompt: str
-    continuation: str
+from shardwise.train.run.sample import TEMPERATURE, Sample, lengths
 
 
 def sample_text(model: nn.Module, rows: PackedRows, tokenizer: Tokenizer, seed: int, ranks: Ranks) -> Sample | None:
@@ -36,8 +26,7 @@ def sample_text(model: nn.Module, rows: PackedRows, tokenizer: Tokenizer, seed: 
     generate: Any = getattr(model, "generate", None)
     if generate is None:
         return None
-    seq_len = rows.ids.shape[1]
-    prompt_tokens = min(PROMPT_TOKENS, seq_len // 2)
+    prompt_tokens, new_tokens = lengths(rows.ids.shape[1])
     prompt = torch.from_numpy(rows.ids[:1, :prompt_tokens]).long().to(ranks.device)
     torch.manual_seed(seed)
     model.eval()
@@ -45,12 +34,12 @@ def sample_text(model: nn.Module, rows: PackedRows, tokenizer: Tokenizer, seed: 
         output = generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=min(NEW_TOKENS, seq_len - prompt_tokens),
+            max_new_tokens=new_tokens,
             do_sample=True,
-            temperature=_TEMPERATURE,
+            temperature=TEMPERATURE,
             pad_token_id=tokenizer.end_id,
             eos_token_id=tokenizer.end_id,
         )
     model.train()
     ids = output[0].tolist()
-    return Sample(tokenizer.decode(ids[:prompt_tokens]), tokenizer.decode(ids[prompt_tokens:]))
+    return Sample.of(ids, prompt_tokens, tokenizer)

@@ -164,6 +164,7 @@ def test_deepspeed_s_own_linear_layer_keeps_no_weights() -> None:
     assert kept > let_go
 
 
+@pytest.mark.slow
 def test_autocast_keeps_a_cast_copy_of_every_weight() -> None:
     """From forward to backward, at any world size, unless blocks recompute."""
     settings: dict[str, Any] = {"precision": sw.Precision(), "seq_len": 1}

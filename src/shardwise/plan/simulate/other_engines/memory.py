@@ -26,6 +26,7 @@ from typing import ClassVar
 
 from shardwise.plan.dry_run.kept_blocks import with_kept_blocks
 from shardwise.plan.dry_run.recording import Allocate, Free, Gradient, Recording, StepEvent, StepPhase, UnitMark
+from shardwise.plan.simulate.other_engines.float8 import GATHERS, is_of_a_block
 from shardwise.policy.strategy import Strategy
 
 _COMPUTE, _GATHER, _REDUCE = 0, 1, 2
@@ -209,7 +210,8 @@ class _EngineReplay:
             self.grad_shards.append(self.take(nbytes, "grad_shards", self.reduces_on))
 
     def param_bytes(self, unit: str) -> int:
-        return self.recording.facts.unit_bytes[unit]
+        halved = self.recording.job.float8 == GATHERS and is_of_a_block(unit)
+        return self.recording.facts.unit_bytes[unit] // (2 if halved else 1)
 
     def reduce_bytes(self, unit: str) -> int:
         return self.recording.facts.unit_reduce_bytes[unit]

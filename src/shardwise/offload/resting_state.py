@@ -1,8 +1,7 @@
-"""What stands in `optimizer.state` for a tensor that is in a file."""
+"""What stands in `optimizer.state` for a tensor that rests on a medium."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -15,29 +14,28 @@ from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
 
 if TYPE_CHECKING:
-    from shardwise.offload.state_store import StateStore
+    from shardwise.offload.portions import Kept
+    from shardwise.offload.state_room import StateRoom
 
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-class StateOnDisk(ShardedParameter):
-    """Shape, dtype and place of one state tensor, without memory. Reading it reads the file; writing it raises.
+class RestingState(ShardedParameter):
+    """Shape, dtype and place of one state tensor, without memory. Reading it reads the medium; writing it raises.
 
     Between steps only: a step is given its numbers in memory.
     """
 
-    store: StateStore
+    room: StateRoom
     start: int
-    """Byte in the file."""
+    """Byte on the medium."""
     _dtype: torch.dtype
 
-    def __new__(cls, parameter: ShardedParameter, dtype: torch.dtype, store: StateStore, start: int) -> Self:
-        self: Self = Tensor._make_wrapper_subclass(
-            cls, parameter.placement.shape, dtype=dtype, device=parameter.local.device
-        )
-        self.placement = parameter.placement
-        self.store, self.start, self._dtype = store, start, dtype
+    def __new__(cls, kept: Kept, device: torch.device, room: StateRoom, start: int) -> Self:
+        self: Self = Tensor._make_wrapper_subclass(cls, kept.placement.shape, dtype=kept.dtype, device=device)
+        self.placement = kept.placement
+        self.room, self.start, self._dtype = room, start, kept.dtype
         return self
 
     @property
@@ -47,14 +45,15 @@ class StateOnDisk(ShardedParameter):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Of this rank's piece in the file."""
+        """Of this rank's piece there."""
         return self.fragment.numel * self._dtype.itemsize
 
     @property
     def local(self) -> Tensor:  # type: ignore[override]
-        """A copy of this rank's piece, read from the file now."""
-        piece = torch.empty(self.fragment.numel, dtype=self._dtype)
-        self.store.read_into(self.start, piece)
+        """A copy of this rank's piece, read now, where the parameter is."""
+        piece = torch.empty(self.fragment.numel, dtype=self._dtype, device=self.device)
+        self.room.check()
+        self.room.medium.read_into(self.start, piece)
         return piece
 
     def without_autograd(self) -> Self:
@@ -74,10 +73,11 @@ class StateOnDisk(ShardedParameter):
         own = [value for value in tree_leaves(args[:1]) if isinstance(value, cls)]
         if own and func._schema.is_mutable:
             own[0]._refuse(func._schema.name.replace("::", "."))
-        read_args, read_kwargs = tree_map_only(cls, cls._read, (args, kwargs or {}))
+        read_args, read_kwargs = tree_map_only(cls, cls.in_memory, (args, kwargs or {}))
         return func(*read_args, **read_kwargs)
 
-    def _read(self) -> ShardedParameter:
+    def in_memory(self) -> ShardedParameter:
+        """A copy."""
         return ShardedParameter(self.local, self.placement)
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -85,9 +85,10 @@ class StateOnDisk(ShardedParameter):
 
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
-            f"{what} into optimizer state of {self.fqn!r} is not possible, because it is on disk "
-            f"({os.fspath(self.store.directory)}): use sw.checkpoint.load, or put another tensor into optimizer.state"
+            f"{what} into optimizer state of {self.fqn!r} is not possible, because it is "
+            f"{self.room.medium.where}: use sw.checkpoint.load, or put another tensor into "
+            "optimizer.state"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"StateOnDisk({self.fqn!r}, shape={tuple(self.shape)}, dtype={self._dtype})"
+        return f"RestingState({self.fqn!r}, shape={tuple(self.shape)}, dtype={self._dtype})"

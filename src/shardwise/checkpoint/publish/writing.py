@@ -1,0 +1,183 @@
+"""One save, decided upon: from pieces and small files to a committed checkpoint, at once or in a thread. No torch."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.format import manifest, names_json, training_json
+from shardwise.checkpoint.io.remote import RemoteDirectory
+from shardwise.checkpoint.io.storage import Location, is_url
+from shardwise.checkpoint.publish import commit
+from shardwise.checkpoint.publish.per_rank_files import PerRankFiles
+from shardwise.checkpoint.publish.shared_files import SharedFiles
+from shardwise.checkpoint.publish.target import FileSet, Target, Written
+from shardwise.checkpoint.ranks import save_thread
+from shardwise.checkpoint.ranks.agreement import Agreement
+from shardwise.checkpoint.ranks.file_barrier import Barrier, FileBarrier, read_note, write_note
+from shardwise.errors import CheckpointError, UsageError
+
+_SIGHT_S = 5.0
+"""How long a rank waits for rank 0's token to come in sight: network file systems cache names for a moment."""
+_CREATED = ".created"
+
+Copy = Callable[[Sequence[Any]], Sequence[Any]]
+"""From pieces to the same pieces in memory that nobody writes to."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """One save, decided upon: everything that there is to write, and where."""
+
+    target: Target
+    file_sets: list[FileSet[Any]]
+    training: dict[str, Any]
+    """Of training.json, what rank 0 knows. "optimizer" is the same on every rank."""
+    rng: dict[str, Any]
+    """This rank's random states."""
+    documents: dict[str, bytes]
+    """Small files by name, rank 0's."""
+
+    def describe(self) -> str:
+        """Text that must be equal on every rank."""
+        headers = [(name, file.header) for file_set in self.file_sets for name, file in file_set.files.files.items()]
+        return f"{headers}|{self.training['optimizer']}"
+
+    def run(self, barrier: Barrier) -> None:
+        """Write and commit. Every rank must call this."""
+        messages, doing = self.target.messages, f"{self.target} cannot be written"
+        with barrier.together(doing, seen=lambda: read_note(messages, _CREATED) is not None):
+            if barrier.is_first:
+                self.target.create(self.file_sets)
+                write_note(messages, _CREATED, {})
+        with barrier.together(doing, seen=lambda: not barrier.is_first or None not in self._reports(barrier)):
+            written = self.target.write(self.file_sets, barrier.rank)
+            write_note(messages, _report(barrier.rank), {**written.to_json(), "rng": self.rng})
+        with barrier.together(doing, seen=self.target.is_committed):
+            if barrier.is_first:
+                self._commit(barrier)
+
+    def _reports(self, barrier: Barrier) -> list[dict[str, Any] | None]:
+        return [read_note(self.target.messages, _report(rank)) for rank in range(barrier.world_size)]
+
+    def _commit(self, barrier: Barrier) -> None:
+        reports = self._reports(barrier)
+        missing = [rank for rank, report in enumerate(reports) if report is None]
+        if missing:
+            raise CheckpointError(f"{self.target} cannot be written: the report of rank {missing[0]} is not there")
+        found = [report for report in reports if report is not None]
+        training = training_json.describe(rng=[report["rng"] for report in found], **self.training)
+        documents = {**self.documents, training_json.NAME: training_json.encode(training)}
+        self.target.commit(self.file_sets, Written.of_ranks(found), documents)
+
+
+def _report(rank: int) -> str:
+    """The name of a rank's note to rank 0: the regions that it wrote, and its random states."""
+    return f".rank-{rank}"
+
+
+def check_arguments(step: int, extra: object, max_file_bytes: int) -> None:
+    """Raise UsageError for arguments of a save that cannot be right."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise UsageError(f"step={step!r}: a number of steps, at least 0")
+    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+        raise UsageError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, at least 1")
+    if extra is not None and not isinstance(extra, Mapping):
+        raise UsageError(f"extra is a dict, not a {type(extra).__name__}")
+    training_json.check_json(None if extra is None else dict(extra), "extra")
+
+
+def take_along(files: Mapping[str, bytes], writing: Writing) -> None:
+    """Small files that go along, by name. Raises UsageError for a name that a checkpoint reserves."""
+    taken = {manifest.NAME, training_json.NAME, names_json.NAME, *writing.documents}
+    for name, data in files.items():
+        if name != os.path.basename(name) or name in taken or ".safetensors" in name or name[:1] in {"", "."}:  # noqa: PTH119
+            raise UsageError(f"files: {name!r} cannot be the name of a file that goes along with a checkpoint")
+        if not isinstance(data, bytes):
+            raise UsageError(f"files: {name!r} is a {type(data).__name__}, not bytes")
+    writing.documents.update(files)
+
+
+def target_at(path: Location, overwrite: bool) -> Target:
+    """Where a checkpoint at this path or URL is written. Raises UsageError for a name that it cannot have."""
+    refusal = f"{os.fspath(path)!r} cannot be a checkpoint's name"
+    if "\0" in os.fspath(path):
+        raise UsageError(f"{refusal}: no name has a null character in it")
+    absolute = Path(os.path.abspath(path))  # noqa: PTH100 - not through links: the last name is what is renamed
+    target: Target
+    if is_url(path):
+        if overwrite:
+            raise UsageError(f"overwrite=True: {os.fspath(path)!r} cannot be replaced in one step; save to another URL")
+        target = PerRankFiles(RemoteDirectory.of(os.fspath(path)))
+    else:
+        target = SharedFiles.over(absolute) if overwrite else SharedFiles(absolute)
+    if not target.name:
+        raise UsageError(f"{refusal}: it is the root of the file system; save to a directory below it")
+    if target.name.endswith((commit.PARTIAL, commit.DAMAGED, commit.REPLACED)):
+        raise UsageError(
+            f"{refusal}: `latest` and the trainer take names in {commit.PARTIAL} for unfinished saves and names in "
+            f"{commit.DAMAGED} and {commit.REPLACED} for damaged and replaced ones"
+        )
+    return target
+
+
+def publish(writing: Writing, peers: Agreement, copy: Copy | None) -> None:
+    """Write and commit. Every rank must call this. What was written is removed again if it fails.
+
+    Args:
+        copy: None to return when the checkpoint is there. Else to return when the pieces are copied by it; a thread
+            writes the copies, and `wait_for_last_save` waits for it.
+    """
+    try:
+        _begin(writing.target, peers)
+        if copy is None:
+            writing.run(peers)
+        else:
+            _start(writing, peers, copy)
+    except Exception:
+        if peers.is_first:
+            writing.target.discard()
+        raise
+
+
+def _begin(target: Target, peers: Agreement) -> None:
+    """Make the target's directory, and check that every rank sees it."""
+    token = f".token-{peers.broadcast_from_rank0(secrets.randbits(62)):x}"
+    with peers.together(f"{target} cannot be written"):
+        if peers.is_first:
+            target.begin()
+            write_note(target.messages, token, {})
+    with peers.together(f"{target} cannot be written"):
+        deadline = time.monotonic() + _SIGHT_S
+        while token not in target.messages.names():
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank {peers.rank} does not see what rank 0 wrote to {target.messages}: save to a file system "
+                    "that all ranks share"
+                )
+            time.sleep(0.02)
+
+
+def _start(writing: Writing, peers: Agreement, copy: Copy) -> None:
+    """Copy what this rank writes, and write the copy in a thread."""
+    target = writing.target
+    barrier = FileBarrier(target.messages, peers.rank, peers.world_size)
+    with peers.together(f"{target} cannot be written"):
+        barrier.announce_process()
+        copies = copy([piece for file_set in writing.file_sets for piece in file_set.pieces])
+        each = iter(copies)
+        file_sets = [replace(file_set, pieces=[next(each) for _ in file_set.pieces]) for file_set in writing.file_sets]
+    with peers.together(f"{target} cannot be written"):
+        barrier.learn_processes()
+    copied = replace(writing, file_sets=file_sets)
+    task = save_thread.SaveTask(
+        what=str(target),
+        run=lambda: copied.run(barrier),
+        discard=target.discard if peers.is_first else lambda: None,
+    )
+    save_thread.start(task, peers.together(f"{target} cannot be written"))

@@ -1,0 +1,90 @@
+"""Agreement between the processes of one save or load, a few bytes at a time. No torch.
+
+What it needs of them is one collective, the elementwise maximum of a few numbers: torch's ranks have theirs in
+`consensus`, JAX's processes in `shardwise.jax`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import xxhash
+
+from shardwise.checkpoint.ranks import save_thread
+from shardwise.errors import CheckpointError, MismatchError, PeerError
+
+_TEXT_BYTES = 3584
+"""Of an error's text that other ranks quote; each is one int64 of a collective."""
+_POSITIVE_BITS = 62
+
+
+class Agreement(ABC):
+    """Every process that saves or loads. Every method is collective."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @abstractmethod
+    def _highest(self, numbers: list[int]) -> list[int]:
+        """The elementwise maximum over all processes of equally many numbers, in [0, 2^63)."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes headers, small files and the manifest."""
+        return self.rank == 0
+
+    @contextmanager
+    def together(self, doing: str, seen: Callable[[], bool] | None = None) -> Iterator[None]:
+        """Either all ranks exit or all raise: the failing rank its own error, the others a PeerError quoting it.
+
+        No collective may be inside. An OSError becomes a CheckpointError that begins with `doing`. `seen` is ignored:
+        see Barrier.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except OSError as error:
+            failure = CheckpointError(f"{doing}: {error}")
+            failure.__cause__ = error
+        except Exception as error:
+            failure = error
+        failed = self._highest([self.rank + 1 if failure else 0])[0]
+        if not failed:
+            return
+        rank = failed - 1
+        text = self._broadcast_text(str(failure) if rank == self.rank else "")
+        if failure is not None:
+            raise failure
+        raise PeerError(f"rank {rank} failed: {text}")
+
+    def broadcast_from_rank0(self, number: int) -> int:
+        """Rank 0's number (not negative) on every rank."""
+        return self._highest([number if self.is_first else 0])[0]
+
+    def agree(self, text: str, otherwise: str) -> None:
+        """Raise MismatchError with the message `otherwise` on every rank unless all ranks give the same text."""
+        digest = xxhash.xxh3_64_intdigest(text.encode()) >> (64 - _POSITIVE_BITS)
+        if not self.equal_on_all_ranks([digest])[0]:
+            raise MismatchError(otherwise)
+
+    def equal_on_all_ranks(self, numbers: list[int]) -> list[bool]:
+        """For each of equally many numbers, in [0, 2^62), whether it is the same on every rank."""
+        highest = self._highest([*numbers, *(2**_POSITIVE_BITS - number for number in numbers)])
+        return [high == 2**_POSITIVE_BITS - low for high, low in zip(highest, highest[len(numbers) :], strict=False)]
+
+    def _broadcast_text(self, text: str) -> str:
+        """Return the text of the one rank whose text is not empty; only its beginning if it is long."""
+        data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        return bytes(self._highest(list(data))).rstrip(b"\0").decode(errors="replace")
+
+
+def wait_for_last_save(peers: Agreement) -> None:
+    """Wait for the asynchronous save before. Collective. Raises CheckpointError on every rank if it failed."""
+    try:
+        with peers.together("the last asynchronous save failed"):
+            save_thread.wait()
+    finally:
+        save_thread.clean_up()

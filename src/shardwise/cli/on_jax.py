@@ -1,0 +1,279 @@
+"""`shardwise train` with JAX, in this process, which has all devices of the machine; and `shardwise plan` with it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.exit import Exit
+from shardwise.errors import PlanError, UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardwise.plan.models.source import ModelSource
+    from shardwise.plan.simulate.compiled import Seconds, Sent
+    from shardwise.plan.simulate.network import Cluster
+    from shardwise.train.config.schema import Config
+
+
+def train(config: Config) -> Exit:
+    """Train. Returns how it ended; a UserError is the caller's to print.
+
+    Raises ModuleNotFoundError, which names what to install, without JAX.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # the trainer hears it, and may save
+    try:
+        from shardwise.train.on_jax.trainer import run
+
+        run(config)
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+    return Exit.DONE
+
+
+PRECISIONS = {"fp32": ("float32", None, "fp32"), "bf16": ("float32", "bfloat16", "bf16")}
+PRECISIONS["bf16-true"] = ("bfloat16", None, "bf16")
+"""By name: JAX's dtypes of parameters and of the loss, and the dtype of products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What `shardwise plan --backend jax` is asked."""
+
+    model: str
+    cluster: Cluster
+    settings: Sequence[Mapping[str, Any]]
+    """Fields of a `Job`, one for each program."""
+    precision: str
+    seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A setting with one backend."""
+
+    backend: str
+    setting: Mapping[str, Any]
+    needed_bytes: int
+    has_bytes: int
+    """Of the device."""
+    step_time_s: tuple[float, float]
+    """The shortest and the longest."""
+    bytes_sent: float
+    """By one device in a step."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Of the table."""
+        from shardwise.plan.report.rendering import seconds
+        from shardwise.plan.search.exploration import gib
+
+        group, accumulation = self.setting["shard_group"], self.setting["accumulation"]
+        low, high = (seconds(end) for end in self.step_time_s)
+        return (
+            self.backend,
+            self.setting["strategy"] + (f"/{group}" if group else ""),
+            str(self.setting["micro_batch"]) + (f"x{accumulation}" if accumulation > 1 else ""),
+            self.setting["activation_checkpointing"],
+            gib(self.needed_bytes),
+            low if low == high else f"{low}-{high}",
+            f"{self.bytes_sent / 1e9:,.2f}",
+            "" if self.needed_bytes <= self.has_bytes else "does not fit",
+        )
+
+
+_HEAD = ("backend", "strategy", "batch", "recompute", "GiB", "s/step", "GB sent", "")
+
+
+def plan(asked: Asked, as_json: bool, html: Path | None = None) -> Exit:
+    """Print what XLA's programs need and send, and how long that takes, beside the torch engine's forecast.
+
+    Args:
+        asked: what to compile.
+        as_json: instead of a table.
+        html: a page to write, too.
+
+    Raises PlanError for a model or a mesh that JAX does not have.
+    """
+    from shardwise.plan.models.source import resolve
+
+    for library in ("jax", "flax", "optax"):
+        if find_spec(library) is None:
+            raise ModuleNotFoundError(name=library)
+    is_factory = ":" in asked.model and "/" not in asked.model
+    source = None if is_factory else resolve(asked.model)
+    print(f"compiling {len(asked.settings)} programs for {asked.cluster.world_size} devices", file=sys.stderr)
+    found, rows = _of_jax(asked, source)
+    if source is not None:
+        beside = _of_torch(asked)
+        rows = [row for pair in zip(rows, beside, strict=True) for row in pair] if beside else rows
+    parameters, platform = found["parameters"], found["platform"]
+    title = f"{source.title if source else asked.model}: {parameters:,} parameters"
+    if as_json:
+        answer = {"parameters": parameters, "compiled_for": platform, "rows": [asdict(row) for row in rows]}
+        print(json.dumps(answer, indent=2))
+    else:
+        print(_table(asked, title, rows, _note(platform)))
+    if html is not None:
+        _write_page(asked, title, rows, found, html)
+        print(f"page: {html}", file=sys.stderr)
+    return Exit.DONE
+
+
+def _of_jax(asked: Asked, source: ModelSource | None) -> tuple[dict[str, Any], list[Row]]:
+    """What was compiled, and a row for each setting."""
+    from shardwise.plan.simulate.compiled import seconds
+    from shardwise.train.on_jax.planning import Setting, Wish, compiled_apart
+    from shardwise.train.on_jax.wishes import REMAT
+
+    if source is not None and source.config is None:
+        raise PlanError(f"{asked.model}: JAX builds models from a transformers configuration, or module:function")
+    stored, computed, products = PRECISIONS[asked.precision]
+    devices = asked.cluster.world_size
+    settings = []
+    for one in asked.settings:
+        fsdp = _shards(one, asked.cluster)
+        remat = REMAT.get(one["activation_checkpointing"])
+        if remat is None:
+            raise PlanError(f"--activation-checkpointing {one['activation_checkpointing']}: JAX has {', '.join(REMAT)}")
+        settings.append(Setting(fsdp, devices // fsdp, one["micro_batch"], one["accumulation"], remat))
+    model = asked.model if source is None else dict(source.config or {})
+    gpu = asked.cluster.hardware.name.partition("-")[0]
+    found = compiled_apart(Wish(model, devices, asked.seq_len, stored, computed, settings, gpu))
+    rows = []
+    for one, compiled in zip(asked.settings, found["rows"], strict=True):
+        took = seconds(compiled["flops"], products, _sent(compiled), asked.cluster)
+        rows.append(_row_of_jax(one, compiled, took, asked.cluster))
+    return found, rows
+
+
+def _row_of_jax(setting: Mapping[str, Any], compiled: Mapping[str, Any], took: Seconds, cluster: Cluster) -> Row:
+    has = int(cluster.hardware.usable_bytes.value)
+    return Row("jax", setting, compiled["memory"]["peak_bytes"], has, took.ends, took.bytes_sent)
+
+
+def _shards(setting: Mapping[str, Any], cluster: Cluster) -> int:
+    """Devices that share one copy. Raises PlanError for a strategy or a group that JAX does not have."""
+    strategy, group = setting["strategy"], setting["shard_group"]
+    if strategy == "no_shard":
+        return 1
+    if strategy == "full_shard":
+        return cluster.world_size
+    if strategy != "hybrid_shard":
+        raise PlanError(f"--strategy {strategy}: with --backend jax there are full_shard, hybrid_shard and no_shard")
+    group = group or cluster.gpus_per_node
+    if cluster.world_size % group:
+        raise PlanError(f"--shard-group {group} does not divide the {cluster.world_size} devices")
+    return int(group)
+
+
+def _sent(compiled: Mapping[str, Any]) -> Iterator[Sent]:
+    """A program's collectives as an accelerator runs them: an all-reduce of which each device keeps a piece is a
+    reduce-scatter, and dtypes are not widened. Over both axes the replicas add up pieces."""
+    from shardwise.plan.simulate.compiled import Sent
+    from shardwise.plan.simulate.network import REPLICATE
+
+    sizes = compiled["axes"]
+    for part in compiled["collectives"]["parts"]:
+        op, nbytes, times = part["operation"].replace("-", "_"), part["unwidened_bytes"], part["times"]
+        op = op if op in ("all_gather", "reduce_scatter", "all_reduce") else "all_to_all"
+        over_fsdp, over_replica = "fsdp" in part["axes"], "replica" in part["axes"]
+        if over_fsdp:
+            yield Sent("reduce_scatter" if part["is_cut"] else op, "shard", sizes["fsdp"], nbytes, times)
+        if over_replica:
+            own = nbytes // sizes["fsdp"] if over_fsdp else nbytes
+            yield Sent(op, REPLICATE, sizes["replica"], own, times)
+
+
+def _of_torch(asked: Asked) -> list[Row]:
+    """The torch engine's forecasts; nothing where there is no torch, or the engine has no such setting."""
+    from shardwise.plan.search.exploration import needed_bytes
+    from shardwise.plan.search.space import precision_of
+
+    try:
+        from shardwise.plan import forecast
+
+        cluster = asked.cluster
+        shared: dict[str, Any] = {
+            "gpu": cluster.hardware,
+            "gpus_per_node": cluster.gpus_per_node,
+            "nodes": cluster.nodes,
+            "interconnect": cluster.interconnect,
+            "precision": precision_of(asked.precision),
+            "seq_len": asked.seq_len,
+        }
+        found = [forecast(asked.model, **shared, **setting) for setting in asked.settings]
+    except (ModuleNotFoundError, UserError) as error:
+        print(f"no forecast of the torch engine: {' '.join(str(error).split())}", file=sys.stderr)
+        return []
+    return [
+        Row("torch", setting, needed_bytes(one), one.usable_bytes, (one.step_time_s,) * 2, one.bytes_sent_per_rank)
+        for setting, one in zip(asked.settings, found, strict=True)
+    ]
+
+
+_NUMBERS = {"batch", "GiB", "s/step", "GB sent"}
+
+
+def _note(platform: str) -> str:
+    """What the figures hold, and what not."""
+    compiled = "so many of these GPUs; its temporaries hold attention's scores"
+    if platform == "cpu":
+        compiled = (
+            "as many devices of a CPU, whose temporaries hold bf16 as fp32, and attention's scores; with JAX's CUDA "
+            "plugin installed it compiles for A100, H100 and H200"
+        )
+    return (
+        f"jax: the program that XLA compiles for {compiled}. s/step: matrix products and collectives, beside one "
+        "another and one after another; other operations do not count. torch: the engine's forecast, context and NCCL "
+        "included."
+    )
+
+
+def _where(asked: Asked) -> str:
+    cluster = asked.cluster
+    on = f"{cluster.world_size} x {cluster.hardware.name}" + (f" on {cluster.nodes} nodes" * (cluster.nodes > 1))
+    return f"{on}, {asked.seq_len:,} tokens a sequence, {asked.precision}, adamw"
+
+
+def _table(asked: Asked, title: str, rows: Sequence[Row], note: str) -> str:
+    """As text, 80 columns wide where names are not longer."""
+    import textwrap
+
+    from shardwise.plan.report.rendering import WIDTH
+
+    lines = [_HEAD, *(row.cells for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
+    table = (
+        "  ".join(
+            cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
+            for name, cell, width in zip(_HEAD, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+    return "\n".join([title, _where(asked), "", *table, "", textwrap.fill(note, WIDTH)])
+
+
+def _write_page(asked: Asked, title: str, rows: Sequence[Row], found: Mapping[str, Any], path: Path) -> None:
+    """The table, and what each program of XLA holds and sends."""
+    from html import escape
+
+    from shardwise.jax.report.page import table, write
+
+    numbers = {index for index, name in enumerate(_HEAD) if name in _NUMBERS}
+    body = [
+        f"<h1>{escape(title)}</h1><p>{escape(_where(asked))}</p>",
+        table(_HEAD, [row.cells for row in rows], numbers),
+    ]
+    body.append(f"<p>{escape(_note(found['platform']))}</p>")
+    of_jax = [row for row in rows if row.backend == "jax"]
+    for row, compiled in zip(of_jax, found["rows"], strict=True):
+        body += [f"<h1>{escape(', '.join(row.cells[1:4]))}</h1>", compiled["page"]]
+    write(title, body, path)

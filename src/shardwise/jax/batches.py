@@ -1,0 +1,77 @@
+"""Batches: arrays whose first dim is cut over the data axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardwise.errors import UsageError
+from shardwise.jax.devices import DATA_AXES, data_size, rows
+from shardwise.jax.trees import leaves_by_path
+
+
+def put_batch(batch: Any, mesh: Mesh) -> Any:
+    """The batch on the mesh's devices; what is there already stays.
+
+    Args:
+        batch: a tree of arrays, the first dim of each its rows. numpy arrays hold this process's rows: the rows of all
+            processes, in their order, are the batch. Abstract arrays and arrays of jax are global.
+        mesh: from `shardwise.jax.mesh`.
+    """
+    sharding = rows(mesh)
+
+    def put(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        if isinstance(leaf, jax.Array):
+            return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+    return jax.tree.map(put, batch)
+
+
+def keep_rows(x: Any) -> Any:
+    """The same array, for a model to say to the compiler that its first dim stays cut over the data axes.
+
+    At the start of a block, above all of one that a scan runs: else the compiler may cut the block's products as its
+    weights are cut, and gather activations instead of weights. Outside of programs of `shardwise.jax`, or if
+    rows do not divide, it does nothing.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(DATA_AXES) <= set(mesh.axis_names) or x.shape[0] % (mesh.shape["replica"] * mesh.shape["fsdp"]):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(DATA_AXES))
+
+
+def check_batch(batch: Any, mesh: Mesh, accumulation: int) -> None:
+    """Raises UsageError for rows that cannot be dealt out evenly to devices and micro-batches."""
+    devices = data_size(mesh)
+    processes = len({device.process_index for device in mesh.devices.flat})
+    leaves = leaves_by_path(batch)
+    if not leaves:
+        raise UsageError(f"batch={batch!r} has no arrays: pass a tree of arrays whose first dim is rows")
+    for path, leaf in leaves.items():
+        if not hasattr(leaf, "dtype"):
+            raise UsageError(f"batch {path!r} is a {type(leaf).__name__}: pass arrays, such as np.asarray(rows)")
+        if not np.ndim(leaf):
+            raise UsageError(f"batch {path!r} is a number: every array of a batch has a first dim of rows")
+        count = leaf.shape[0] * (1 if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else processes)
+        if count % (devices * accumulation):
+            raise UsageError(
+                f"batch {path!r} has {count} rows; {devices} devices x accumulation={accumulation} share a multiple of "
+                f"{devices * accumulation} evenly"
+            )
+
+
+def micro_batches(batch: Any, accumulation: int, mesh: Mesh) -> Any:
+    """The batch with a first dim of micro-batches. Row i goes to number i % accumulation: none changes device."""
+    sharding = NamedSharding(mesh, PartitionSpec(None, DATA_AXES))
+
+    def split(leaf: jax.Array) -> jax.Array:
+        apart = leaf.reshape(leaf.shape[0] // accumulation, accumulation, *leaf.shape[1:]).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(apart, sharding)
+
+    return jax.tree.map(split, batch)

@@ -1,0 +1,138 @@
+"""A pytree as named leaves, each an array or a number; and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from shardwise.errors import UsageError
+
+PARAMS = "params"
+"""The part of a training state that is the model."""
+_NUMBERS = {bool: np.bool_, int: np.int64, float: np.float64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """A leaf of a tree, abstract or not."""
+
+    path: str
+    """Its keys with dots between; without the first one where that is `params`."""
+    is_model: bool
+    """Else it is of the optimizer, or of whatever else a training state has."""
+    value: Any
+    """An array of JAX or numpy, a ShapeDtypeStruct or a Python number, as the tree has it."""
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it is an array of typed random keys, which are stored as their data."""
+        return hasattr(self.value, "dtype") and jax.dtypes.issubdtype(self.value.dtype, jax.dtypes.prng_key)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it is a Python number, or numpy's."""
+        return type(self.value) in _NUMBERS or isinstance(self.value, np.ndarray | np.generic)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global, of what is stored."""
+        return self._described.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of what is stored."""
+        return np.dtype(self._described.dtype)
+
+    @property
+    def sharding(self) -> Sharding:
+        """Of what is stored. Where the tree does not say, the whole on this process's first device."""
+        own = getattr(self.value, "sharding", None)
+        if own is None or self.is_key:
+            # Keys are few numbers, and their sharding is not that of their data, which have one more dim.
+            return SingleDeviceSharding(jax.local_devices()[0])
+        assert isinstance(own, Sharding)
+        return own
+
+    @property
+    def _described(self) -> jax.ShapeDtypeStruct:
+        if self.is_key:
+            return jax.eval_shape(jax.random.key_data, self.value)
+        if type(self.value) in _NUMBERS:
+            return jax.ShapeDtypeStruct((), _NUMBERS[type(self.value)])
+        return jax.ShapeDtypeStruct(self.value.shape, self.value.dtype)
+
+    def stored(self) -> Any:
+        """The array to store: of JAX or numpy."""
+        if self.is_key:
+            return np.asarray(jax.random.key_data(self.value))
+        return np.asarray(self.value, _NUMBERS[type(self.value)]) if type(self.value) in _NUMBERS else self.value
+
+    def number(self, value: int) -> Any:
+        """A number in place of the leaf, which has no dims: of its dtype, where it lies."""
+        if self.is_on_host:
+            return type(self.value)(value)
+        return jax.device_put(np.asarray(value, self.dtype), self.sharding)
+
+    def restored(self, array: Any) -> Any:
+        """As the tree had it, from the array that was stored."""
+        if self.is_key:
+            keys = jax.random.wrap_key_data(array, impl=self.value.dtype._impl.name)
+            own = getattr(self.value, "sharding", None)
+            return keys if own is None else jax.device_put(keys, own)
+        return array.item() if type(self.value) in _NUMBERS else array
+
+
+def leaves_of(tree: Any) -> list[Leaf]:
+    """Every leaf, in JAX's order. Raises UsageError for one that is no array and no number, and for two of one name."""
+    leaves = [_leaf(path, value) for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    seen: set[tuple[bool, str]] = set()
+    for leaf in leaves:
+        if not hasattr(leaf.value, "dtype") and type(leaf.value) not in _NUMBERS:
+            raise UsageError(f"{leaf.path!r} is a {type(leaf.value).__name__}, neither an array nor a number")
+        if (leaf.is_model, leaf.path) in seen:
+            raise UsageError(f"the tree has two leaves called {leaf.path!r}: rename one of them")
+        seen.add((leaf.is_model, leaf.path))
+    return leaves
+
+
+def with_leaves(tree: Any, values: Sequence[Any]) -> Any:
+    """A tree of the same kind with other leaves, in JAX's order."""
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), values)
+
+
+def _leaf(path: Sequence[Any], value: Any) -> Leaf:
+    if path and isinstance(path[-1], GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]  # flax's variables, which are there or not for the same model
+    names = [_key(key) for key in path]
+    has_prefix = bool(names) and names[0] == PARAMS
+    return Leaf(".".join(names[1:] if has_prefix else names), has_prefix, value)
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """A path of JAX with dots between its keys."""
+    return ".".join(map(_key, path))
+
+
+def _key(key: Any) -> str:
+    match key:
+        case GetAttrKey(name=name):
+            return str(name)
+        case DictKey(key=name) | FlattenedIndexKey(key=name):
+            return str(name)
+        case SequenceKey(idx=index):
+            return str(index)
+    return str(key)
+
+
+def split(leaves: Sequence[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+    """The leaves of the model, and the others. Where nothing is called `params`, all are the model's."""
+    of_model = [leaf for leaf in leaves if leaf.is_model]
+    if not of_model:
+        return list(leaves), []
+    return of_model, [leaf for leaf in leaves if not leaf.is_model]

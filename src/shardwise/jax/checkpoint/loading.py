@@ -1,0 +1,254 @@
+"""`load` and `load_pretrained`: every process reads the ranges of its own shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from shardwise.checkpoint.format import manifest, tensor_files, training_json
+from shardwise.checkpoint.format.contents import Contents
+from shardwise.checkpoint.format.hugging_face import weights_of
+from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.format.tensor_files import TensorFiles
+from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
+from shardwise.checkpoint.ranks.agreement import wait_for_last_save
+from shardwise.errors import CheckpointError
+from shardwise.jax.checkpoint import adam, tree_json
+from shardwise.jax.checkpoint.from_orbax import is_of_orbax
+from shardwise.jax.checkpoint.leaves import Leaf, leaves_of, split, with_leaves
+from shardwise.jax.checkpoint.name_map import PLAIN, NameMap, Part
+from shardwise.jax.checkpoint.pieces import DTYPES, LeafToRead
+from shardwise.jax.checkpoint.processes import Processes
+from shardwise.jax.checkpoint.saving import names_of
+
+T = TypeVar("T")
+_STAGED_BYTES = 512 * 2**20
+"""Of host memory that leaves are read into at a time; one that needs more is read alone."""
+_SHOWN = 8
+_DISAGREE = "processes disagree about what to load: give every process the same path and a tree of the same leaves"
+
+
+Parts = Mapping[str, Sequence[Part]]
+"""Of leaves, by path; what is not in it lies under its own path."""
+
+
+class Extra(dict[str, Any]):
+    """The `extra` that `save` was given."""
+
+    step: int = 0
+    """That `save` was given."""
+
+
+def load(path: Location, like: T) -> tuple[T, Extra]:
+    """Read a checkpoint of `swj.checkpoint.save`, or of the torch engine. Every process must call this.
+
+    Args:
+        path: a committed checkpoint, or its URL; saved by any number of devices and processes. Of the torch engine's
+            AdamW its means and its number of steps go to optax's; other optimizers' state is an error that names it.
+        like: a tree of the same leaves: a state, or `jax.eval_shape` of one with shardings. Its dtypes and shardings
+            are those of the result; what has no sharding comes whole to this process's first device. A state's
+            parameters alone will do: then the rest is not read.
+
+    Returns:
+        A tree like `like` with the checkpoint's numbers; and the dict that `save` was given as `extra` (empty without
+        one), with `.step`.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or leaves that are missing, unexpected, of another shape or
+            another kind of numbers: all named. UsageError, MismatchError. In every process.
+
+    Each process reads the bytes of its own shards, 512 MiB of host memory at a time.
+    """
+    check_location(path, "swj.checkpoint.load(path, like=...)")
+    peers = Processes()
+    wait_for_last_save(peers)
+    with peers.together(f"{os.fspath(path)} cannot be loaded"):
+        if is_of_orbax(path):
+            raise CheckpointError(
+                f"{os.fspath(path)} is of orbax: swj.checkpoint.import_orbax(path, like=...) reads it"
+            )
+        contents = Contents.of(path)
+        training = training_json.read(contents)
+        leaves = leaves_of(like)
+        reading = _Reading(contents)
+        if tree_json.is_there(contents):
+            reading.expect_all(leaves)
+        else:
+            reading.expect_of_torch(leaves, names_of(like), training, adam.states_in(like))
+        reading.check()
+    peers.agree(f"{contents.manifest}|{reading.described}", _DISAGREE)
+    with peers.together(f"{os.fspath(path)} cannot be loaded"):
+        found = reading.run()
+    extra = Extra(training["extra"] or {})
+    extra.step = training["step"]
+    return with_leaves(like, [found[leaf] for leaf in leaves]), extra
+
+
+def load_pretrained(path: Location, like: T, names: NameMap | None = None) -> T:
+    """Read a model's weights into a tree. Every process must call this.
+
+    Args:
+        path: a Hugging Face directory of safetensors files, or a checkpoint of the torch engine or of JAX.
+        like: parameters, or `jax.eval_shape` of them with shardings; see `load`.
+        names: what their leaves are called in the files; None = that the module brings along, or their own paths.
+
+    Raises CheckpointError and UsageError as `load` does. What the directory has beside the leaves is an error too, but
+    for a head that is tied, which some store.
+    """
+    check_location(path, "swj.checkpoint.load_pretrained(path, like=...)")
+    peers = Processes()
+    wait_for_last_save(peers)
+    names = names or names_of(like)
+    with peers.together(f"{os.fspath(path)} cannot be loaded"):
+        opened, files = _opened(path)
+        names = names.as_in(files.tensors)
+        leaves = leaves_of(like)
+        reading = _Reading(opened)
+        reading.expect(leaves, files, {leaf.path: names.parts(leaf.path, leaf.shape) for leaf in leaves}, names)
+        reading.check()
+    headers = [(name, file.nbytes, file.header) for name, file in files.files.items()]
+    peers.agree(f"{headers}|{reading.described}", _DISAGREE)
+    with peers.together(f"{os.fspath(path)} cannot be loaded"):
+        found = reading.run()
+    return with_leaves(like, [found[leaf] for leaf in leaves])
+
+
+def _opened(path: Location) -> tuple[Contents | Directory, TensorFiles]:
+    directory = directory_of(path)
+    with manifest.reading(directory):
+        if directory.has(manifest.NAME):
+            contents = Contents.of(path)
+            return contents, tensor_files.find_model(contents)
+        return directory, weights_of(directory)
+
+
+class _Reading:
+    """One load: leaves matched with stored tensors."""
+
+    def __init__(self, opened: Contents | Directory) -> None:
+        self._opened = opened
+        self._known: dict[Leaf, Any] = {}
+        """What is known without reading files of tensors."""
+        self._wanted: list[tuple[TensorFiles, LeafToRead]] = []
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._wrong: list[str] = []
+
+    def expect(self, leaves: Sequence[Leaf], files: TensorFiles, parts: Parts, names: NameMap = PLAIN) -> None:
+        """Match leaves with the tensors of one stem's files. Without leaves nothing of these is read."""
+        stored = files.tensors
+        left = dict.fromkeys(name for name in stored if not names.ignores(name))
+        for leaf in leaves:
+            own = parts.get(leaf.path, (Part(leaf.path),))
+            for part in own:
+                left.pop(part.name, None)
+            missing = [part.name for part in own if part.name not in stored]
+            if missing:
+                self._missing.append(leaf.path if leaf.path in missing else f"{leaf.path} ({_shown(missing)})")
+            elif self._fits(leaf, own, stored):
+                self._wanted.append((files, LeafToRead(leaf, own, [stored[part.name] for part in own])))
+        self._unexpected += left if leaves else ()
+
+    def expect_all(self, leaves: Sequence[Leaf]) -> None:
+        """Match a whole tree with a checkpoint of JAX."""
+        assert isinstance(self._opened, Contents)
+        of_model, others = split(leaves)
+        model_parts, other_parts = tree_json.read(self._opened)
+        self.expect(of_model, tensor_files.find(self._opened, tensor_files.MODEL), model_parts)
+        self.expect(others, tensor_files.find(self._opened, tensor_files.OPTIMIZER), other_parts)
+
+    def expect_of_torch(
+        self, leaves: Sequence[Leaf], names: NameMap, training: Mapping[str, Any], states: Sequence[str]
+    ) -> None:
+        """Match a whole tree with a checkpoint of the torch engine, an Adam's `states` with torch's."""
+        assert isinstance(self._opened, Contents)
+        of_model, others = split(leaves)
+        files = tensor_files.find_model(self._opened)
+        names = names.as_in(files.tensors)
+        parts = {leaf.path: names.parts(leaf.path, leaf.shape) for leaf in of_model}
+        self.expect(of_model, files, parts, names)
+        saved = (training["optimizer"] or {}).get("class")
+        if others and saved not in adam.CLASSES:
+            with_what = f"with {saved}, whose state optax does not know" if saved else "without an optimizer"
+            raise CheckpointError(
+                f"{self._opened} was saved by torch {with_what}: swj.checkpoint.load_pretrained(path, like=...) reads "
+                "its model"
+            )
+        counts = adam.counted(training, others)
+        rest = [leaf for leaf in others if leaf.path not in counts]
+        self._known = {leaf: leaf.number(counts[leaf.path]) for leaf in others if leaf.path in counts}
+        moments = adam.parts_of_moments(states, of_model, rest, names)
+        self.expect(rest, tensor_files.find(self._opened, tensor_files.OPTIMIZER), moments)
+
+    def _fits(self, leaf: Leaf, parts: Sequence[Part], stored: Mapping[str, StoredTensor]) -> bool:
+        rows = [part.row for part in parts if part.row is not None]
+        if rows and sorted(rows) != list(range(leaf.shape[0] if leaf.shape else 0)):
+            self._wrong.append(f"{leaf.path} (here {leaf.shape}, stored in {len(rows)} rows)")
+            return False
+        for part in parts:
+            tensor = stored[part.name]
+            here = part.shape_in_file(leaf.shape) if len(leaf.shape) >= _dims(part) else leaf.shape
+            if tensor.shape != here:
+                self._wrong.append(f"{part.name} (here {here}, stored {tensor.shape})")
+                return False
+            if _numbers(DTYPES[tensor.dtype]) != _numbers(leaf.dtype):
+                self._wrong.append(f"{part.name} (here {leaf.dtype}, stored as {tensor.dtype})")
+                return False
+        return True
+
+    def check(self) -> None:
+        """Raise CheckpointError, naming what does not fit, if anything does not."""
+        found = (
+            ("missing from the checkpoint", self._missing),
+            ("unexpected in it", self._unexpected),
+            ("of another shape or kind", self._wrong),
+        )
+        wrong = [f"{what}: {_shown(names)}" for what, names in found if names]
+        if wrong:
+            raise CheckpointError(f"{self._opened} does not fit: {'; '.join(wrong)}")
+
+    @property
+    def described(self) -> str:
+        """Text that must be equal in every process."""
+        return str([(one.leaf.path, one.leaf.shape, str(one.leaf.dtype)) for _, one in self._wanted])
+
+    def run(self) -> dict[Leaf, Any]:
+        """Read everything. No communication."""
+        values = dict(self._known)
+        for files, group in self._groups():
+            pieces = [(piece, piece.places[0]) for one in group for piece in one.begin()]
+            tensor_files.read(self._opened, files, pieces)
+            values.update((one.leaf, one.finish()) for one in group)
+        return values
+
+    def _groups(self) -> Iterator[tuple[TensorFiles, list[LeafToRead]]]:
+        """Leaves of one stem that are read together."""
+        group: list[LeafToRead] = []
+        nbytes = 0
+        for position, (files, one) in enumerate(self._wanted):
+            group.append(one)
+            nbytes += one.nbytes
+            following = self._wanted[position + 1][0] if position + 1 < len(self._wanted) else None
+            if following is not files or nbytes >= _STAGED_BYTES:
+                yield files, group
+                group, nbytes = [], 0
+
+
+def _dims(part: Part) -> int:
+    return (part.row is not None) + len(part.order or ())
+
+
+def _numbers(dtype: np.dtype[Any]) -> str:
+    """Which kind of numbers: those of one kind are rounded, others would be taken for something else."""
+    if jax.dtypes.issubdtype(dtype, np.floating):
+        return "real"
+    return "complex" if np.issubdtype(dtype, np.complexfloating) else "whole"
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,242 @@
+"""Boxes of leaves as pieces of stored tensors: `WritablePiece` and `ReadablePiece` of the checkpoint's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwise.checkpoint.format.safetensors_layout import TORCH_NAMES, StoredTensor, TensorFile
+from shardwise.checkpoint.format.tensor_files import Read
+from shardwise.checkpoint.io.range_reader import RangeReader
+from shardwise.checkpoint.names.index_map import IndexMap, Place
+from shardwise.errors import UsageError
+from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
+from shardwise.jax.checkpoint.boxes import Box, Held, to_read, to_write
+from shardwise.jax.checkpoint.leaves import Leaf
+from shardwise.jax.checkpoint.name_map import Part
+from shardwise.layout.flat import round_up
+
+DTYPES: dict[str, np.dtype[Any]] = {name: jnp.dtype(other) for name, other in TORCH_NAMES.items()}
+"""By the names in safetensors files."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGN_BYTES = 64
+_Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """A box of one stored tensor."""
+
+    tensor: StoredTensor
+    box: Box
+    """In the stored tensor."""
+
+    @property
+    def name(self) -> str:
+        """See `WritablePiece`."""
+        return self.tensor.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `WritablePiece`."""
+        return (self.name,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `WritablePiece`."""
+        return self.tensor.shape
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """See `WritablePiece`."""
+        return (Place.whole(self.name, self.shape),)
+
+    @property
+    def stored(self) -> Sequence[StoredTensor]:
+        """See `WritablePiece`."""
+        return (self.tensor,)
+
+    def held_at(self, place: Place) -> IndexMap:
+        """See `WritablePiece`. Raises UsageError for a box that is cut into too many pieces."""
+        try:
+            return self.box.runs(self.shape)
+        except ValueError as error:
+            raise UsageError(
+                f"{self.name!r} of shape {self.shape} is sharded so that this process's part of it cannot be read or "
+                f"written by ranges: {error}; shard another dim"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceToWrite(_Piece):
+    """What this process writes of a stored tensor."""
+
+    held: Held
+    part: Part
+
+    def numbers(self) -> _Array:
+        """In the order of the file, flattened; shared with JAX where they lie like that."""
+        array = self.held.array(self.part.row)
+        return np.ascontiguousarray(array if self.part.order is None else array.transpose(self.part.order)).reshape(-1)
+
+    def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
+        """See `WritablePiece`."""
+        data, item_bytes = bytes_of(self.numbers()), self.tensor.item_bytes
+        for here, there, length in runs.tuples():
+            yield here, data[there * item_bytes : (there + length) * item_bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CopiedPiece(_Piece):
+    """A piece whose numbers were copied."""
+
+    data: memoryview
+
+    def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
+        """See `WritablePiece`."""
+        item_bytes = self.tensor.item_bytes
+        for here, there, length in runs.tuples():
+            yield here, self.data[there * item_bytes : (there + length) * item_bytes]
+
+
+def bytes_of(flat: _Array) -> memoryview:
+    """The memory of a 1-D, contiguous array. Shared, not copied."""
+    return flat.view(np.uint8).data if flat.size else memoryview(b"")
+
+
+def copied(pieces: Sequence[PieceToWrite]) -> list[_CopiedPiece]:
+    """The same pieces with their numbers in memory of their own: a step that donates the arrays changes nothing."""
+    sizes = [round_up(piece.box.numel * piece.tensor.item_bytes, _ALIGN_BYTES) for piece in pieces]
+    memory = huge_page_buffer(round_up(sum(sizes), PAGE_BYTES))
+    copies, start = [], 0
+    for piece, nbytes in zip(pieces, sizes, strict=True):
+        own = bytes_of(piece.numbers())
+        place = memory[start : start + own.nbytes]
+        place[:] = own
+        copies.append(_CopiedPiece(piece.tensor, piece.box, place))
+        start += nbytes
+    return copies
+
+
+def stored_tensors(leaf: Leaf, parts: Sequence[Part]) -> list[StoredTensor]:
+    """What a leaf is written to. Raises UsageError if safetensors has no such dtype."""
+    if leaf.dtype not in _NAMES:
+        raise UsageError(f"{leaf.path!r} is of {leaf.dtype}, which safetensors files cannot hold")
+    return [StoredTensor(part.name, _NAMES[leaf.dtype], part.shape_in_file(leaf.shape)) for part in parts]
+
+
+def pieces_to_write(
+    leaf: Leaf, parts: Sequence[Part], tensors: Sequence[StoredTensor], is_first: bool
+) -> Iterator[PieceToWrite]:
+    """What this process writes of a leaf. No communication."""
+    for held in to_write(leaf.stored(), is_first):
+        for part, tensor in zip(parts, tensors, strict=True):
+            if part.row is None or held.box.has_row(part.row):
+                yield PieceToWrite(tensor, _in_file(held.box, part), held, part)
+
+
+def _in_file(box: Box, part: Part) -> Box:
+    return (box if part.row is None else box.row()).ordered(part.order)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceToRead(_Piece):
+    """What this process reads of a stored tensor, into `flat`, in the order and dtype of the file."""
+
+    flat: _Array
+    target: _Array | None = None
+    """Where `flat` goes when it is there: a view, in the order of the file, of a leaf's numbers; None where `flat` is
+    that itself."""
+    is_whole: bool = False
+
+    def begin_overwrite(self) -> bool:
+        """See `ReadablePiece`."""
+        return bool(self.flat.size)
+
+    def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
+        """See `ReadablePiece`."""
+        data, item_bytes = bytes_of(self.flat), self.tensor.item_bytes
+        for here, there, length in self.held_at(place).tuples():
+            start = layout.byte_range(place.name, here, here + length).start
+            reader.ask(start, data[there * item_bytes : (there + length) * item_bytes], past_cache)
+        return Read(self.flat.nbytes, 0 if self.target is None else self.flat.nbytes)
+
+    def finish(self) -> None:
+        """Put what was read in its place."""
+        if self.target is not None:
+            self.target[...] = self.flat.reshape(self.box.size)
+
+
+@dataclass(slots=True)
+class LeafToRead:
+    """A leaf on its way from files: the boxes of it that this process holds, and the pieces that fill them."""
+
+    leaf: Leaf
+    parts: Sequence[Part]
+    tensors: Sequence[StoredTensor]
+    boxes: dict[Box, _Array] = field(default_factory=dict)
+    pieces: list[PieceToRead] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Of host memory while it is read, at most."""
+        items = sum(box.numel for box in to_read(self.leaf.sharding, self.leaf.shape))
+        return 2 * items * max((tensor.item_bytes for tensor in self.tensors), default=0)
+
+    def begin(self) -> list[PieceToRead]:
+        """Make room, and say what has to be read into it."""
+        dtype = DTYPES[self.tensors[0].dtype] if self.tensors else self.leaf.dtype
+        for box in to_read(self.leaf.sharding, self.leaf.shape):
+            room = self.boxes[box] = np.empty(box.size, dtype)
+            for part, tensor in zip(self.parts, self.tensors, strict=True):
+                if part.row is None or box.has_row(part.row):
+                    view = room if part.row is None else room[part.row - box.start[0] : part.row - box.start[0] + 1]
+                    self.pieces.append(_piece_to_read(view, box, part, tensor))
+        return self.pieces
+
+    def finish(self) -> Any:
+        """The leaf, its numbers in JAX's arrays. No communication."""
+        for piece in self.pieces:
+            piece.finish()
+        value = self.leaf.restored(self._array())
+        self.boxes.clear()
+        self.pieces.clear()
+        return value
+
+    def _array(self) -> Any:
+        if self.leaf.is_on_host:
+            return next(iter(self.boxes.values())).astype(self.leaf.dtype, copy=False)
+
+        def numbers(index: tuple[slice, ...] | None) -> _Array:
+            wanted = Box.of(index or (), self.leaf.shape)
+            if not wanted.numel:
+                return np.empty(wanted.size, self.leaf.dtype)
+            outer = next(box for box in self.boxes if _contains(box, wanted))
+            return self.boxes[outer][wanted.within(outer)].astype(self.leaf.dtype, copy=False)
+
+        return jax.make_array_from_callback(self.leaf.shape, self.leaf.sharding, numbers)
+
+
+def _piece_to_read(view: _Array, box: Box, part: Part, tensor: StoredTensor) -> PieceToRead:
+    """view: of the leaf's numbers, in its order; with one row where the part is a row."""
+    in_file = _in_file(box, part)
+    own = view if part.row is None else view[0]
+    if part.order is None and own.dtype == DTYPES[tensor.dtype] and own.flags.c_contiguous:
+        return PieceToRead(tensor, in_file, own.reshape(-1))
+    staged = np.empty(in_file.numel, DTYPES[tensor.dtype])
+    return PieceToRead(tensor, in_file, staged, own if part.order is None else own.transpose(part.order))
+
+
+def _contains(outer: Box, inner: Box) -> bool:
+    return all(
+        first <= start and start + size <= first + whole
+        for first, whole, start, size in zip(outer.start, outer.size, inner.start, inner.size, strict=True)
+    )

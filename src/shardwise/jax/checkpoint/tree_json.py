@@ -1,0 +1,46 @@
+"""`jax.json`: where the leaves of the tree lie, if not under their own paths: the model's, and the others.
+
+{"format": 1, "leaves": {path: [[name in the files, row or null, order of dims or null], ...]}, "others": the same}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwise.checkpoint.format.contents import Contents
+from shardwise.errors import CheckpointError
+from shardwise.jax.checkpoint.name_map import Part
+
+NAME = "jax.json"
+_FORMAT = 1
+
+
+def encode(model: Mapping[str, Sequence[Part]], others: Mapping[str, Sequence[Part]]) -> bytes:
+    """The file's bytes."""
+    return (json.dumps({"format": _FORMAT, "leaves": _told(model), "others": _told(others)}) + "\n").encode()
+
+
+def _told(parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Any]]:
+    return {path: [part.to_json() for part in own] for path, own in parts.items() if tuple(own) != (Part(path),)}
+
+
+def is_there(contents: Contents) -> bool:
+    """Whether JAX wrote the checkpoint."""
+    return NAME in contents.manifest.files
+
+
+def read(contents: Contents) -> tuple[dict[str, tuple[Part, ...]], dict[str, tuple[Part, ...]]]:
+    """By path, of the model and of the others. Raises CheckpointError if the file is damaged."""
+    try:
+        document = json.loads(contents.read(NAME))
+        if document["format"] != _FORMAT:
+            raise ValueError(f"format {document['format']!r} is not known")
+        model, others = (
+            {path: tuple(Part.of_json(part) for part in own) for path, own in leaves.items()}
+            for leaves in (document["leaves"], document.get("others", {}))
+        )
+        return model, others
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{contents}/{NAME} is damaged: {type(error).__name__}: {error}") from None

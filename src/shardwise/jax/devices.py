@@ -1,0 +1,93 @@
+"""The mesh: devices by what they share. Rows of the batch over replica and fsdp, parameters over fsdp and tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardwise.errors import MeshError
+
+AXES = ("replica", "fsdp", "tensor")
+DATA_AXES = ("replica", "fsdp")
+"""A batch's first dim is split over these."""
+
+
+def mesh(fsdp: int | None = None, tensor: int = 1, replica: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of the axes replica, fsdp and tensor. Every process must call this, with the same arguments.
+
+    Args:
+        fsdp: parameters, gradients and optimizer state are cut into so many pieces. None: as many as devices are left.
+        tensor: matrix products are split over so many devices, which are neighbours.
+        replica: so many copies of all that, each with rows of the batch of its own (hybrid sharding). Slices of TPUs
+            get replicas of their own, where there are as many.
+        devices: of all processes, or from `topology`. None: `jax.devices()`, arranged as suits the platform's network.
+
+    Raises:
+        MeshError: the numbers do not multiply to the number of devices, or do not fit a TPU's slices.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    for name, size in (("fsdp", fsdp), ("tensor", tensor), ("replica", replica)):
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise MeshError(f"mesh({name}={size!r}): an axis has a whole number of devices, at least one")
+    if fsdp is None:
+        fsdp = max(len(found) // (tensor * replica), 1)
+    wanted = replica * fsdp * tensor
+    if wanted != len(found):
+        way_out = f"; for a part of them, devices=jax.devices()[:{wanted}]" if wanted < len(found) else ""
+        raise MeshError(
+            f"mesh(fsdp={fsdp}, tensor={tensor}, replica={replica}) needs {wanted} devices; "
+            f"there are {len(found)}{way_out}"
+        )
+    shape, types = (replica, fsdp, tensor), (AxisType.Auto,) * 3
+    slices = len({device.slice_index for device in found}) if found[0].platform == "tpu" else 1
+    if slices == 1:
+        return jax.make_mesh(shape, AXES, types, devices=found)
+    return Mesh(over_slices(found, slices, shape), AXES, axis_types=types)
+
+
+def over_slices(devices: Sequence[Any], slices: int, shape: tuple[int, int, int]) -> Any:
+    """Devices of several TPU slices, an array of that shape: replicas in slices of their own, or else pieces.
+
+    Raises:
+        MeshError: the slices divide neither replica nor fsdp.
+    """
+    replica, fsdp, tensor = shape
+    if replica % slices == 0:
+        between, inside = (slices, 1, 1), (replica // slices, fsdp, tensor)
+    elif fsdp % slices == 0:
+        between, inside = (1, slices, 1), (replica, fsdp // slices, tensor)
+    else:
+        raise MeshError(
+            f"mesh(fsdp={fsdp}, tensor={tensor}, replica={replica}): the devices are of {slices} slices, by which "
+            "replica or fsdp has to be divided"
+        )
+    return mesh_utils.create_hybrid_device_mesh(inside, between, devices=devices)
+
+
+def check_axes(on: Mesh) -> None:
+    """Raises MeshError for a mesh without the three axes, or what is no mesh."""
+    if not isinstance(on, Mesh):
+        raise MeshError(f"mesh={on!r} is no mesh: make one with shardwise.jax.mesh()")
+    if set(AXES) - set(on.axis_names):
+        raise MeshError(
+            f"a mesh with the axes {', '.join(on.axis_names)}: make it with shardwise.jax.mesh, which has {AXES}"
+        )
+
+
+def data_size(on: Mesh) -> int:
+    """Into how many pieces a batch is cut."""
+    return int(on.shape["replica"] * on.shape["fsdp"])
+
+
+def replicated(on: Mesh) -> NamedSharding:
+    """The whole on every device."""
+    return NamedSharding(on, PartitionSpec())
+
+
+def rows(on: Mesh) -> NamedSharding:
+    """The first dim over the data axes."""
+    return NamedSharding(on, PartitionSpec(DATA_AXES))

@@ -1,0 +1,106 @@
+"""The gradients of a step: the user's loss over micro-batches, weighted over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardwise.errors import UsageError
+from shardwise.jax.recomputation import Policy, has_blocks, recompute_blocks
+from shardwise.jax.trees import Parts, parts_of
+
+LossFn = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""(params or module, batch, rng) -> (loss_sum, weight)"""
+
+
+class Gradients(NamedTuple):
+    """What the micro-batches of a step came to."""
+
+    summed: Any
+    """Of the sum of all losses, a tree as the parameters and sharded like them, in their dtypes."""
+    loss_sum: jax.Array
+    weight: jax.Array
+    variables: Any
+    """The module's other variables, as the last micro-batch left them."""
+
+    def mean(self) -> Any:
+        """Gradients of the mean loss; zeros if nothing had a weight."""
+        scale = jnp.where(self.weight == 0, 0.0, 1 / self.weight)
+        return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), self.summed)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The user's loss as a pure function of plain trees."""
+
+    loss_fn: LossFn
+    compute_dtype: str | None
+    policy: Policy | None
+
+    def __call__(self, params: Any, variables: Any, graph: Any, batch: Any, rng: Any) -> tuple[Any, tuple[Any, Any]]:
+        """(loss_sum, (weight, variables)) of a model in parts; the two numbers in float32."""
+
+        def compute(params: Any, variables: Any, batch: Any, rng: Any) -> tuple[Any, tuple[Any, Any]]:
+            model = Parts(self._cast(params), variables, graph).model()
+            if self.policy is not None:
+                recompute_blocks(model, self.policy)
+            loss_sum, weight = _two_numbers(self.loss_fn(model, batch, rng))
+            variables = variables if graph is None else parts_of(model).variables
+            return jnp.asarray(loss_sum, jnp.float32), (jnp.asarray(weight, jnp.float32), variables)
+
+        if self.policy is not None and not has_blocks(Parts(params, variables, graph).model()):
+            compute = jax.checkpoint(compute, policy=self.policy)
+        return compute(params, variables, batch, rng)
+
+    def _cast(self, params: Any) -> Any:
+        def cast(leaf: Any) -> Any:
+            return leaf.astype(self.compute_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+        return params if self.compute_dtype is None else jax.tree.map(cast, params)
+
+
+def _two_numbers(found: Any) -> tuple[Any, Any]:
+    """What a loss_fn returned. Raises UsageError for anything else."""
+    if not isinstance(found, tuple) or len(found) != 2 or any(jnp.shape(number) for number in found):
+        shapes = str(jax.tree.map(jnp.shape, found))
+        raise UsageError(
+            f"loss_fn returned a {type(found).__name__} of shapes {shapes}: a pair of numbers is needed, (loss_sum, "
+            "weight), such as losses.sum(), losses.size"
+        )
+    return found
+
+
+def of_batch(loss: Loss, parts: Parts, batch: Any, rng: Any, shardings: Any) -> Gradients:
+    """The gradients of one micro-batch.
+
+    Args:
+        loss: of the sum, not the mean.
+        parts: the model.
+        batch: rows over the data axes.
+        rng: the micro-batch's key.
+        shardings: a tree of those of the parameters; the gradients get them.
+    """
+    value, summed = jax.value_and_grad(loss, has_aux=True)(parts.params, parts.variables, parts.graph, batch, rng)
+    loss_sum, (weight, variables) = value
+    return Gradients(jax.lax.with_sharding_constraint(summed, shardings), loss_sum, weight, variables)
+
+
+def of_micro_batches(loss: Loss, parts: Parts, batches: Any, rng: Any, shardings: Any) -> Gradients:
+    """The same, added up over micro-batches, which are the first dim of each array; one compiled body for all."""
+
+    def add(sums: Gradients, numbered: tuple[Any, Any]) -> tuple[Gradients, None]:
+        index, batch = numbered
+        now = Parts(parts.params, sums.variables, parts.graph)
+        found = of_batch(loss, now, batch, jax.random.fold_in(rng, index), shardings)
+        summed = jax.tree.map(jnp.add, sums.summed, found.summed)
+        return Gradients(summed, sums.loss_sum + found.loss_sum, sums.weight + found.weight, found.variables), None
+
+    count = jax.tree.leaves(batches)[0].shape[0]
+    zeros = jax.lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, parts.params), shardings)
+    start = Gradients(zeros, jnp.float32(0), jnp.float32(0), parts.variables)
+    sums, _ = jax.lax.scan(add, start, (jnp.arange(count), batches))
+    return sums

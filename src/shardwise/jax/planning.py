@@ -1,0 +1,102 @@
+"""What a training step would need on meshes of several sizes, from programs that are compiled and never run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from shardwise.errors import PlanError
+from shardwise.jax.gradients import LossFn
+from shardwise.jax.placement import init
+from shardwise.jax.report.collectives import Collectives, collectives
+from shardwise.jax.report.memory import Memory, memory
+from shardwise.jax.report.products import product_flops
+from shardwise.jax.report.tables import amount, columns
+from shardwise.jax.rules import Rules
+from shardwise.jax.step import train_step
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One mesh."""
+
+    axes: dict[str, int]
+    memory: Memory
+    collectives: Collectives
+    flops: float
+    """Operations of one device in the matrix products of one step (`product_flops`)."""
+
+    @property
+    def devices(self) -> int:
+        return self.axes["replica"] * self.axes["fsdp"] * self.axes["tensor"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        sent = self.collectives.to_dict()
+        return {"axes": self.axes, "memory": self.memory.to_dict(), "collectives": sent, "flops": self.flops}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A row for each mesh. `str()` is a table."""
+
+    rows: tuple[Planned, ...]
+
+    def fitting(self, budget_bytes: float) -> tuple[Planned, ...]:
+        """Those whose step needs no more of a device."""
+        return tuple(row for row in self.rows if row.memory.peak_bytes <= budget_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {"rows": [row.to_dict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        cells = []
+        for row in self.rows:
+            axes = " x ".join(f"{name}={size}" for name, size in row.axes.items() if size > 1) or "-"
+            needed = (row.memory.argument_bytes, row.memory.temporary_bytes, row.memory.peak_bytes)
+            counts, nbytes = row.collectives.counts(), row.collectives.bytes()
+            cells.append((row.devices, axes, *map(amount, needed), sum(counts.values()), amount(sum(nbytes.values()))))
+        numbers = ("devices", "state", "temporaries", "together", "collectives", "of bytes")
+        return columns((numbers[0], "axes", *numbers[1:]), cells, numbers)
+
+
+def plan(
+    init_fn: Callable[[Any], Any],
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    batch: Any,
+    meshes: Mesh | Sequence[Mesh],
+    *,
+    rules: Rules | None = None,
+    **settings: Any,
+) -> Plan:
+    """Compiles a step for each mesh, and reads memory and collectives from the programs. Nothing is allocated.
+
+    Args:
+        init_fn, rules: as for `init`.
+        loss_fn, tx: as for `train_step`.
+        batch: of the whole mesh; abstract, or arrays.
+        meshes: one or several, of devices that this process has, or of `topology`, which need not be there. A CPU has
+            as many as --xla_force_host_platform_device_count in XLA_FLAGS says, 512 if need be.
+        settings: the rest of `train_step`'s.
+
+    Raises:
+        UserError: whatever `init`, `mesh` and `train_step` raise.
+        PlanError: no mesh.
+    """
+    if isinstance(meshes, Mesh):
+        meshes = [meshes]
+    if not meshes:
+        raise PlanError("plan(..., meshes=[]): name at least one, such as shardwise.jax.mesh()")
+    rows = []
+    for mesh in meshes:
+        step = train_step(loss_fn, tx, mesh, **settings)
+        compiled = step.lower(step.init(init(init_fn, mesh, rules).abstract()), batch).compile()
+        axes = {name: int(mesh.shape[name]) for name in ("replica", "fsdp", "tensor")}
+        rows.append(Planned(axes, memory(compiled), collectives(compiled), product_flops(compiled)))
+    return Plan(tuple(rows))

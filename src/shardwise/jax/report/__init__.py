@@ -1,0 +1,1 @@
+"""What lies where, and what the compiler made of a step: tables."""

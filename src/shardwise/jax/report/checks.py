@@ -1,0 +1,82 @@
+"""What a reader of the tables should not miss, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwise.jax.report.collectives import MAKE_REDUCE_SCATTERS, Collectives, collectives
+from shardwise.jax.report.compiled import mesh_of, unwrapped
+from shardwise.jax.report.tables import amount
+from shardwise.jax.rules import MIN_NUMEL
+from shardwise.jax.state import TrainState
+from shardwise.jax.trees import leaves_by_path
+
+_SHOWN = 5
+_SMALL_BYTES = 2**20
+"""Compilers all-reduce arrays of fewer, though each device keeps a piece."""
+_OVERLAP = frozenset({"tpu"})
+"""Platforms whose programs gather piece by piece while they compute: those gathers belong to no parameter by name."""
+
+
+def check(compiled: Any) -> list[str]:
+    """What is likely not meant in a compiled training step; nothing on a mesh without fsdp or for a sound program.
+
+    Args:
+        compiled: `step.lower(state, batch).compile()`.
+
+    Returns:
+        A line each for: parameters that stay whole on every device; gradients that are all-reduced over fsdp where the
+        platform could reduce-scatter them (a CPU cannot, and is not blamed; nor are small arrays); values that are
+        gathered over fsdp though they are no parameters, which is how the compiler moves a small batch to large
+        weights (not on TPUs, whose programs do not tell).
+    """
+    compiled = unwrapped(compiled)
+    if mesh_of(compiled).shape.get("fsdp", 1) == 1:
+        return []
+    whole = _whole_parameters(compiled)
+    large = [f"{path} {shape}" for path, shape in whole.items() if np.prod(shape) >= MIN_NUMEL]
+    said = [f"parameters whole on every device: {_some(large)}"] if large else []
+    return [*said, *_sent(collectives(compiled), whole)]
+
+
+def _whole_parameters(compiled: Any) -> dict[str, tuple[int, ...]]:
+    """By path, the shapes of parameters that no device has a piece of."""
+    arguments, shardings = compiled.args_info[0][0], compiled.input_shardings[0][0]
+    if isinstance(arguments, TrainState):
+        arguments, shardings = arguments.params, shardings.params
+    leaves = zip(leaves_by_path(arguments).items(), jax.tree.leaves(shardings, is_leaf=_unused), strict=True)
+    return {
+        path: tuple(leaf.shape)
+        for (path, leaf), sharding in leaves
+        if not _unused(sharding) and sharding.shard_shape(leaf.shape) == tuple(leaf.shape)
+    }
+
+
+def _unused(sharding: Any) -> bool:
+    """An argument that the program does not read has no sharding in it."""
+    return sharding is None
+
+
+def _sent(found: Collectives, whole: Container[str]) -> list[str]:
+    """whole: parameters whose gradients every device needs, so that an all-reduce is right."""
+    said = []
+    over_fsdp = [part for part in found.parts if "fsdp" in part.axes]
+    summed = [part for part in over_fsdp if part.operation == "all-reduce" and part.parameter]
+    late = {part.what for part in summed if part.what not in whole and (not part.is_cut or part.nbytes >= _SMALL_BYTES)}
+    if late and found.platform in MAKE_REDUCE_SCATTERS:
+        said.append(f"gradients all-reduced over fsdp, where a reduce-scatter was meant: {_some(sorted(late))}")
+    gathered = [part for part in over_fsdp if part.operation == "all-gather" and not part.parameter]
+    if gathered and found.platform not in _OVERLAP:
+        names = sorted({part.what for part in gathered})
+        total = amount(sum(part.total_bytes for part in gathered))
+        said.append(f"values that are no parameters are gathered over fsdp ({total} a device and run): {_some(names)}")
+    return said
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

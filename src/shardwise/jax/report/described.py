@@ -1,0 +1,174 @@
+"""Where each array of a tree lies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwise.errors import UsageError
+from shardwise.jax.report.colours import shade
+from shardwise.jax.report.tables import amount, columns, without_numbers
+from shardwise.jax.rules import MIN_NUMEL, axes_of
+from shardwise.jax.trees import leaves_by_path, plain
+from shardwise.suggest import did_you_mean
+
+_WIDTH = 100
+"""Of a picture, in characters."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One array."""
+
+    path: str
+    shape: tuple[int, ...]
+    """Global."""
+    dtype: str
+    spec: str
+    """Axes by dim, such as "(None, fsdp)"; "replicated"; "one device"; "host" for an array that is not jax's."""
+    nbytes: int
+    device_bytes: int
+    """Of the piece that one device has."""
+
+    @property
+    def pieces(self) -> int:
+        return round(self.nbytes / self.device_bytes) if self.device_bytes else 1
+
+
+@dataclass(frozen=True)
+class Description:
+    """All of a tree's. `str()` is a table; arrays that differ in numbers alone are one line."""
+
+    places: tuple[Place, ...]
+    shardings: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tree."""
+        return sum(place.nbytes for place in self.places)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of what one device has."""
+        return sum(place.device_bytes for place in self.places)
+
+    @property
+    def replicated(self) -> tuple[Place, ...]:
+        """Arrays that every device has whole though they are not small."""
+        return tuple(p for p in self.places if p.pieces == 1 and np.prod(p.shape) >= MIN_NUMEL and p.spec != "host")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Sums, and each array, for JSON."""
+        places = [asdict(place) for place in self.places]
+        replicated = [place.path for place in self.replicated]
+        return {"bytes": self.nbytes, "device_bytes": self.device_bytes, "replicated": replicated, "arrays": places}
+
+    def __str__(self) -> str:
+        alike: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
+        for place in self.places:
+            alike[without_numbers(place.path), place.shape, place.dtype, place.spec].append(place)
+        rows = [
+            (
+                path,
+                len(same),
+                shape,
+                dtype,
+                spec,
+                amount(sum(p.nbytes for p in same)),
+                amount(sum(p.device_bytes for p in same)),
+            )
+            for (path, shape, dtype, spec), same in alike.items()
+        ]
+        rows.append(("together", len(self.places), "", "", "", amount(self.nbytes), amount(self.device_bytes)))
+        table = columns(
+            ("path", "arrays", "shape", "dtype", "spec", "whole", "a device"), rows, ("arrays", "whole", "a device")
+        )
+        whole = [f"{place.path} {place.shape}" for place in self.replicated]
+        return f"{table}\nwhole on every device: {', '.join(whole)}" if whole else table
+
+    def picture(self, path: str) -> None:
+        """Prints which device has which part of an array, in colours, as `jax.debug.visualize_sharding` draws it.
+
+        Every piece is as large as another there. Of more than two dims, the two that are cut, or else are largest.
+
+        Raises:
+            UsageError: no array has that path, or it lies on no mesh; or rich is not installed.
+        """
+        pieces = self.pieces(path)
+        if find_spec("rich") is None:
+            raise UsageError("pictures need rich, which is not installed: pip install rich; or write a page (swj.page)")
+        scale = min(1.0, _WIDTH / 30 * pieces.shape[0] / pieces.shape[-1])  # else JAX leaves names out of cells
+        jax.debug.visualize_sharding(pieces.shape, pieces.sharding, scale=scale, max_width=_WIDTH, color_map=shade)
+
+    def pieces(self, path: str) -> Pieces:
+        """How an array is cut, along two dims at most: those that are cut, or else are largest.
+
+        Raises:
+            UsageError: no array has that path, or it lies on no mesh.
+        """
+        if path not in self.shardings:
+            raise UsageError(f"no array is called {path!r}{did_you_mean(path, self.shardings)}")
+        sharding = self.shardings[path]
+        if not isinstance(sharding, NamedSharding):
+            raise UsageError(f"{path!r} lies on no mesh")
+        shape = next(place.shape for place in self.places if place.path == path)
+        if not shape:
+            raise UsageError(f"{path!r} is a single number, of which there are no parts")
+        spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+        dims = sorted(sorted(range(len(shape)), key=lambda dim: (spec[dim] is None, -shape[dim]))[:2])
+        counts = tuple(shape[dim] // sharding.shard_shape(shape)[dim] for dim in dims)
+        return Pieces(counts, NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims))))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Equal pieces of an array in one or two dims, and who has them."""
+
+    shape: tuple[int, ...]
+    """Pieces along each dim."""
+    sharding: NamedSharding
+    """Of an array with as many elements as there are pieces."""
+
+    @property
+    def devices(self) -> dict[tuple[int, ...], list[int]]:
+        """By place, row by row, the ids of the devices that have the piece."""
+        found: dict[tuple[int, ...], list[int]] = {place: [] for place in np.ndindex(*self.shape)}
+        for device, index in self.sharding.devices_indices_map(self.shape).items():
+            found[tuple(one.start or 0 for one in index)].append(device.id)
+        return found
+
+
+def describe(tree: Any) -> Description:
+    """Where each array of a tree, an nnx module or a state lies. No communication.
+
+    Args:
+        tree: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+    """
+    leaves = leaves_by_path(plain(tree))
+    shardings = {path: getattr(leaf, "sharding", None) for path, leaf in leaves.items()}
+    return Description(tuple(_place(path, leaf) for path, leaf in leaves.items()), shardings)
+
+
+def _place(path: str, leaf: Any) -> Place:
+    shape, sharding = tuple(np.shape(leaf)), getattr(leaf, "sharding", None)
+    dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+    piece = shape if sharding is None else sharding.shard_shape(shape)
+    sizes = (int(np.prod(dims)) * dtype.itemsize for dims in (shape, piece))
+    return Place(path, shape, str(dtype), spec_text(sharding), *sizes)
+
+
+def spec_text(sharding: Any) -> str:
+    """A sharding in a few words."""
+    if sharding is None:
+        return "host"
+    if not isinstance(sharding, NamedSharding):
+        return "one device" if len(sharding.device_set) == 1 else str(sharding)
+    if not any(axes_of(names) for names in sharding.spec):
+        return "replicated"
+    return f"({', '.join(' x '.join(axes_of(names)) or '-' for names in sharding.spec)})"

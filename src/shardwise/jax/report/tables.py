@@ -1,0 +1,41 @@
+"""Tables: rows of named values, printed in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def amount(size_bytes: float) -> str:
+    """Bytes in the largest unit that leaves at least one of it, such as "1.5 MB" (1.5 million)."""
+    index = 0
+    while abs(size_bytes) >= 1000 and index < len(_UNITS) - 1:
+        size_bytes /= 1000
+        index += 1
+    return f"{size_bytes:.0f} {_UNITS[index]}" if index == 0 else f"{size_bytes:.3g} {_UNITS[index]}"
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[object]], right: Collection[str]) -> str:
+    """The rows below the head in columns.
+
+    Args:
+        head: names of the columns.
+        rows: one value for each column.
+        right: the names of columns whose cells end on the right.
+    """
+    cells = [list(head), *([str(value) for value in row] for row in rows)]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(head))]
+    ends = [name in right for name in head]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if end else cell.ljust(width) for cell, width, end in zip(row, widths, ends, strict=True)
+        )
+        for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def without_numbers(path: str) -> str:
+    """The path with * in place of numbers, which layers differ in."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))

@@ -1,0 +1,163 @@
+"""Which dim of which parameter is cut over which axis: annotations first, then rules, then what suits the shape."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from shardwise.errors import LayoutError
+
+Rules = Sequence[tuple[str, PartitionSpec]]
+"""(regular expression, searched in the dotted path; spec). The first that is found decides."""
+
+MIN_NUMEL = 1024
+"""Below so many elements a parameter is replicated: gathering it would cost more than it saves."""
+
+_SPLIT_OUTPUTS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn"),
+    *("gate", "gate_proj", "up", "up_proj", "fc1", "c_fc", "w1", "w3", "wi", "wi_0", "wi_1"),
+    *("head", "lm_head"),
+)
+_SPLIT_INPUTS = ("o_proj", "out_proj", "down", "down_proj", "fc2", "c_proj", "w2", "wo")
+_TABLES = ("embed", "embed_tokens", "embedding", "tok_embeddings", "wte")
+TENSOR_DIMS = (
+    {(name, 3): 1 for name in ("query", "key", "value")}  # nnx attention: input, heads, features of a head
+    | {("out", 3): 0}  # heads, features of a head, output
+    | {(name, 2): 1 for name in _SPLIT_OUTPUTS}
+    | {(name, 3): 2 for name in _SPLIT_OUTPUTS}  # layers stacked in front
+    | {(name, 2): 0 for name in _SPLIT_INPUTS}
+    | {(name, 3): 1 for name in _SPLIT_INPUTS}
+    | {(name, 2): 0 for name in _TABLES}
+)
+"""By (name of a layer, number of dims of its kernel): the dim over `tensor`. Kernels are (input, output)."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one parameter is cut."""
+
+    path: str
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    why: str
+    """"annotation", "rule REGEX", "shape", "small" or "nothing divides"."""
+
+
+def decide(
+    shapes: dict[str, tuple[int, ...]], annotations: dict[str, Any], on: Mesh, rules: Rules | None, min_numel: int
+) -> list[Decision]:
+    """A decision for each parameter.
+
+    Args:
+        shapes: global, by path.
+        annotations: specs that a model's author gave, by path. They win.
+        on: the mesh.
+        rules: see `Rules`.
+        min_numel: parameters that neither names are replicated if they have fewer elements.
+
+    Raises:
+        LayoutError: a rule that matches nothing, or a spec that does not fit a parameter.
+    """
+    check_rules(rules or (), shapes)
+    decisions = []
+    for path, shape in shapes.items():
+        if path in annotations:
+            decision = Decision(path, shape, annotations[path], "annotation")
+        elif (rule := next((rule for rule in rules or () if re.search(rule[0], path)), None)) is not None:
+            decision = Decision(path, shape, PartitionSpec(*rule[1]), f"rule {rule[0]}")
+        else:
+            decision = by_shape(path, shape, on, min_numel)
+        check_spec(decision, on)
+        decisions.append(decision)
+    name_the_replicated(decisions, on)
+    return decisions
+
+
+def check_rules(rules: Rules, paths: dict[str, Any]) -> None:
+    """Raises LayoutError for a rule that is no rule, or matches nothing."""
+    for rule in rules:
+        try:
+            pattern, spec = rule
+            found = any(re.search(pattern, path) for path in paths)
+        except (TypeError, ValueError, re.error) as error:
+            raise LayoutError(
+                f"rule {rule!r}: a pair of a regular expression and a PartitionSpec is needed ({error})"
+            ) from None
+        if isinstance(spec, str) or not isinstance(spec, (PartitionSpec, tuple)):
+            raise LayoutError(f"rule {pattern!r}: {spec!r} is no PartitionSpec")
+        if not found:
+            some = ", ".join(list(paths)[:3])
+            raise LayoutError(f"rule {pattern!r} matches none of {len(paths)} parameters; they are called {some}, ...")
+
+
+def check_spec(decision: Decision, on: Mesh) -> None:
+    """Raises LayoutError for a spec with unknown axes, too many dims, or pieces that are not equal."""
+    where = f"{decision.path!r} of shape {decision.shape} ({decision.why}): {decision.spec}"
+    if len(decision.spec) > len(decision.shape):
+        raise LayoutError(f"{where} has {len(decision.spec)} dims, the parameter {len(decision.shape)}")
+    used: list[str] = []
+    for dim, names in enumerate(decision.spec):
+        axes = axes_of(names)
+        used += axes
+        for axis in axes:
+            if axis not in on.shape:
+                raise LayoutError(f"{where} names the axis {axis!r}; the mesh has {', '.join(on.axis_names)}")
+        pieces = math.prod(on.shape[axis] for axis in axes)
+        if decision.shape[dim] % pieces:
+            over = " x ".join(f"{axis}={on.shape[axis]}" for axis in axes)
+            raise LayoutError(
+                f"{where}: dim {dim} of {decision.shape[dim]} cannot be cut into {pieces} equal pieces ({over})"
+            )
+    if len(set(used)) < len(used):
+        raise LayoutError(f"{where} names an axis twice")
+
+
+def axes_of(names: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec: none, one or several."""
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def by_shape(path: str, shape: tuple[int, ...], on: Mesh, min_numel: int) -> Decision:
+    """The largest dim that divides over fsdp, the first of equal ones; known matrices also over tensor."""
+    if math.prod(shape) < min_numel:
+        return Decision(path, shape, PartitionSpec(), "small")
+    names: list[str | None] = [None] * len(shape)
+    tensor_dim = tensor_dim_of(path, len(shape)) if on.shape["tensor"] > 1 else None
+    if tensor_dim is not None and shape[tensor_dim] % on.shape["tensor"] == 0:
+        names[tensor_dim] = "tensor"
+    free = [dim for dim in range(len(shape)) if names[dim] is None and shape[dim] % on.shape["fsdp"] == 0]
+    if free and on.shape["fsdp"] > 1:
+        names[max(free, key=lambda dim: (shape[dim], -dim))] = "fsdp"
+    cut = any(names) or on.shape["fsdp"] == 1
+    return Decision(
+        path, shape, PartitionSpec(*names) if any(names) else PartitionSpec(), "shape" if cut else "nothing divides"
+    )
+
+
+def tensor_dim_of(path: str, dims: int) -> int | None:
+    """The dim of an attention or MLP kernel, or of an embedding, that goes over tensor; None for other parameters."""
+    names = path.split(".")
+    if names[-1] == "bias":
+        return None
+    layer = names[-2] if len(names) > 1 and names[-1] in ("kernel", "embedding", "weight") else names[-1]
+    return TENSOR_DIMS.get((layer, dims))
+
+
+def name_the_replicated(decisions: Sequence[Decision], on: Mesh) -> None:
+    """Warns about parameters that stay whole on every device though they are not small."""
+    whole = [f"{decision.path} {decision.shape}" for decision in decisions if decision.why == "nothing divides"]
+    if whole:
+        more = f" and {len(whole) - 5} more" if len(whole) > 5 else ""
+        warnings.warn(
+            f"no dim divides by fsdp={on.shape['fsdp']}: every device keeps the whole of {', '.join(whole[:5])}{more}; "
+            "pad them, or give a rule (PartitionSpec() says that it is meant)",
+            stacklevel=5,
+        )

@@ -1,0 +1,116 @@
+"""Slices of weights that rest on a medium, and the ring of buffers through which they come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+from torch import Tensor
+
+from shardwise.errors import UsageError
+from shardwise.offload.medium import Medium
+from shardwise.offload.slice_home import HomeState, SliceHome
+from shardwise.sharded.parameter import ShardedParameter
+
+BUFFERS = 4
+"""Of the ring, each as large as the largest slice: one is worked on, the others are read ahead and written back."""
+
+
+class ShardStore:
+    """Of the units that one call of `sw.shard` made, and of copies of them. No communication."""
+
+    def __init__(self, medium: Medium) -> None:
+        self.medium = medium
+        self._placed_bytes = 0
+        self._buffer_bytes = 0
+        self._free: list[Tensor] = []
+        self._made = 0
+        """Buffers that there are, free or not. More than the ring's while users keep views of many slices."""
+        self._held: dict[SliceHome, None] = {}
+        """Slices that have a buffer, the one that took its last first."""
+
+    @property
+    def ring_bytes(self) -> int:
+        """Memory that is held where buffers are."""
+        return self._made * self._buffer_bytes
+
+    def place(self, nbytes: int) -> int:
+        """Where the next slice lies, once there is room. Slices of a model's copies are as large."""
+        start = self._placed_bytes
+        self._placed_bytes += nbytes
+        self._buffer_bytes = max(self._buffer_bytes, nbytes)
+        return start
+
+    def take_room(self) -> None:
+        """For all slices that were placed. Raises UsageError where the medium has none."""
+        self.medium.grow(self._placed_bytes)
+
+    # Buffers ----------------------------------------------------------------------------------------------------------
+
+    def take_buffer(self) -> Tensor:
+        """A buffer, which may have to be waited for: after the writes, what was read ahead too soon gives up its own.
+        Where views are kept of all, one more. Raises UsageError where the medium has no room, or failed."""
+        while (buffer := self.take_free_buffer()) is None:
+            writing = [home for home in self._held if home.state is HomeState.WRITING]
+            reading = [home for home in self._held if home.state is HomeState.READING]
+            if not writing and not reading:
+                return self._new_buffer()
+            (writing[0] if writing else reading[-1]).finish()
+        return buffer
+
+    def take_free_buffer(self) -> Tensor | None:
+        """One that need not be waited for, if there is one. Raises as `take_buffer`."""
+        self.take_room()  # of copies
+        for home in [home for home in self._held if home.is_written]:
+            home.finish()
+        if self._free:
+            return self._free.pop()
+        return self._new_buffer() if self._made < BUFFERS else None
+
+    def _new_buffer(self) -> Tensor:
+        self._made += 1
+        return self.medium.buffer(self._buffer_bytes)
+
+    def hold(self, home: SliceHome) -> None:
+        """A slice has taken a buffer."""
+        self._held[home] = None
+
+    def give_back(self, home: SliceHome, buffer: Tensor) -> None:
+        """A slice gives it back."""
+        del self._held[home]
+        if self._made > BUFFERS:
+            self._made -= 1
+            self.medium.drop(buffer)
+        else:
+            self._free.append(buffer)
+
+    def make_way(self) -> None:
+        """Have all slices go that are here and that nobody has a view of."""
+        for home in list(self._held):
+            home.let_go()
+
+    def finish(self) -> None:
+        """Have everything on the medium that was written. Raises UsageError."""
+        self.make_way()
+        for home in list(self._held):
+            home.finish()
+
+    def notice_failures(self) -> None:
+        """Have errors known of what is under way, without raising them."""
+        for home in list(self._held):
+            with suppress(UsageError):
+                home.finish()
+
+    def release(self) -> None:
+        """Give back the memory of the ring until the next use. Raises UsageError."""
+        self.finish()
+        self._made -= len(self._free)
+        while self._free:
+            self.medium.drop(self._free.pop())
+
+
+def have_read_ahead(parameters: Iterable[Tensor]) -> None:
+    """Their slices are wanted soon, in this order."""
+    for parameter in parameters:
+        if isinstance(parameter, ShardedParameter) and parameter.home is not None:
+            parameter.home.read_ahead()

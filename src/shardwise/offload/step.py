@@ -1,0 +1,79 @@
+"""An optimizer's step where some of its state, or of its parameters' shards, rests elsewhere than on the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.comm.protocol import Collectives
+from shardwise.offload.state_store import StateStore
+from shardwise.offload.together import together
+from shardwise.sharded.parameter import Home, ShardedParameter
+from shardwise.sharded.partial_step import by_owner, step_some
+
+_STEP = "the optimizer's step"
+
+
+def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]]) -> None:
+    """The optimizer's step for some of its parameters, each with its state and shard where those are kept.
+
+    Where any rests elsewhere than on the device, every rank must call this: all raise if one does, and while one is
+    still preparing before anything is updated. Else no communication.
+    """
+    groups = _groups_of(selected)
+    stores = stores_of(optimizer)
+    with together(groups, _STEP):
+        for store in stores:
+            store.check(optimizer)
+            store.prepare(optimizer)
+    stored: dict[StateStore, list[ShardedParameter]] = {}
+    resting: dict[Home | None, list[list[Tensor]]] = {}
+    for number, some in enumerate(selected):
+        for parameter in some:
+            own = store_of(parameter)
+            if own is None:
+                home = parameter.home if isinstance(parameter, ShardedParameter) else None
+                resting.setdefault(home, [[] for _ in optimizer.param_groups])[number].append(parameter)
+            elif parameter.grad is not None:
+                assert isinstance(parameter, ShardedParameter)
+                stored.setdefault(own, []).append(parameter)
+    with together(groups, _STEP):
+        _step_by_home(optimizer, resting)
+        for store, parameters in stored.items():
+            store.step(optimizer, parameters)
+
+
+def _step_by_home(optimizer: Optimizer, by_home: Mapping[Home | None, list[list[Tensor]]]) -> None:
+    """The step of parameters whose state is in memory: those that are there at once, the others slice by slice."""
+    order = [h for h, some in by_home.items() if h is None or any(p.grad is not None for p in itertools.chain(*some))]
+    for index, home in enumerate(order):
+        for coming in order[index:]:
+            if coming is not None:
+                coming.read_ahead()
+        step_some(optimizer, by_home[home])
+
+
+def store_of(parameter: Tensor) -> StateStore | None:
+    """What keeps the state of the parameter; None: it is where its optimizer put it."""
+    unit = parameter.unit if isinstance(parameter, ShardedParameter) else None
+    return None if unit is None else unit.states
+
+
+def stores_of(optimizer: Optimizer) -> list[StateStore]:
+    """All that keep state of its parameters."""
+    units = by_owner(optimizer)
+    return list(dict.fromkeys(unit.states for unit in units if unit is not None and unit.states is not None))
+
+
+def _groups_of(selected: Sequence[Sequence[Tensor]]) -> list[Collectives]:
+    """The ranks that take the step of those parameters, and may fail at it alone."""
+    groups: dict[Collectives, None] = {}
+    for parameter in itertools.chain(*selected):
+        if isinstance(parameter, ShardedParameter) and parameter.unit is not None and parameter.unit.rests_elsewhere:
+            for group in (parameter.placement.shard_group, parameter.placement.replicas):
+                if group is not None:
+                    groups[group] = None
+    return list(groups)

@@ -1,0 +1,43 @@
+"""What is kept elsewhere than on the device, of the units that one call of `sw.shard` makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardwise import accelerators
+from shardwise.offload.disk import Disk
+from shardwise.offload.host_memory import HostMemory
+from shardwise.offload.medium import Medium
+from shardwise.offload.shard_store import ShardStore
+from shardwise.offload.state_store import StateStore
+from shardwise.policy.offload import Offload
+
+
+class Stores(NamedTuple):
+    """Each is None where that stays on the device."""
+
+    states: StateStore | None = None
+    shards: ShardStore | None = None
+
+    @classmethod
+    def of(cls, offload: Offload | None, device: torch.device) -> Stores:
+        """As asked for. Takes no room yet."""
+        if offload is None:
+            return cls()
+
+        def medium(place: str | None, what: str) -> Medium | None:
+            if place == "nvme":
+                assert offload.path is not None
+                return Disk(Path(offload.path), what)
+            if place == "cpu" and accelerators.has_memory(device):
+                return HostMemory(device, what, offload.pin)
+            return None
+
+        states, shards = medium(offload.optimizer, "optimizer state"), medium(offload.params, "weights")
+        return cls(
+            None if states is None else StateStore(states, offload.ring_bytes),
+            None if shards is None else ShardStore(shards),
+        )

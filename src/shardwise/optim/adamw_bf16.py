@@ -1,0 +1,66 @@
+"""AdamW with its two moments in bf16, rounded at random: four bytes of state a parameter instead of eight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.optim.adamw_pieces import AdamWInPieces, piece_of, updated
+from shardwise.optim.rounding import key_of, random_bits, rounded
+from shardwise.sharded.parameter import ShardedParameter
+
+_CHUNK_NUMEL = {"cpu": 2**18}
+_CHUNK_ELSEWHERE_NUMEL = 2**24
+"""Elements that are updated at once: each takes about 40 bytes meanwhile."""
+_STATE = ("exp_avg", "exp_avg_sq")
+_BITS = 16
+"""That rounding to bf16 takes."""
+
+
+class AdamWBF16(AdamWInPieces):
+    """AdamW whose moments are kept in bf16, and parameters too where they are bf16 ones.
+
+    All is computed in fp32. What is kept in bf16 is then rounded up or down at random, with the odds that make it right
+    on average: rounded to nearest, a second moment stops changing at beta2 = 0.999, and so does a weight whose updates
+    are small. The random bits are a function of `seed`, the parameter's name, the step and the element's index: the
+    same at any number of ranks, under any strategy, after any resumption, and as for an unsharded model.
+
+    Args:
+        params: parameters, or groups of them, as for torch's AdamW. Of plain ones the names given with them count, else
+            their positions.
+        lr: learning rate.
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+        weight_decay: decoupled.
+        seed: of the rounding.
+
+    Raises:
+        ConfigError: a number out of its range.
+    Source: arXiv:1711.05101 (AdamW), arXiv:2010.06192 (stochastic rounding in bf16).
+    """
+
+    def _update(self, parameter: Tensor, name: str, group: dict[str, Any], prepared: None) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state.update({key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in _STATE})
+        for key in _STATE:
+            if state[key].dtype != torch.bfloat16:  # torch's load_state_dict gives it the parameter's
+                state[key] = state[key].to(torch.bfloat16)
+        state["step"] += 1
+        step: int = state["step"]
+        assert parameter.grad is not None
+        weights, gradient, first, second = map(piece_of, (parameter, parameter.grad, *(state[key] for key in _STATE)))
+        offset = parameter.fragment.start if isinstance(parameter, ShardedParameter) else 0
+        draw = key_of(group["seed"], name, step)
+        size = _CHUNK_NUMEL.get(parameter.device.type, _CHUNK_ELSEWHERE_NUMEL)
+        for start in range(0, weights.numel(), size):
+            chunk = slice(start, min(start + size, weights.numel()))
+            numbers = random_bits(offset + start, chunk.stop - start, draw, parameter.device)
+            exact = first[chunk].float(), second[chunk].float()
+            value = updated(weights[chunk], gradient[chunk], exact, step, group)
+            first[chunk] = rounded(exact[0], numbers)
+            second[chunk] = rounded(exact[1], numbers >> _BITS)
+            weights[chunk] = rounded(value, numbers >> 2 * _BITS) if weights.dtype == torch.bfloat16 else value

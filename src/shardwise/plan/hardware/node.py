@@ -1,0 +1,48 @@
+"""The host of a node: its memory and disk, and the link to its devices."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+
+from shardwise.plan.hardware.devices import Figure, Hardware
+from shardwise.plan.hardware.toml_table import TomlTable
+
+_FILE = files("shardwise.plan.hardware") / "data" / "node.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """All devices of a node share everything but the link."""
+
+    link_bytes_per_s: Figure
+    """Between host and device, one way, of one device."""
+    link_share: Figure
+    """Of it, that a copy reaches."""
+    disk_bytes_per_s: Figure
+    """Read or written."""
+    memory_bytes: Figure | None = None
+    """None: the devices are found in hosts of all sizes."""
+
+    @property
+    def copied_bytes_per_s(self) -> float:
+        """Between host and device, in one direction."""
+        return self.link_bytes_per_s.value * self.link_share.value
+
+
+def node_of(hardware: Hardware) -> Node:
+    """A device's host: the figures of its own file, usual ones for the rest."""
+    return Node(**{**_usual(), **hardware.node})
+
+
+@cache
+def _usual() -> Mapping[str, Figure]:
+    whole = TomlTable(tomllib.loads(_FILE.read_text(encoding="utf-8")), "", ("node",))
+    section = whole.section("node", [known.name for known in fields(Node)])
+    found = {name: section.section(name, ("value", "source", "note")) for name in section.keys}
+    return {
+        name: Figure(one.number("value"), one.text("source", ""), one.text("note", "")) for name, one in found.items()
+    }

@@ -1,0 +1,149 @@
+"""The copies between a device and what lies on the host or on disk, beside a step.
+
+- A unit's slice comes up ahead of its gather, as soon as its slot is free.
+- The optimizer's step is taken on the device, portion by portion: state, and weights where they are elsewhere, come
+  ahead of it and go back behind it. The link takes both directions at once, a disk reads and writes in turn.
+- A block's input, where that waits on the host, goes when it is there and comes when backward is near.
+- A step that is taken in backward, of one unit, begins when that has come, and backward goes on behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recording import AWAY, Facts, HostCopy, StepPhase
+from shardwise.plan.hardware.node import node_of
+from shardwise.plan.offload.memory import Offloaded
+from shardwise.policy.places import Places
+
+UP, DOWN, DISK = STREAMS = ("host to device", "device to host", "disk")
+"""Streams of their own."""
+
+
+class Rates(NamedTuple):
+    """Bytes a second, of one rank."""
+
+    link: float
+    """One way."""
+    disk: float
+    """Read or written."""
+
+
+class HostSpan(NamedTuple):
+    """Something that one of the streams does."""
+
+    stream: str
+    name: str
+    unit: str
+    start_s: float
+    end_s: float
+    nbytes: int
+    phase: StepPhase
+
+
+@dataclass(frozen=True, slots=True)
+class HostTask:
+    """All that is to be done, as sizes and rates."""
+
+    places: Places
+    rates: Rates
+    on_cpu: bool
+    shard_bytes: dict[str, int]
+    """By unit: this rank's slice."""
+    stepped_bytes: int
+    """As of `Offloaded`."""
+    gathers: bool
+    """Slices are gathered; otherwise a shard group of one only brings them."""
+    keeps_params: bool
+    unit_stepped_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of `stepped_bytes`, by unit, where steps are taken in backward."""
+
+
+def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
+    """The copies of a job. None where nothing lies elsewhere."""
+    if not moved.host_bytes + moved.disk_bytes:
+        return None
+    node = node_of(job.hardware)
+    trained = facts.unit_trained_bytes if job.optimizer_in_backward else {}
+    share = moved.stepped_bytes / max(1, sum(trained.values()))
+    return HostTask(
+        places=job.offload or Places(),
+        rates=Rates(node.copied_bytes_per_s, node.disk_bytes_per_s.value / job.gpus_per_node),
+        on_cpu=job.on_cpu,
+        shard_bytes=facts.unit_shard_bytes,
+        stepped_bytes=moved.stepped_bytes,
+        gathers=job.shard_ranks > 1,
+        keeps_params=job.strategy.keeps_params,
+        unit_stepped_bytes={unit: round(nbytes * share) for unit, nbytes in trained.items()},
+    )
+
+
+@dataclass
+class HostWork:
+    """One step of it."""
+
+    task: HostTask
+    spans: list[HostSpan] = field(default_factory=list)
+    ends_s: dict[str, float] = field(default_factory=dict)
+    """By stream, when it is free."""
+    phase: StepPhase = StepPhase.SETUP
+    """Of what the device's host hands out."""
+    stepped_s: float | None = None
+    """When the optimizer's step began."""
+    _resident: set[str] = field(default_factory=set)
+
+    def bring(self, unit: str, ready_s: float) -> float:
+        """A unit's slice comes to its slot, which is free from `ready_s` on. When it is there."""
+        task = self.task
+        is_here = task.keeps_params and not task.gathers and unit in self._resident
+        if task.places.params is None or (task.on_cpu and task.places.params == "cpu") or is_here:
+            return ready_s
+        self._resident.add(unit)
+        stream, rate = self._way(UP)
+        return self._run(stream, unit, ready_s, task.shard_bytes.get(unit, 0), rate)
+
+    def begin_step(self, at_s: float) -> None:
+        """The optimizer's step begins; told again, it has."""
+        self.stepped_s = at_s if self.stepped_s is None else self.stepped_s
+
+    def copy(self, event: HostCopy, ready_s: float) -> tuple[float, float]:
+        """A block's input goes or comes: from when to when."""
+        stream = DOWN if event.way == AWAY else UP
+        end_s = self._run(stream, event.module, ready_s, event.nbytes, self.task.rates.link)
+        return end_s - event.nbytes / self.task.rates.link, end_s
+
+    def come_to_step(self, unit: str, ready_s: float) -> float:
+        """What a unit's step in backward needs comes. When it is there."""
+        stream, rate = self._way(UP)
+        return self._run(stream, unit, ready_s, self.task.unit_stepped_bytes.get(unit, 0), rate)
+
+    def go_back(self, unit: str, stepped_s: float) -> None:
+        """A unit's step in backward is over, and what came goes back. Nothing waits for that."""
+        stream, rate = self._way(DOWN)
+        self._run(stream, unit, stepped_s, self.task.unit_stepped_bytes.get(unit, 0), rate)
+
+    def _way(self, stream: str) -> tuple[str, float]:
+        return (DISK, self.task.rates.disk) if self.task.on_cpu else (stream, self.task.rates.link)
+
+    def finish(self, stepped_s: float) -> float:
+        """When everything is where it belongs; the device's own step is over at `stepped_s`."""
+        task, began_s = self.task, self.stepped_s
+        if task.unit_stepped_bytes:
+            return max(stepped_s, self.ends_s.get(self._way(DOWN)[0], 0.0))
+        if began_s is None:
+            return stepped_s
+        if task.on_cpu:
+            return max(stepped_s, self._run(DISK, "", began_s, 2 * task.stepped_bytes, task.rates.disk))
+        come_s = self._run(UP, "", began_s, task.stepped_bytes, task.rates.link)
+        return max(stepped_s, come_s, self._run(DOWN, "", began_s, task.stepped_bytes, task.rates.link))
+
+    def _run(self, stream: str, unit: str, ready_s: float, nbytes: int, rate: float) -> float:
+        if not nbytes:
+            return ready_s
+        start_s = max(ready_s, self.ends_s.get(stream, 0.0))
+        end_s = self.ends_s[stream] = start_s + nbytes / rate
+        self.spans.append(HostSpan(stream, "copy", unit, start_s, end_s, nbytes, self.phase))
+        return end_s

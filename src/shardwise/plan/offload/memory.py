@@ -1,0 +1,109 @@
+"""The memory of a recorded step of which shards, gradients or optimizer state lie on the host or on disk.
+
+Nothing else of the step changes: parameters are gathered into the same slots, gradients reduced in the same ones and
+kept on the device, and the step is taken there. What comes and goes has rings of buffers on the device. Of a shard
+group of one, whose slot would otherwise be the shard itself, parameters need slots as any other's. What blocks keep on
+the host has memory there in a few sizes, which is kept from step to step. docs/design/offload.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from shardwise.layout.flat import round_up
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recording import ON_HOST, Allocate, Facts, Free, Recording, StepEvent, StepPhase
+
+_RING_BUFFERS = 4
+"""This and what follows are the engine's (`offload.portions`, `files.direct`), whose modules bring torch along."""
+_PAGE_BYTES = 4096
+_LEAST_RING_BYTES = 64 * 2**20
+_SLOTS_BLOCK, _RING_BLOCK = -2_000_001, -2_000_002
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """A step of one rank, and what of it lies elsewhere."""
+
+    events: tuple[StepEvent, ...]
+    """With the allocations of the device alone."""
+    host_bytes: int = 0
+    """Of a rank, beside an accelerator. A CPU's rank has all that is not on disk among the events."""
+    disk_bytes: int = 0
+    stepped_bytes: int = 0
+    """Of what lies elsewhere and comes to the step and goes back: state, and weights that are trained."""
+
+
+def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
+    """Move what the job keeps elsewhere off the device.
+
+    Args:
+        recording: of the job.
+        events: its step as the engine allocates in it, with everything on the device.
+    """
+    job, facts = recording.job, recording.facts
+    moved = job.elsewhere
+    inputs = _inputs_bytes(events) if job.recomputation.offloads else 0
+    if inputs:
+        events = tuple(_without(events, {ON_HOST}))
+    if not moved:
+        return Offloaded(events, inputs)
+    by_kind: Counter[str] = Counter()
+    largest_state = 0
+    for event in events:
+        if isinstance(event, Allocate) and event.phase is StepPhase.SETUP:
+            by_kind[event.kind] += event.nbytes
+            largest_state = max(largest_state, event.nbytes if event.kind == "optimizer" else 0)
+    trained, states = sum(facts.unit_trained_bytes.values()), by_kind["optimizer"]
+    ring = slots = 0
+    if "optimizer" in moved and states:
+        of_largest = round_up(largest_state * max(1, round(states / max(1, trained))), _PAGE_BYTES)
+        ring += max(_RING_BUFFERS * of_largest, _LEAST_RING_BYTES)
+    if "param_shards" in moved:
+        ring += _RING_BUFFERS * round_up(max(facts.unit_shard_bytes.values(), default=0), _PAGE_BYTES)
+        if job.shard_ranks == 1:
+            slots = max(0, _slots_bytes(facts, job) - by_kind["gathered_slots"])
+    added = ((_SLOTS_BLOCK, slots, "gathered_slots"), (_RING_BLOCK, ring, "other"))
+    first = (Allocate(block, size, kind, "", StepPhase.SETUP) for block, size, kind in added if size)
+    at = {place: sum(by_kind[kind] for kind in moved if moved[kind] == place) for place in ("cpu", "nvme")}
+    stepped = states * ("optimizer" in moved) + trained * ("param_shards" in moved)
+    return Offloaded((*first, *_without(events, moved)), at["cpu"] + inputs, at["nvme"], stepped)
+
+
+def _inputs_bytes(events: Iterable[StepEvent]) -> int:
+    """Of the host's memory that blocks' inputs take: of each size as many as are there at once."""
+    sizes: dict[int, int] = {}
+    there: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for event in events:
+        if isinstance(event, Allocate) and event.kind == ON_HOST:
+            size = sizes[event.block] = round_up(event.nbytes, quarter_of(event.nbytes))
+            there[size] += 1
+            most[size] = max(most[size], there[size])
+        elif isinstance(event, Free) and event.block in sizes:
+            there[sizes.pop(event.block)] -= 1
+    return sum(size * count for size, count in most.items())
+
+
+def quarter_of(nbytes: int) -> int:
+    """What sizes of the host's memory are multiples of: a quarter of a power of two."""
+    return 1 << max(0, nbytes.bit_length() - 3)
+
+
+def _without(events: Iterable[StepEvent], kinds: Collection[str]) -> Iterator[StepEvent]:
+    gone: set[int] = set()
+    for event in events:
+        if isinstance(event, Allocate) and event.kind in kinds:
+            gone.add(event.block)
+        elif not (isinstance(event, Free) and event.block in gone):
+            yield event
+
+
+def _slots_bytes(facts: Facts, job: Job) -> int:
+    """Of gathered parameters: all of them where they stay, else so many slots of each size."""
+    sizes = Counter(facts.unit_bytes.values())
+    if job.strategy.keeps_params:
+        return sum(facts.unit_bytes.values())
+    return sum(size * min(job.slots, count) for size, count in sizes.items())

@@ -1,0 +1,144 @@
+"""What a forecast takes for granted, where that is from, and how far it may move the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.hardware.devices import LIKE_BF16, USUAL_SHARE, Figure, Hardware
+from shardwise.plan.hardware.node import Node, node_of
+from shardwise.plan.hardware.spread import spread_of
+from shardwise.plan.search.exploration import gib
+from shardwise.plan.simulate.forecast import CONTEXT_RANGE_BYTES, CONTEXT_SOURCE, NCCL_SOURCE, Forecast
+from shardwise.plan.simulate.roofline import ATTENTION_SHARE
+
+_SHARES = (0.47, 0.82)
+"""Of its peak that a large product reaches, on devices where it was measured: the least and the most."""
+_ATTENTION_SHARES = (0.42, 0.74)
+"""The same of fused attention, of the rate of a large product."""
+
+
+class Assumption(NamedTuple):
+    """One thing that a forecast takes for granted."""
+
+    what: str
+    value: str
+    """And where it is from."""
+    moves: str = ""
+    """How far the answer moves where it is otherwise. Nothing for what was published or asked for."""
+
+
+def assumptions(forecast: Forecast) -> Iterator[Assumption]:
+    """Everything that a forecast takes for granted."""
+    job = forecast.job
+    hardware = job.hardware
+    yield Assumption("device", hardware.title)
+    for name, (figure, words) in _figures(job).items():
+        yield Assumption(name, f"{words} ({_source(figure)})")
+    if hardware.measured is not None:
+        yield Assumption("rates", f"measured on this machine with {hardware.measured.ranks} ranks")
+    else:
+        yield _products(hardware, job.compute_dtype)
+        yield _attention(hardware)
+        yield Assumption("range of tokens/s", _range(hardware))
+    if job.offload is not None:
+        yield from _of_the_host(node_of(hardware), job)
+    yield from _beside(forecast)
+    if job.price_per_hour is None and hardware.price_per_hour is not None:
+        price = hardware.price_per_hour
+        yield Assumption("price", f"{price.value:g} for an hour of a device ({_source(price)})")
+    yield Assumption("optimizer", f"{job.optimizer}, states in the master dtype")
+    yield Assumption("loss", {"model": "the model's own, its logits in memory"}.get(job.loss, job.loss))
+    yield Assumption("MFU", "6 N + 12 L d s operations a token over the peak rate; recomputation does not count")
+
+
+def _of_the_host(node: Node, job: Job) -> Iterator[Assumption]:
+    """Its link and disk, as far as the job has to do with them."""
+    half = "half of that is twice as long"
+    if not job.on_cpu:
+        link = f"{node.copied_bytes_per_s / 1e9:,.0f} GB/s one way ({_source(node.link_bytes_per_s)}; "
+        yield Assumption("host and device", f"{link}{_source(node.link_share)})", half)
+    if job.offload is not None and "nvme" in {job.offload.params, job.offload.optimizer}:
+        disk = node.disk_bytes_per_s
+        yield Assumption("disk", f"{disk.value / 1e9:,.0f} GB/s of a node ({_source(disk)})", half)
+
+
+def range_words(hardware: Hardware) -> str:
+    """Where the range of a throughput is from, in a sentence without its end; nothing where there is none."""
+    spread = spread_of(hardware)
+    if spread is None:
+        return ""
+    whose = "on this device" if spread.own else "on other devices (too few are of this one)"
+    return (
+        f"{spread.share:.0%} of {spread.runs} published runs {whose} were between {1 - spread.low:.0%} slower and "
+        f"{spread.high - 1:.0%} faster than forecast"
+    )
+
+
+def _range(hardware: Hardware) -> str:
+    spread = spread_of(hardware)
+    return f"{range_words(hardware)} ({spread.source})" if spread else "none: nothing was published of such a device"
+
+
+def _figures(job: Job) -> dict[str, tuple[Figure, str]]:
+    """By name, what the data files say, and the same in words."""
+    hardware, interconnect, dtype = job.hardware, job.node_interconnect, job.compute_dtype
+    figures = {
+        "usable memory": (hardware.usable_bytes, f"{gib(hardware.usable_bytes.value)} GiB"),
+        f"peak rate in {dtype}": (
+            hardware.peak_flops.get(dtype, hardware.peak_flops["fp32"]),
+            f"{hardware.peak(dtype) / 1e12:,.0f} TFLOP/s dense",
+        ),
+        "memory bandwidth": (hardware.memory_bytes_per_s, f"{hardware.memory_bytes_per_s.value / 1e9:,.0f} GB/s"),
+        "link in a node": (hardware.link_bytes_per_s, f"{hardware.link_bytes_per_s.value / 1e9:,.0f} GB/s one way"),
+    }
+    if job.nodes > 1:
+        rate = interconnect.bytes_per_s
+        figures[f"between nodes ({interconnect.title})"] = (rate, f"{rate.value / 1e9:,.1f} GB/s one way and node")
+    return figures
+
+
+def _source(figure: Figure) -> str:
+    return f"{figure.source}; {figure.note}" if figure.note else figure.source
+
+
+def _products(hardware: Hardware, dtype: str) -> Assumption:
+    """The rate of a large product."""
+    words = f"{hardware.sustained(dtype) / 1e12:,.0f} TFLOP/s in {dtype}"
+    figure = hardware.matmul_flops.get(dtype)
+    if figure is not None:
+        return Assumption("large products", f"{words} ({_source(figure)})")
+    if dtype in LIKE_BF16 and "bf16" in hardware.matmul_flops:
+        return Assumption("large products", f"{words}, in proportion to what was measured in bf16")
+    low, high = (share / USUAL_SHARE for share in _SHARES)
+    moves = f"elsewhere {_SHARES[0]:.0%} to {_SHARES[1]:.0%}, which is {1 - low:.0%} slower to {high - 1:.0%} faster"
+    return Assumption("large products", f"{words}: {USUAL_SHARE:.0%} of the peak, as nobody published it", moves)
+
+
+def _attention(hardware: Hardware) -> Assumption:
+    """The rate of fused attention."""
+    figure = hardware.attention_flops.get("flash2")
+    if figure is not None:
+        return Assumption("fused attention", f"{figure.value / 1e12:,.0f} TFLOP/s ({_source(figure)})")
+    share = f"{ATTENTION_SHARE:.0%} of a large product's rate, as nobody published it"
+    most = _ATTENTION_SHARES[1] / ATTENTION_SHARE
+    return Assumption("fused attention", share, f"attention may take up to {1 - 1 / most:.0%} less time")
+
+
+def _beside(forecast: Forecast) -> Iterator[Assumption]:
+    """Memory beside the allocator."""
+    low, high = (gib(nbytes) for nbytes in CONTEXT_RANGE_BYTES)
+    usual = {
+        "context": (forecast.job.context_bytes, CONTEXT_SOURCE, f"{low} to {high} GiB have been seen"),
+        "NCCL": (forecast.job.nccl_bytes, NCCL_SOURCE, "other machines and releases may take more or less"),
+    }
+    words = {
+        "context": f"{gib(forecast.context_bytes)} GiB beside the allocator",
+        "NCCL": f"{gib(forecast.nccl_bytes)} GiB of buffers beside the allocator",
+    }
+    for name, (given, source, moves) in usual.items():
+        if given is not None:
+            yield Assumption(name, f"{words[name]} (as asked for)")
+        else:
+            yield Assumption(name, f"{words[name]} ({source})", "" if forecast.job.on_cpu else moves)

@@ -1,0 +1,63 @@
+"""Linear layers in 8-bit floats, as torchao puts them into models of other engines (`Job.float8`).
+
+| | bf16, as recorded | "compute" | "gathers" |
+|---|---|---|---|
+| a product of a block's linear layer | its dtype's rate | that of fp8 | the same |
+| its operands | | read twice (for the scale, to cast) and written | the weight arrives cast |
+| a block's gathers, and what is gathered | 2 bytes an element | 2 | 1 |
+
+Blocks are modules with a number in their name; the head and the embedding are none. Products with a dimension that is
+no multiple of 16 are left alone. Source: torchao/float8 (float8_linear.py, fsdp_utils.py; README, "dynamic scaling").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from shardwise.plan.dry_run.recording import Collective, Kernel, KernelKind, StepEvent
+
+_PRODUCTS = frozenset({"mm", "addmm"})
+_ALIGNED = 16
+"""Elements that every dimension of an 8-bit product is a multiple of."""
+_BYTES = 2 + 2 + 1
+"""That casting an element moves: read for the scale, read again, written."""
+GATHERS = "gathers"
+
+
+def in_float8(events: Iterable[StepEvent], float8: str | None) -> Iterable[StepEvent]:
+    """The events of a step whose linear layers compute in 8 bits. `float8` as `Job.float8`."""
+    return events if float8 is None else _in_float8(events, float8 == GATHERS)
+
+
+def is_of_a_block(name: str) -> bool:
+    """Whether a module or unit lies in one of several equal blocks."""
+    return any(part.isdecimal() for part in name.split("."))
+
+
+def _in_float8(events: Iterable[StepEvent], gathers: bool) -> Iterator[StepEvent]:
+    for event in events:
+        if isinstance(event, Kernel) and _is_a_linear_layers(event):
+            yield _casting(event, gathers)
+            yield replace(event, dtype="fp8")
+        elif gathers and isinstance(event, Collective) and event.op == "all_gather" and is_of_a_block(event.unit):
+            yield replace(event, nbytes=event.nbytes // 2)
+        else:
+            yield event
+
+
+def _is_a_linear_layers(kernel: Kernel) -> bool:
+    aligned = kernel.matmul is not None and all(size % _ALIGNED == 0 for size in kernel.matmul[1:])
+    return kernel.kind is KernelKind.MATMUL and kernel.name in _PRODUCTS and aligned and is_of_a_block(kernel.module)
+
+
+def _casting(product: Kernel, gathers: bool) -> Kernel:
+    """One kernel for the casts of a product's operands. A recording does not say which of them is the weight: two of a
+    layer's three products have it, so where weights arrive cast two thirds of a second operand are left out."""
+    assert product.matmul is not None
+    batch, m, n, k = product.matmul
+    first, second = batch * m * k, batch * k * n
+    elements = first + (second // 3 if gathers else second)
+    return Kernel(
+        "float8_cast", KernelKind.MEMORY, 0, _BYTES * elements, product.dtype, None, product.module, product.phase
+    )

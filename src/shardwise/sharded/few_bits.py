@@ -1,0 +1,181 @@
+"""The outer face of a frozen parameter that is kept in few bits: numbers outside, blocks inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from shardwise.layout.fragment import Fragment
+from shardwise.sharded import whole
+from shardwise.sharded.blocks import BLOCK_NUMEL, Coder, block_bytes
+from shardwise.sharded.parameter import Home, ShardedParameter
+from shardwise.sharded.placement import Placement
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def blocks_of(shard: Tensor, fragment: Fragment, kind: str) -> Tensor:
+    """Those of a parameter in the bytes of a shard: [blocks, bytes of a block]."""
+    first, count = fragment.offset // BLOCK_NUMEL, -(-fragment.numel // BLOCK_NUMEL)
+    return shard.view(-1, block_bytes(kind))[first : first + count]
+
+
+class _Blocks:
+    """`blocks` of a parameter that has no memory of its own: a new view each time."""
+
+    def __get__(self, face: FewBitsParameter | None, _: object) -> Any:
+        if face is None:
+            return self
+        assert face.home is not None
+        return blocks_of(face.home.flat(), face.fragment, face.coder.kind)
+
+
+class FewBitsParameter(ShardedParameter):
+    """Of the stored shape and dtype. This rank's piece is blocks: to read it is to decode them, to a new tensor, and to
+    write it (`copy_`, `zero_`, ...) is to encode what it is to be. Writing to what `local` returned changes nothing.
+    """
+
+    blocks: Tensor = _Blocks()  # type: ignore[assignment]
+    """This rank's: [blocks, bytes of a block], uint8; shared with its unit. From disk they are here while there is a
+    view of them."""
+    coder: Coder
+    added: Callable[[int, int], Tensor] | None = None
+    """What is added to elements [start, stop) of the flattened whole whenever they are read: an adapter that was
+    merged."""
+    _dtype: torch.dtype
+
+    def __new__(cls, blocks: Tensor | Home, coder: Coder, dtype: torch.dtype, placement: Placement) -> Self:
+        """`blocks`: this rank's, or where the shard that they are in is between uses."""
+        self: Self = Tensor._make_wrapper_subclass(cls, placement.shape, dtype=dtype, device=coder.limits.device)
+        self.coder, self._dtype, self.placement = coder, dtype, placement
+        if isinstance(blocks, Tensor):
+            self.blocks = blocks
+        else:
+            self.home = blocks
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """As `ShardedParameter.dtype`: the stored dtype, or the one that the model computes in while it runs."""
+        running = self.inner is not None and self.unit is not None and self.unit.is_running
+        return self.inner.dtype if running and self.inner is not None else self._dtype
+
+    @property
+    def local(self) -> Tensor:  # type: ignore[override]
+        """This rank's piece in the stored dtype, decoded now: 1-D, a copy."""
+        return self.read(self.fragment.start, self.fragment.stop)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened whole, in the stored dtype: 1-D, a copy. No communication.
+
+        `start` is a multiple of 64; all of them are in this rank's piece.
+        """
+        first = (start - self.fragment.start) // BLOCK_NUMEL
+        blocks = self.blocks[first : first + -(-(stop - start) // BLOCK_NUMEL)]  # of the last one perhaps a part
+        dtype = self._dtype if self.added is None else torch.float32
+        numbers = torch.empty(len(blocks) * BLOCK_NUMEL, dtype=dtype, device=blocks.device)
+        self.coder.decode(blocks, numbers)
+        numbers = numbers[: stop - start]
+        return numbers if self.added is None else numbers.add_(self.added(start, stop)).to(self._dtype)
+
+    def write(self, piece: Tensor) -> None:
+        """Encode what this rank's piece is to be: 1-D, any float dtype, on any device. No communication; every rank
+        must do so, those with an empty piece too."""
+        self.begin_overwrite()
+        self.write_at(0, piece)
+
+    def begin_overwrite(self) -> None:
+        """All of the piece is about to be written, with `write_at`: every rank sees a change, also where the piece is
+        empty."""
+        self.added = None
+        if self.home is None:
+            torch.autograd.graph.increment_version(self.blocks)
+        else:
+            self.home.note_write()
+
+    def write_at(self, first: int, numbers: Tensor) -> None:
+        """Encode what the piece is to be from its element `first`, a multiple of 64, on: whole blocks, but for the
+        piece's last one. No communication."""
+        count = -(-numbers.numel() // BLOCK_NUMEL)
+        blocks = self.blocks[first // BLOCK_NUMEL :][:count]
+        self.coder.encode(numbers.to(self._dtype), blocks)
+        if self.home is not None:
+            self.home.note_write()  # while it is here
+
+    def merge(self, added: Callable[[int, int], Tensor]) -> None:
+        """From now on add `added(start, stop)`, 1-D, to elements [start, stop) of the flattened whole whenever they are
+        read or gathered. Every rank must do so."""
+        self.begin_overwrite()
+        self.added = added
+
+    def full_tensor(self) -> Tensor:
+        """See `ShardedParameter.full_tensor`."""
+        return whole.of_fragments(self.placement, self.local)
+
+    def without_autograd(self) -> Self:
+        """An alias: the same blocks."""
+        alias = type(self)(self.blocks if self.home is None else self.home, self.coder, self._dtype, self.placement)
+        alias.added = self.added
+        alias._origin = self if self._origin is None else self._origin
+        return alias
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """On decoded pieces, of which those that it writes are encoded again."""
+        if func in _SAME:
+            return args[0].without_autograd()
+        decoded: list[tuple[FewBitsParameter, ShardedParameter, int]] = []
+
+        def read(value: Any) -> Any:
+            if not isinstance(value, cls):
+                return value
+            piece = ShardedParameter(value.local, value.placement)
+            piece._origin = value.face
+            decoded.append((value, piece, piece.local._version))
+            return piece
+
+        read_args, read_kwargs = tree_map(read, (args, kwargs or {}))
+        result = func(*read_args, **read_kwargs)
+        for own, piece, version in decoded:
+            if piece.local._version != version:
+                own.write(piece.local)
+        same = {id(piece): own for own, piece, _ in decoded}
+        return tree_map(lambda value: same.get(id(value), value), result)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Raises UsageError: torch would load into a copy."""
+        self._no(
+            "loading with torch.distributed.checkpoint",
+            f"it is kept in {self.coder.kind}. Use sw.checkpoint.load or load_pretrained, or load_state_dict",
+        )
+
+    @property
+    def requires_grad(self) -> bool:
+        """False. Raises UsageError where it is to be True."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Raises UsageError for True."""
+        if requires_grad:
+            self._no(
+                "requires_grad_(True)", f"it is kept in {self.coder.kind}. Shard the model without precision.frozen"
+            )
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"FewBitsParameter({self.fqn!r}, shape={tuple(self.shape)}, {self.coder.kind} of {self._dtype})"

@@ -1,0 +1,1 @@
+"""`[parallel] backend = "jax"`: the same configuration, data and run directory, trained by JAX. Imports no torch."""

@@ -1,0 +1,166 @@
+"""`[model]` in JAX: what makes the module of a random key; the loss; the optimizer; and what each device holds."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardwise.errors import ConfigError, one_line
+from shardwise.jax import models
+from shardwise.jax.checkpoint.leaves import leaves_of
+from shardwise.jax.checkpoint.name_map import NameMap
+from shardwise.suggest import did_you_mean
+from shardwise.train.config.schedule import Schedule
+from shardwise.train.config.schema import Config, ModelConfig, TrainConfig
+from shardwise.train.data.batches import IGNORED
+from shardwise.train.data.early import check_fits
+from shardwise.train.data.tokenizer import Tokenizer
+from shardwise.train.on_jax.wishes import dtype_of
+
+Builder = Callable[[Any], Any]
+
+
+def builder_of(config: Config, tokenizer: Tokenizer) -> Builder:
+    """What makes the model of a `jax.random.key`.
+
+    Raises ConfigError for a path, a kind or a factory that is not there, an unknown key, or a model too small for the
+    vocabulary or the sequences.
+    """
+    if config.model.factory is not None:
+        return _factory(config.model.factory)
+    described = _described(config.model, tokenizer, config.data.seq_len)
+    positions = described.get("max_position_embeddings", described.get("n_positions"))
+    check_fits(described.get("vocab_size"), positions, tokenizer.vocab_size, config.data.seq_len)
+    dtype = dtype_of(config.model.dtype)
+    return lambda key: models.from_config(described, key, dtype)
+
+
+def builder_from(model: Mapping[str, Any] | str, dtype: str) -> Builder:
+    """What makes a model of a `jax.random.key`: one that a configuration of transformers describes, or a factory's.
+
+    Raises ConfigError as `builder_of`.
+    """
+    return _factory(model) if isinstance(model, str) else lambda key: models.from_config(model, key, dtype)
+
+
+def _described(config: ModelConfig, tokenizer: Tokenizer, seq_len: int) -> dict[str, Any]:
+    """The configuration of transformers, an inline one with what the data says."""
+    if config.path is not None:
+        return models.read_config(config.path)
+    assert config.config is not None, "ModelConfig has exactly one of path, config and factory"
+    inline = copy.deepcopy(config.config)
+    kind = inline["model_type"]
+    if kind not in models.FAMILIES:
+        raise ConfigError(
+            f"model.config.model_type={kind!r} is none of the JAX models, which are {', '.join(models.FAMILIES)}"
+        )
+    known = models.known_keys(kind)
+    for key in inline:
+        if key not in known:
+            raise ConfigError(f"model.config.{key} is no key of model_type {kind!r} in JAX{did_you_mean(key, known)}")
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        inline.setdefault(key, tokenizer.end_id)
+    inline.setdefault("vocab_size", tokenizer.vocab_size)
+    positions, usual = ("n_positions", 1024) if kind == "gpt2" else ("max_position_embeddings", 2048)
+    inline.setdefault(positions, max(usual, seq_len))
+    return inline
+
+
+def _factory(name: str) -> Builder:
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model.factory={name!r} cannot be imported: {one_line(error)}") from error
+    if not callable(found):
+        raise ConfigError(f"model.factory={name!r} is a {type(found).__name__}, not a function of a jax.random.key")
+
+    def build(key: Any) -> Any:
+        try:
+            return found(key)
+        except Exception as error:
+            raise ConfigError(
+                f"model.factory={name!r}, called with a jax.random.key: {one_line(error, with_type=True)}"
+            ) from error
+
+    return build
+
+
+def check_logits(model: Any, config: Config, vocab_size: int) -> None:
+    """Raises ConfigError for a factory's model that does not turn ids into logits of the tokenizer's vocabulary.
+
+    Args:
+        model: abstract.
+        config: of the run.
+        vocab_size: the tokenizer's.
+    """
+    name, shape = config.model.factory, (1, config.data.seq_len)
+    if name is None:
+        return
+    try:
+        found = jax.eval_shape(lambda model, ids: model(ids), model, jax.ShapeDtypeStruct(shape, jnp.int32))
+    except Exception as error:
+        raise ConfigError(
+            f"model.factory={name!r}: its model, called with ids {shape}: {one_line(error, with_type=True)}"
+        ) from error
+    got = getattr(found, "shape", None)
+    if got is None or got[:-1] != shape or got[-1] < vocab_size:
+        raise ConfigError(
+            f"model.factory={name!r}: its model makes {got or type(found).__name__} of ids {shape}; logits of shape "
+            f"(1, {shape[1]}, at least {vocab_size}) are needed"
+        )
+
+
+def loss_of(model: Any, batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
+    """The negative log-likelihood of every target given the tokens before it, summed, in nats; and their number.
+
+    Args:
+        model: called with ids [rows, seq_len]; returns logits [rows, seq_len, vocab], which are used in float32.
+        batch: "ids" and "labels", int32 [rows, seq_len]; labels are not shifted, and -100 is no target.
+        rng: not used; modules bring their own random streams.
+    """
+    logits = model(batch["ids"]).astype(jnp.float32)[:, :-1]
+    labels = batch["labels"][:, 1:]
+    is_target = labels != IGNORED
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(is_target, labels, 0))
+    return jnp.sum(jnp.where(is_target, nll, 0.0)), jnp.sum(is_target)
+
+
+def optimizer_of(train: TrainConfig, names: NameMap, params: Any) -> optax.GradientTransformation:
+    """AdamW with the schedule of the configuration, its weight decay for matrices only: for what has two or more dims
+    in files, where layers are not stacked."""
+    schedule = Schedule.of(train)
+    rates = jnp.asarray([schedule(step) for step in range(train.steps)], jnp.float32)
+    decays = [
+        len(part.shape_in_file(leaf.shape)) >= 2
+        for leaf in leaves_of(params)
+        for part in names.parts(leaf.path, leaf.shape)[:1]
+    ]
+    mask = jax.tree.unflatten(jax.tree.structure(params), decays)
+    return optax.adamw(
+        lambda count: rates[jnp.minimum(count, train.steps - 1)],
+        *train.betas,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        mask=mask,
+    )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of a tree's arrays, the largest of this process's devices."""
+    held: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return max(held.values(), default=0)
+
+
+def bytes_whole(tree: Any) -> int:
+    """Of a tree's arrays, as every device would hold them under data parallelism alone."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

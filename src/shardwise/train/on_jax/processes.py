@@ -1,0 +1,123 @@
+"""JAX's processes in a run, and the devices that it has."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from shardwise.errors import MeshError, UserError
+from shardwise.jax.checkpoint.processes import Processes
+from shardwise.jax.devices import DATA_AXES, rows
+from shardwise.suggest import divisors
+from shardwise.train.config.schema import Config
+
+T = TypeVar("T")
+HOST_DEVICES = 8
+"""That JAX is asked for on a machine without accelerators, where the configuration does not say how many."""
+_FLAG = "--xla_force_host_platform_device_count"
+_COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+
+
+class RunProcesses(Processes):
+    """Every process of a run. Every method is collective."""
+
+    def on_first(self, task: Callable[[], T]) -> T:
+        """Run a task in process 0 and return its result, small and picklable, in every one; or raise in every one."""
+        results: list[T] = []
+        with self.together("process 0 failed"):
+            if self.is_first:
+                results.append(task())
+        if self.world_size == 1:
+            return results[0]
+        data = pickle.dumps(results)
+        length = self.broadcast_from_rank0(len(data))
+        said = self._highest(list(data) if self.is_first else [0] * length)
+        found: list[T] = pickle.loads(bytes(said))
+        return found[0]
+
+    def any(self, own: bool) -> bool:
+        """Whether it is so in any process."""
+        return bool(self._highest([int(own)])[0])
+
+    def connect(self, over: Mesh) -> None:
+        """Connect the host's devices with those of other processes, for all groups along the mesh's axes.
+
+        gloo connects a group at its first collective, and gives a peer that comes first half a minute. The first step
+        is such a place, and before it every process compiles, which one may do much longer than another. Connected
+        groups wait for half an hour.
+        """
+        if self.world_size == 1 or over.devices.flat[0].platform != "cpu":
+            return
+        ones = jax.make_array_from_callback((over.size,), rows(over), lambda at: np.ones(over.size)[at])
+        spec = rows(over).spec
+        programs = []
+        for axes in [*((axis,) for axis in DATA_AXES), DATA_AXES]:
+            add = partial(jax.lax.psum, axis_name=axes)
+            total = jax.shard_map(add, mesh=over, in_specs=spec, out_specs=spec, check_vma=False)
+            programs.append(jax.jit(total).lower(ones).compile())
+        self.any(False)  # all have compiled
+        jax.block_until_ready([program(ones) for program in programs])
+
+
+def started(config: Config) -> tuple[RunProcesses, list[Any]]:
+    """Join the other processes, where the environment names them, and find the devices of the run.
+
+    Processes are those of `jax.distributed`: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say who they
+    are. One process has all devices of a machine; on the host's processor it has as many as `parallel.ranks` says.
+
+    Raises MeshError where there are fewer devices than `parallel.ranks`, UserError for an environment that does not
+    say which process this is.
+    """
+    wanted = config.parallel.ranks
+    number, own = (_number(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+    if os.environ.get(_COORDINATOR) and (number is None or own is None or own >= number):
+        raise UserError(
+            f"{_COORDINATOR} is set: so must be JAX_NUM_PROCESSES, how many there are, and JAX_PROCESS_ID, this one's "
+            f"number from 0 on; they are {number} and {own}"
+        )
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _FLAG not in flags:  # it is for the host's processor alone, and counts before JAX is first used
+        count = HOST_DEVICES if wanted == "auto" else max(1, wanted // (number or 1))
+        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
+    if os.environ.get(_COORDINATOR) and not jax.distributed.is_initialized():
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(os.environ[_COORDINATOR], number, own)
+    devices = jax.devices()
+    if wanted == "auto":
+        return RunProcesses(), devices
+    if wanted > len(devices) or (jax.process_count() > 1 and wanted != len(devices)):
+        raise MeshError(
+            f"parallel.ranks={wanted}, and JAX has {len(devices)} devices ({devices[0].platform}); ask for "
+            f"{len(devices)}{' at most' if jax.process_count() == 1 else ''}, or leave parallel.ranks out"
+        )
+    return RunProcesses(), devices[:wanted]
+
+
+def _number(name: str) -> int | None:
+    """Of the environment. Raises UserError for what is no number."""
+    said = os.environ.get(name)
+    if said is not None and not said.isdecimal():
+        raise UserError(f"{name}={said!r} in the environment: a whole number is needed")
+    return None if said is None else int(said)
+
+
+def axes_of(config: Config, devices: int) -> tuple[int, int]:
+    """The sizes of the mesh's axes fsdp and replica. Raises MeshError for a shard group that does not divide."""
+    parallel = config.parallel
+    if parallel.strategy == "no_shard":
+        return 1, devices
+    if parallel.strategy != "hybrid_shard":
+        return devices, 1
+    group = parallel.shard_group or len(jax.local_devices())
+    if devices % group:
+        raise MeshError(
+            f"parallel.shard_group={group} does not divide the {devices} devices; use one of {divisors(devices)}"
+        )
+    return group, devices // group

@@ -1,0 +1,345 @@
+"""The training loop in JAX: one process has all devices of its machine."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import shardwise.jax as swj
+from shardwise.errors import ConfigError, UserError
+from shardwise.jax import models
+from shardwise.jax.batches import put_batch
+from shardwise.jax.checkpoint.saving import names_of
+from shardwise.jax.trees import parts_of
+from shardwise.policy.kinds import KINDS
+from shardwise.train.config.schedule import Schedule
+from shardwise.train.config.schema import Config
+from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
+from shardwise.train.data.tokenizer import Tokenizer, files_of
+from shardwise.train.on_jax.checkpoints import Checkpoints
+from shardwise.train.on_jax.model import builder_of, bytes_per_device, bytes_whole, check_logits, loss_of, optimizer_of
+from shardwise.train.on_jax.processes import RunProcesses, axes_of, started
+from shardwise.train.on_jax.wishes import REMAT, check_wishes, dtype_of
+from shardwise.train.output.console import RunConsole, format_bytes
+from shardwise.train.process.interruption import Interrupted, Interruption
+from shardwise.train.run import preflight
+from shardwise.train.run.checkpoints import Resumed, why_finished
+from shardwise.train.run.claim import claimed
+from shardwise.train.run.directory import RunDirectory
+from shardwise.train.run.metrics import MetricsWriter, StepMetrics
+from shardwise.train.run.sample import TEMPERATURE, Sample, lengths
+
+
+def run(config: Config) -> None:
+    """Train as a configuration says and write `runs/<name>/`. Every process calls this.
+
+    Raises UserError as the torch engine's `run` does, and ConfigError for settings that JAX has no counterpart of.
+    """
+    check_wishes(config)
+    processes, devices = started(config)
+    ranks = config.parallel.model_copy(update={"ranks": len(devices)})
+    config = preflight.check(config.model_copy(update={"parallel": ranks}), 0)
+    directory = RunDirectory(config.run_directory)
+    with RunConsole(config.train.steps, config.log.every, quiet=not processes.is_first) as console:
+        done = processes.on_first(lambda: why_finished(directory, config))
+        if done:
+            console.say(done)
+            return
+        console.say(
+            f"starting {len(devices)} {devices[0].platform} devices, {config.train.steps} steps: {directory.path}"
+        )
+        with ExitStack() as claim:
+            with processes.together("the run cannot start"):
+                if processes.is_first:
+                    claim.enter_context(claimed(directory.path, console.say))
+            Trainer(config, processes, devices, console).run(directory)
+
+
+class TakenStep(NamedTuple):
+    """A step that the devices have been given, of which they may not have done anything yet."""
+
+    step: int
+    start_s: float
+    """On the clock of `time.perf_counter`."""
+    metrics: Mapping[str, jax.Array]
+
+
+class Trainer:
+    """Everything that a run needs, built in this order: data, mesh, model, optimizer. Every process builds one."""
+
+    def __init__(self, config: Config, processes: RunProcesses, devices: list[Any], console: RunConsole) -> None:
+        """config: fitted to the devices (`Config.for_ranks`)."""
+        self.config, self.processes, self.console = config, processes, console
+        train = config.train
+        assert train.global_batch is not None, "Config.for_ranks fills it in"
+        console.doing("reading the data")
+        with processes.together("the data cannot be read"):
+            self.data = load_datasets(config.data)
+        processes.agree(str(self.data), "processes read different data: give all of them the same files")
+        self.global_batch = train.global_batch
+        self.devices = devices
+        own_rows = train.micro_batch * len(devices) // processes.world_size
+        self.share = Share(processes.rank, processes.world_size, own_rows)
+        self.batches = Batches(self.data.train, self.share, self.global_batch, config.data.seed)
+        self.held_out = evaluation_batches(self.data.held_out, self.share)
+        self.first_step = 0
+        self.evaluates_first = train.eval_every > 0
+
+        fsdp, replica = axes_of(config, len(devices))
+        self.mesh = swj.mesh(fsdp=fsdp, replica=replica, devices=devices)
+        processes.connect(self.mesh)
+        self.init = swj.init(builder_of(config, self.data.tokenizer), self.mesh)
+        abstract = self.init.abstract()
+        check_logits(abstract, config, self.data.tokenizer.vocab_size)
+        self.names = names_of(abstract)
+        files = _files_of(self.data.tokenizer, console)
+        self.checkpoints = Checkpoints(
+            RunDirectory(config.run_directory).checkpoints, config.checkpoint, processes, names=self.names, files=files
+        )
+        saved = processes.on_first(self.checkpoints.peek)
+        self.compute_dtype = self._compute_dtype(saved)
+        dtype = None if self.compute_dtype == config.model.dtype else dtype_of(self.compute_dtype)
+        self.step = swj.train_step(
+            loss_of,
+            optimizer_of(train, self.names, parts_of(abstract).params),
+            self.mesh,
+            accumulation=self.global_batch // (train.micro_batch * len(devices)),
+            clip=train.clip or None,
+            compute_dtype=dtype,
+            remat=REMAT[train.activation_checkpointing],
+            seed=train.seed,
+        )
+        self.like = self.step.init(abstract)
+        self.schedule = Schedule.of(train)
+        self.unread: deque[TakenStep] = deque()
+        self.last_read_s = -math.inf
+        self.step_times_s: list[float] = []
+        self.interruption = Interruption()
+        self.memory: dict[str, int | None] = {}
+        self._evaluated_nll = jax.jit(partial(_nll, dtype))
+
+    def _compute_dtype(self, saved: Mapping[str, Any] | None) -> str:
+        """ "fp32" or "bf16", which the configuration names, or the checkpoint, or suits the devices."""
+        named = self.config.parallel.param_dtype or (saved or {}).get("param_dtype")
+        if named is not None:
+            return str(named)
+        on_accelerators = self.devices[0].platform != "cpu"
+        return "bf16" if on_accelerators and self.config.model.dtype == "fp32" else self.config.model.dtype
+
+    def run(self, directory: RunDirectory) -> None:
+        """Train, evaluate, export and sum up. Every process must call this.
+
+        Interrupted (SIGINT), all processes end after the same step, saved where checkpoints are on.
+
+        Raises UserError when the loss or the gradient's norm is not finite, KeyboardInterrupt when interrupted.
+        """
+        train = self.config.train
+        state = self._first_state()
+        self.memory = dict.fromkeys(KINDS) | {
+            "param_shards": bytes_per_device(state.params),
+            "optimizer": bytes_per_device(state.opt_state),
+        }
+        footprint = (bytes_per_device((state.params, state.opt_state)), bytes_whole((state.params, state.opt_state)))
+        with self.interruption.heard(), self.checkpoints.finished(), ExitStack() as stack:
+            with self.processes.together("the run directory cannot be written"):
+                writer = stack.enter_context(self._open_writer(directory)) if self.processes.is_first else None
+            if self.evaluates_first and not self._evaluate(self.first_step, state, writer):
+                self._leave(self.first_step)
+            for step in range(self.first_step, train.steps):
+                state = self._take(step, state)
+                state = self._after(step + 1, state, writer)
+        self._end(directory, state, footprint)
+
+    def _first_state(self) -> Any:
+        """A checkpoint's, or the pretrained weights', or drawn anew; in pieces from the beginning."""
+        train = self.config.train
+        self.console.doing("building the model")
+        found = self.checkpoints.resume(self.like)
+        if found is not None:
+            state, resumed = found
+            self._go_on(resumed)
+            return state
+        weights = self.config.model.weights
+        if weights is None:
+            return self.step.init(self.init(jax.random.key(train.seed)))
+        return self.step.init(swj.checkpoint.load_pretrained(weights, self.init.abstract(), self.names))
+
+    def _go_on(self, resumed: Resumed) -> None:
+        data = self.config.data
+        try:
+            self.batches = Batches(self.data.train, self.share, self.global_batch, data.seed, resumed.position)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{resumed.path} was saved with other data, or another data.seed: {error} (data.source="
+                f"{data.source!r}, data.seq_len={data.seq_len}): set them back, or set log.name to train anew"
+            ) from None
+        self.first_step = resumed.step
+        self.evaluates_first = resumed.extra.get("evaluated") is False
+        for path in resumed.set_aside:
+            self.console.say(f"a newer checkpoint is damaged and has been set aside: {path}")
+        self.console.say(f"going on from {resumed.path}: step {resumed.step + 1} is next")
+
+    def _take(self, step: int, state: Any) -> Any:
+        """One optimizer step on the whole global batch; its numbers are `unread`."""
+        start_s = time.perf_counter()
+        state, metrics = self.step(state, _arrays(self.batches.batch(step - self.first_step)))
+        self.unread.append(TakenStep(step + 1, start_s, metrics))
+        self.interruption.agreed = self.processes.any(self.interruption.asked)
+        return state
+
+    def _after(self, taken: int, state: Any, writer: MetricsWriter | None) -> Any:
+        """What is due after so many steps: reports, an evaluation, a checkpoint, the end that was asked for."""
+        train, last = self.config.train, taken == self.config.train.steps
+        evaluates = last or (train.eval_every > 0 and taken % train.eval_every == 0)
+        saves = self.checkpoints.is_due(taken) or (self.interruption.agreed and self.checkpoints.are_on and not last)
+        late = self.devices[0].platform != "cpu" and not (evaluates or saves or self.interruption.agreed)
+        self._report(writer, 1 if late else 0)
+        evaluated = self._evaluate(taken, state, writer) if evaluates else True
+        if saves:
+            if writer is not None:
+                writer.flush()
+            position = self.batches.position(taken - self.first_step)
+            extra = {"evaluated": evaluated, "param_dtype": self.compute_dtype}
+            self.checkpoints.save(taken, state, position, extra)
+        if self.interruption.agreed and not last:
+            self._leave(taken)
+        return state
+
+    def _report(self, writer: MetricsWriter | None, left: int) -> None:
+        """Read, write and show the steps that were taken, but for the last `left` ones."""
+        while len(self.unread) > left:
+            metrics = self._read(self.unread.popleft())
+            if writer is not None:
+                writer.step(metrics)
+            self.console.step(metrics)
+
+    def _read(self, taken: TakenStep) -> StepMetrics:
+        """Wait for a step's numbers. Raises UserError where they are not finite."""
+        loss, grad_norm = float(taken.metrics["loss"]), float(taken.metrics["grad_norm"])
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise UserError(
+                f"step {taken.step}: loss {loss:g}, gradient norm {grad_norm:g}: training has diverged; "
+                f"lower train.lr ({self.config.train.lr:g}), raise train.warmup_steps or set train.clip"
+            )
+        now_s = time.perf_counter()
+        elapsed_s = now_s - max(taken.start_s, self.last_read_s)
+        self.last_read_s = now_s
+        self.step_times_s.append(elapsed_s)
+        tokens = self.global_batch * self.config.data.seq_len
+        return StepMetrics(
+            step=taken.step,
+            loss=loss,
+            lr=self.schedule(taken.step - 1),
+            grad_norm=grad_norm,
+            tokens=tokens,
+            tokens_per_s=tokens / elapsed_s,
+            step_time_s=elapsed_s,
+            memory=self.memory,
+            world_size=len(self.devices),
+        )
+
+    def _evaluate(self, step: int, state: Any, writer: MetricsWriter | None) -> bool:
+        """False where it was interrupted."""
+        if not self.held_out:
+            return True
+        self.console.doing(f"evaluating on {len(self.data.held_out):,} rows")
+        nll = tokens = 0.0
+        for batch in self.held_out:
+            with jax.set_mesh(self.mesh):
+                found = self._evaluated_nll(state, put_batch(_arrays((batch,)), self.mesh))
+            nll, tokens = nll + float(found[0]), tokens + float(found[1])
+            self.interruption.agreed = self.processes.any(self.interruption.asked)
+            if self.interruption.agreed:
+                self.console.say(f"step {step}: the evaluation was interrupted")
+                return False
+        self.console.evaluated(step, nll / tokens)
+        if writer is not None:
+            writer.evaluation(step, nll / tokens, self.data.held_out.target_tokens)
+        return True
+
+    def _leave(self, step: int) -> NoReturn:
+        """End, as was asked for, after so many steps."""
+        self.checkpoints.finish()
+        if step == self.first_step:
+            self.console.say(f"interrupted before step {step + 1}; start it again to go on")
+        elif self.checkpoints.are_on:
+            self.console.say(
+                f"interrupted after step {step}: saved as {self.checkpoints.path(step)}; start it again to go on"
+            )
+        else:
+            self.console.say(f"interrupted after step {step}; checkpoint.every=0, so nothing was saved")
+        raise Interrupted
+
+    def _open_writer(self, directory: RunDirectory) -> MetricsWriter:
+        if directory.begin(self.config, self.first_step):
+            self.console.say(f"{directory.path} held a run that had not finished: it starts again")
+        log = self.config.log
+        board = directory.tensorboard if log.tensorboard else None
+        return MetricsWriter(directory.metrics, directory.evaluations, log.every, board)
+
+    def _end(self, directory: RunDirectory, state: Any, footprint: tuple[int, int]) -> None:
+        """`final/`, a sample, and what each device held."""
+        self.console.doing(f"writing {directory.final}")
+        model = state.model()
+        taken = max(self.first_step, self.config.train.steps)
+        swj.checkpoint.save(
+            directory.final, model, taken, names=self.names, files=self.checkpoints.files, overwrite=True
+        )
+        if hasattr(model, "empty_cache"):
+            self.console.sample(self._sample(model))
+        own, whole = (format_bytes(size) for size in footprint)
+        took = f"; median step {statistics.median(self.step_times_s):.3f} s, measured" if self.step_times_s else ""
+        self.console.say(
+            f"{len(self.devices)} devices: each holds {own} of parameters and optimizer state, {whole} under data "
+            f"parallelism alone{took}"
+        )
+        self.console.say(f"done: {directory.final}")
+
+    def _sample(self, model: Any) -> Sample:
+        rows = self.data.held_out if len(self.data.held_out) else self.data.train
+        prompt_tokens, new_tokens = lengths(rows.ids.shape[1])
+        with jax.set_mesh(self.mesh):
+            ids = models.generate(
+                model,
+                rows.ids[:1, :prompt_tokens],
+                new_tokens,
+                temperature=TEMPERATURE,
+                end_id=self.data.tokenizer.end_id,
+                key=jax.random.key(self.config.train.seed),
+            )
+        return Sample.of(ids[0].tolist(), prompt_tokens, self.data.tokenizer)
+
+
+def _nll(dtype: str | None, state: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """The summed loss of a batch and its targets, computed as a step does."""
+
+    def cast(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(dtype) if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return loss_of(replace(state, params=jax.tree.map(cast, state.params)).model(), batch, None)
+
+
+def _arrays(batches: tuple[MicroBatch, ...]) -> dict[str, np.ndarray[Any, Any]]:
+    """This process's rows of a step."""
+    ids, labels = (np.concatenate(parts).astype(np.int32) for parts in zip(*batches, strict=True))
+    return {"ids": ids, "labels": labels}
+
+
+def _files_of(tokenizer: Tokenizer, console: RunConsole) -> dict[str, bytes]:
+    """The tokenizer's, to go along with the model; it is transformers that writes them."""
+    try:
+        return files_of(tokenizer)
+    except ModuleNotFoundError as error:
+        console.say(f"{error.name} is not installed, so the tokenizer is not saved beside the model")
+        return {}

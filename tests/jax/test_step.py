@@ -1,0 +1,286 @@
+"""Training steps against one device, and against the loss and the optimizer applied by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+swj = pytest.importorskip("shardwise.jax", reason="the extra jax is not installed")
+
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from shardwise.errors import ConfigError, UsageError  # noqa: E402
+from tests.jax import small  # noqa: E402
+
+
+def by_hand(steps: int, clip: float | None = None) -> list[tuple[float, float]]:
+    """Losses and norms of the functional model on one device, in plain JAX and optax."""
+    tx = optax.adamw(small.LR)
+    tx = optax.chain(optax.clip_by_global_norm(clip), tx) if clip else tx
+    params = jax.device_put(small.whole())
+    state = tx.init(params)
+
+    def mean(params: Any, batch: Any) -> Any:
+        loss_sum, weight = small.loss_fn(params, batch, None)
+        return loss_sum / weight
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(mean)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        squares = [(leaf**2).sum() for leaf in jax.tree.leaves(gradients)]
+        return optax.apply_updates(params, updates), state, loss, jnp.sqrt(sum(squares))
+
+    found = []
+    for batch in small.batches(steps):
+        params, state, loss, norm = step(params, state, batch)
+        found.append((float(loss), float(norm)))
+    return found
+
+
+def run(
+    steps: int, mesh: Any, model: Any = None, loss_fn: Any = small.loss_fn, **settings: Any
+) -> tuple[Any, list[Any]]:
+    step = swj.train_step(loss_fn, settings.pop("tx", optax.adamw(small.LR)), mesh, **settings)
+    state = step.init(small.start(mesh) if model is None else model)
+    found = []
+    for batch in small.batches(steps):
+        state, metrics = step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return state, found
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_losses_of_any_number_of_devices(devices: int) -> None:
+    losses = small.losses(devices, 50)
+    reference = small.losses(1, 50)
+    np.testing.assert_allclose(losses[:10], reference[:10], rtol=1e-5)
+    np.testing.assert_allclose(losses, reference, rtol=1e-4)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_one_device_is_jax_and_optax_by_hand() -> None:
+    _, found = run(5, small.on(1))
+    np.testing.assert_allclose(found, by_hand(5), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("axes", "settings"),
+    [
+        ({"fsdp": 2, "tensor": 2, "replica": 2}, {}),
+        ({"fsdp": 2, "replica": 2}, {"accumulation": 4}),
+        ({"fsdp": 2}, {"remat": "dots", "accumulation": 2}),
+    ],
+)
+def test_other_meshes_and_micro_batches_are_the_same_training(axes: dict[str, int], settings: dict[str, Any]) -> None:
+    """Targets are missing unevenly, so that a mean of means would differ by more."""
+    devices = int(np.prod(list(axes.values())))
+    losses = small.losses(devices, 10, **axes, **settings)
+    np.testing.assert_allclose(losses, small.losses(1, 50)[:10], rtol=1e-5)
+
+
+def test_clipping() -> None:
+    _, found = run(4, small.on(2), clip=0.05)
+    reference = by_hand(4, clip=0.05)
+    assert reference[0][1] > 0.05  # it bites
+    np.testing.assert_allclose(found, reference, rtol=1e-4)
+
+
+def test_computing_in_bf16_keeps_fp32_masters() -> None:
+    dtypes: set[str] = set()
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        dtypes.update(str(leaf.dtype) for leaf in jax.tree.leaves(params))
+        return small.loss_fn(params, batch, rng)
+
+    state, found = run(5, small.on(2), loss_fn=loss_fn, compute_dtype="bf16")
+    assert dtypes == {"bfloat16"}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {"float32"}
+    np.testing.assert_allclose([loss for loss, _ in found], small.losses(1, 50)[:5], rtol=2e-2)
+
+
+def test_the_step_is_donated() -> None:
+    mesh = small.on(2)
+    step = swj.train_step(small.loss_fn, optax.adamw(small.LR), mesh)
+    state = step.init(small.start(mesh))
+    after, _ = step(state, small.batches(1)[0])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))
+    assert int(after.step) == 1
+
+
+def test_a_batch_without_targets_changes_nothing_but_the_count() -> None:
+    mesh = small.on(2)
+    step = swj.train_step(small.loss_fn, optax.sgd(1e-2), mesh)
+    state = step.init(small.start(mesh))
+    before = jax.tree.map(np.asarray, state.params)
+    empty = {"tokens": small.batches(1)[0]["tokens"], "targets": np.full((small.ROWS, small.LENGTH), -1, np.int32)}
+    state, metrics = step(state, empty)
+    assert np.isnan(metrics["loss"])
+    assert float(metrics["weight"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+def test_state_of_other_optimizers_lies_as_its_parameters() -> None:
+    mesh = swj.mesh()
+    shapes = swj.init(small.create, mesh).abstract()
+    labels = {"embed": "a", "layers": "b"}
+    tx = optax.multi_transform({"a": optax.lion(1e-3), "b": optax.adafactor(1e-3, min_dim_size_to_factor=8)}, labels)
+    description = swj.describe(swj.train_step(small.loss_fn, tx, mesh).init(shapes))
+    moments = {place.path: place for place in description.places if place.path.startswith("opt_state")}
+    (momentum,) = (place for path, place in moments.items() if path.endswith("mu.embed"))
+    assert (momentum.shape, momentum.spec) == ((64, 32), "(fsdp, -)")
+    assert [place.path for place in moments.values() if place.pieces == 1 and np.prod(place.shape) >= 1024] == []
+
+
+@pytest.fixture(scope="module")
+def module_runs() -> dict[str, Any]:
+    """Three steps of the nnx module without dropout by what it recomputes, on two devices; and on one."""
+    found = {}
+    for name, devices, remat in (
+        ("one", 1, "none"),
+        ("full", 2, "full"),
+        ("offload", 2, "offload"),
+    ):
+        mesh = small.on(devices)
+        model = swj.init(lambda key: small.Net(nnx.Rngs(key), dropout=0.0), mesh)(jax.random.key(1))
+        found[name] = run(3, mesh, model, small.module_loss_fn, remat=remat, tx=optax.sgd(0.1))
+    return found
+
+
+@pytest.mark.parametrize("name", ["full", "offload"])
+def test_a_module_trains_as_on_one_device(module_runs: dict[str, Any], name: str) -> None:
+    (state, found), (reference_state, reference) = module_runs[name], module_runs["one"]
+    np.testing.assert_allclose(found, reference, rtol=1e-5)
+    means = [np.asarray(each.model().norm.mean) for each in (state, reference_state)]
+    assert np.abs(means[0]).max() > 1e-3  # running means move
+    np.testing.assert_allclose(*means, atol=1e-6)
+
+
+def test_full_recomputation_runs_blocks_again_and_none_does_not() -> None:
+    counts = {}
+    for remat in ("none", "full"):
+        mesh = small.on(1)
+        model = swj.init(lambda key: small.Net(nnx.Rngs(key), dropout=0.0), mesh).abstract()
+        step = swj.train_step(small.module_loss_fn, optax.sgd(1e-2), mesh, remat=remat)
+        counts[remat] = step.lower(step.init(model), small.abstract_batch()).as_text().count("dot_general")
+    assert counts["full"] >= counts["none"] + 2  # the first product of each of two blocks, if no more
+
+
+def test_dropout_depends_on_the_step_and_on_nothing_else() -> None:
+    def noisy(params: Any, batch: Any, rng: Any) -> Any:
+        loss_sum, weight = small.loss_fn(params, batch, rng)
+        return loss_sum * jax.random.uniform(rng, ()), weight
+
+    mesh = small.on(2)
+    step = swj.train_step(noisy, optax.sgd(0.0), mesh)
+    batch = small.batches(1)[0]
+
+    def losses() -> list[float]:
+        state = step.init(small.start(mesh))
+        found = []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        return found
+
+    first = losses()
+    assert losses() == first
+    assert len(set(first)) == 3
+
+
+def test_rows_of_a_micro_batch_stay_on_their_device() -> None:
+    mesh = swj.mesh()
+    step = swj.train_step(small.loss_fn, optax.sgd(0.1), mesh, accumulation=2)
+    state = step.init(swj.init(small.create, mesh).abstract())
+    counts = swj.collectives(step.lower(state, small.abstract_batch(64)).compile()).counts()
+    assert "all-to-all" not in counts
+    assert "collective-permute" not in counts
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"accumulation": 0}, ConfigError, "accumulation=0"),
+        ({"clip": 0.0}, ConfigError, r"clip=0\.0"),
+        ({"remat": "ful"}, ConfigError, "remat='ful': choose one of none, full, offload.*did you mean full"),
+        ({"compute_dtype": "bf61"}, ConfigError, "compute_dtype = 'bf61'"),
+        ({"compute_dtype": jnp.int32}, ConfigError, "compute_dtype = 'int32'"),
+        ({"accumulation": 2.0}, ConfigError, r"accumulation=2\.0: .* whole number"),
+        ({"tx": optax.adamw}, UsageError, "is no optimizer of optax: pass one such as"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        swj.train_step(small.loss_fn, **{"tx": optax.sgd(0.1), "mesh": small.on(2)} | settings)
+
+
+def test_batches_that_cannot_be() -> None:
+    mesh = swj.mesh()
+    step = swj.train_step(small.loss_fn, optax.sgd(0.1), mesh, accumulation=4)
+    state = step.init(swj.init(small.create, mesh).abstract())
+    with pytest.raises(
+        UsageError, match="'targets' has 16 rows; 8 devices x accumulation=4 share a multiple of 32 evenly"
+    ):
+        step.lower(state, small.abstract_batch(16))
+    with pytest.raises(UsageError, match="'scale' is a number"):
+        step.lower(state, {"scale": np.float32(1)})
+    with pytest.raises(UsageError, match=r"'rows\.0' is a int: pass arrays"):
+        step.lower(state, {"rows": [1, 2]})
+    with pytest.raises(UsageError, match="batch=None has no arrays"):
+        step.lower(state, None)
+
+
+def test_states_that_cannot_be() -> None:
+    mesh = small.on(2)
+    step = swj.train_step(small.loss_fn, optax.adamw(small.LR), mesh)
+    batch = small.batches(1)[0]
+    state = step.init(small.start(mesh))
+    step(state, batch)
+    with pytest.raises(UsageError, match="was given to a step before, which took its memory over"):
+        step(state, batch)
+    with pytest.raises(UsageError, match=r"a dict is no state: make one with step\.init"):
+        step.lower({"w": 1}, batch)
+    other = swj.mesh()
+    elsewhere = step.init(swj.init(small.create, mesh).abstract())
+    with pytest.raises(UsageError, match="does not lie on the step's mesh"):
+        swj.train_step(small.loss_fn, optax.adamw(small.LR), other).lower(elsewhere, batch)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda losses: losses.sum(), r"loss_fn returned a \w+ of shapes \(\): a pair of numbers"),
+        (lambda losses: (losses, losses.size), r"of shapes \(\(16,\), \(\)\): a pair of numbers"),
+        (lambda losses: (losses.sum(), 1, 2), r"a tuple of shapes \(\(\), \(\), \(\)\): a pair"),
+    ],
+)
+def test_losses_that_cannot_be(returned: Any, said: str) -> None:
+    mesh = small.on(1)
+    step = swj.train_step(lambda params, batch, rng: returned(params["w"][:16]), optax.sgd(0.1), mesh)
+    with pytest.raises(UsageError, match=said):
+        step.lower(step.init(swj.shard({"w": np.ones(32, np.float32)}, mesh)), small.abstract_batch())
+
+
+def test_parameters_must_lie_on_the_mesh() -> None:
+    step = swj.train_step(small.loss_fn, optax.sgd(0.1), swj.mesh())
+    with pytest.raises(UsageError, match=r"'w' does not lie on this mesh: make it with init"):
+        step.init({"w": jnp.zeros((8, 8))})
+
+
+def test_a_module_may_say_itself_how_it_recomputes() -> None:
+    asked = []
+
+    class Own(small.Net):
+        def recompute(self, policy: Any) -> None:
+            asked.append(policy)
+
+    mesh = small.on(1)
+    step = swj.train_step(small.module_loss_fn, optax.sgd(0.1), mesh, remat="full")
+    step.lower(step.init(swj.init(lambda key: Own(nnx.Rngs(key)), mesh).abstract()), small.abstract_batch())
+    assert asked == [jax.checkpoint_policies.nothing_saveable] * len(asked)
+    assert asked

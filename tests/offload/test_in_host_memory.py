@@ -1,0 +1,160 @@
+"""Shards and optimizer state in the host's memory while a device computes: the same bits, nothing unordered, and on the
+device no more than the rings. Played on CPU ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.engine.lookup import require_engine, shard_stores
+from shardwise.errors import UsageError
+from shardwise.offload.host_memory import HostMemory
+from shardwise.offload.resting_state import RestingState
+from shardwise.offload.shard_store import BUFFERS
+from shardwise.sharded.parameter import ShardedParameter
+from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
+from tests.engine.streams import Order, played
+from tests.offload.test_on_disk import LEAST, amsgrad, momentum, shared_folder
+from tests.offload.test_params_on_disk import Adapted, plain_adam
+from tests.optim.test_in_backward import Tied, same_states
+
+PLACES: dict[str, dict[str, Any]] = {
+    "params": {"params": "cpu"},
+    "optimizer": {"optimizer": "cpu", "ring_bytes": LEAST},
+    "both": {"params": "cpu", "optimizer": "cpu", "ring_bytes": LEAST},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("build", "optimizer"), [(Net, momentum), (Tied, plain_adam), (Adapted, amsgrad)], ids=["net", "tied", "frozen"]
+)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@on_ranks(2)
+def test_the_same_bits_in_order(
+    strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str
+) -> None:
+    with played() as order:
+        twins = Twins(build, optimizer=optimizer, strategy=strategy, offload=sw.Offload(pin=False, **PLACES[place]))
+        twins.train(3)
+        same_states(twins)
+    assert order.races == []
+    parameters = [p for p in twins.sharded.parameters() if isinstance(p, ShardedParameter)]
+    assert all((p.home is not None) == ("params" in PLACES[place]) for p in parameters)
+    kept = {type(v) for s in twins.optimizers[1].state.values() for v in s.values() if isinstance(v, ShardedParameter)}
+    assert kept == {RestingState if "optimizer" in PLACES[place] else ShardedParameter}
+
+
+def train(offload: sw.Offload | None) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """Accumulation, clipping, evaluation, edits of weights and full weights; steps are prefetched by the first one."""
+    losses = []
+    with played() as order:
+        model = sw.shard(seeded(lambda: Net(6)), "full_shard", offload=offload)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(3):
+            with sw.no_sync(model):
+                squares(model, batch(step)).backward()
+            loss = squares(model, batch(step + 10))
+            loss.backward()
+            sw.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.99)
+                losses += [loss.item(), squares(model, batch(step + 30)).item()]
+        full = sw.full_state_dict(model, rank0_only=False)
+    return losses, full, order.races
+
+
+@on_ranks(2)
+def test_accumulation_clipping_evaluation_and_edits() -> None:
+    losses, full, races = train(None)
+    assert races == []
+    for place in PLACES.values():
+        offloaded = train(sw.Offload(pin=False, **place))
+        assert offloaded[0] == losses
+        assert offloaded[2] == []
+        same_tensors(full, offloaded[1])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(2)
+def test_steps_in_backward(place: str) -> None:
+    with played() as order:
+        twins = Twins(offload=sw.Offload(pin=False, **PLACES[place]))
+        sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
+        for _ in range(3):
+            twins.backward()
+            twins.step()
+            twins.same_parameters()
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_checkpoints_go_to_the_device_and_back() -> None:
+    path = shared_folder()
+    offload = sw.Offload(pin=False, **PLACES["both"])
+    with played() as order:
+        twins = Twins(offload=offload)
+        twins.train(2)
+        with pytest.raises(UsageError, match="offloaded"):
+            sw.checkpoint.save(f"{path}/late", twins.sharded, twins.optimizers[1], asynchronous=True)
+        sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+        on_device = Twins()
+        sw.checkpoint.load(f"{path}/one", on_device.sharded, on_device.optimizers[1])
+        again = Twins(offload=offload)
+        sw.checkpoint.save(f"{path}/two", on_device.sharded, on_device.optimizers[1])
+        sw.checkpoint.load(f"{path}/two", again.sharded, again.optimizers[1])
+        for other in (on_device, again):
+            other.plain.load_state_dict(twins.plain.state_dict())
+            other.optimizers[0].load_state_dict(copy.deepcopy(twins.optimizers[0].state_dict()))
+            other.steps = twins.steps
+            other.train(2)
+            same_states(other)
+    assert order.races == []
+
+
+@on_ranks(1)
+def test_the_device_has_rings_and_slots_alone() -> None:
+    with played():
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(24)])
+        offload = sw.Offload(params="cpu", optimizer="cpu", pin=False, ring_bytes=2**21)
+        sw.shard(model, units={nn.Linear}, offload=offload)
+        optimizer = torch.optim.AdamW(model.parameters())
+        sw.optimizer_in_backward(model, optimizer)
+        for _ in range(3):
+            model(torch.ones(2, 256)).sum().backward()
+    (shards,) = shard_stores(require_engine(model))
+    states = require_engine(model).units[0].states
+    assert states is not None
+    nbytes = 24 * 256 * 256 * 4
+    assert isinstance(shards.medium, HostMemory)
+    assert (shards.medium.nbytes, states.medium.nbytes) == (nbytes, 2 * nbytes)
+    now = sw.memory(model).now
+    assert 0 < now["param_shards"] == shards.ring_bytes <= BUFFERS * nbytes // 24
+    assert now["optimizer"] == 2**21 + 24 * 4  # and the counts of steps
+    assert now["grad_shards"] == 0
+
+
+@on_ranks(1)
+def test_an_order_that_is_missing_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = sw.Offload(pin=False, **PLACES["both"])
+
+    def races() -> Order:
+        with played() as order:
+            Twins(offload=offload).train(3)
+        return order
+
+    assert races().races == []
+    for method in ("use", "_after_uses"):
+        with monkeypatch.context() as patch:
+            patch.setattr(HostMemory, method, lambda *_: None)
+            assert races().races != []

@@ -1,0 +1,45 @@
+"""Where a job keeps what, in everybody's words."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.plan.dry_run.job import Job
+from shardwise.policy.places import Places
+
+
+@pytest.mark.parametrize(
+    ("asked", "places"),
+    [
+        (None, None),
+        ("none", None),
+        (sw.Offload(), None),
+        ("cpu", Places("cpu", "cpu")),
+        ("nvme", Places("nvme", "nvme")),
+        ("optimizer=cpu", Places(None, "cpu")),
+        ("params=cpu, optimizer=nvme", Places("cpu", "nvme")),
+        ("params=none,optimizer=nvme", Places(None, "nvme")),
+        ({"params": "cpu"}, Places("cpu")),
+        (sw.Offload(optimizer="nvme", path="x"), Places(None, "nvme")),
+    ],
+)
+def test_words(asked: Any, places: Places | None) -> None:
+    job = Job(gpu="cpu", offload=asked)
+    assert job.offload == places
+    assert places is None or Places.of(places.words) == places
+    assert replace(job, micro_batch=2).offload == places
+
+
+@pytest.mark.parametrize("asked", ["disk", "params", "params=disk", "weights=cpu", 3, {"weights": "cpu"}])
+def test_words_that_are_none(asked: Any) -> None:
+    with pytest.raises(ConfigError, match="offload"):
+        Job(offload=asked)
+
+
+def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
+    with pytest.raises(ConfigError, match=r"offload\.optimizer='nvme' on gpu is not there yet"):
+        Job(offload="optimizer=nvme")  # type: ignore[arg-type]
+    assert Job(offload="cpu").offload == Places("cpu", "cpu")  # type: ignore[arg-type]

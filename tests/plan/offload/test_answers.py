@@ -1,0 +1,159 @@
+"""Plans of offload: what is answered where nothing fits, and what becomes of a plan that was asked for."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.cli.app import run
+from shardwise.errors import ConfigError, PlanError
+from shardwise.plan import planner
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.hardware.devices import find_device
+from shardwise.plan.models.source import resolve
+from shardwise.plan.planner import Question
+from shardwise.plan.report.rendering import table_text
+from shardwise.plan.search.exploration import needed_bytes
+from shardwise.plan.search.processes import Forecasters
+from shardwise.plan.search.space import search_space
+from shardwise.policy.places import Places
+from shardwise.policy.precision import Precision
+from shardwise.policy.strategy import Strategy
+from shardwise.train.build.from_plan import training_config
+from shardwise.train.build.job import job_of
+
+MIB = 2**20
+WIDE = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 32000,
+    "num_attention_heads": 4,
+}  # fmt: skip
+"""17 M parameters, nearly all in two tables."""
+DEEP = {**WIDE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 320}
+"""25 M parameters, none larger than a ring's least buffer."""
+ASKED = {"gpus_per_node": 1, "seq_len": 16, "micro_batch": [1, 2], "activation_checkpointing": ["none", "full"]}
+
+
+def test_where_nothing_fits_offload_is_tried_and_priced() -> None:
+    given = {**ASKED, "precision": Precision("bf16", "fp32", "fp32")}
+    lean = {**given, "micro_batch": 1, "activation_checkpointing": "full", "strategy": "full_shard"}
+    enough = needed_bytes(sw.plan.forecast(DEEP, offload="optimizer=cpu", **lean))
+    answer = planner.plan(Question(DEEP, given, budget_bytes=enough + 20 * MIB))
+    assert answer.best is None
+    shown = " ".join(table_text(answer.report).split())
+    assert "With --offload optimizer=cpu it would fit: " in shown
+    assert "of the step waiting for that." in shown
+    found = json.loads(json.dumps(answer.extra))["would_fit"]
+    assert found["job"]["offload"] == {"params": None, "optimizer": "cpu"}
+    assert found["host_bytes_per_node"] > 8 * 25_000_000
+    with pytest.raises(PlanError, match="nothing fits 1 x h100-sxm-80gb"):
+        answer.check_fits()
+
+
+@pytest.mark.parametrize("change", [{"offload": "none"}, {"engine": "fsdp2"}, {"optimizer": "muon"}])
+def test_where_offload_is_no_question(change: dict[str, str]) -> None:
+    question, job = Question(WIDE, {**ASKED, **change}), Job.of(**change)
+    assert planner._with_more(question, Forecasters(WIDE), job) is None
+
+
+@pytest.mark.parametrize(
+    ("budget_mib", "words"),
+    [
+        (360, "--optimizer-in-backward (clip = 0: no norm of all gradients)"),
+        (310, "--offload optimizer=nvme"),
+        (
+            250,
+            "--offload params=nvme,optimizer=nvme and --optimizer-in-backward (clip = 0: no norm of all gradients)",
+        ),
+    ],
+)
+def test_a_cpus_rank_is_told_of_steps_in_backward_and_of_its_disk(budget_mib: int, words: str) -> None:
+    answer = planner.plan(Question(DEEP, {**ASKED, "gpu": "cpu"}, budget_bytes=budget_mib * MIB))
+    shown = " ".join(table_text(answer.report).split())
+    assert f"With {words} it would fit: " in shown
+    assert ("of the step waiting for that" in shown) == ("offload" in words)
+
+
+@pytest.mark.slow
+def test_where_steps_in_backward_are_no_way_out() -> None:
+    """A batch that is accumulated is not proposed to be stepped in parts."""
+    given = {**ASKED, "gpu": "cpu", "micro_batch": 1, "accumulation": 2}
+    answer = planner.plan(Question(DEEP, given, budget_bytes=360 * MIB))
+    assert "optimizer-in-backward" not in table_text(answer.report)
+
+
+def test_a_configuration_with_steps_in_backward() -> None:
+    job = Job(gpu="cpu", gpus_per_node=1, optimizer_in_backward=True, activation_checkpointing="offload")
+    config = training_config(resolve(WIDE), job, "x")
+    assert (config.train.optimizer_in_backward, config.train.clip) == (True, 0)
+    ranks: Any = SimpleNamespace(world_size=1)
+    again = job_of(config.for_ranks(1), ranks, find_device("cpu"))
+    assert (again.optimizer_in_backward, again.activation_checkpointing) == (True, "offload")
+
+
+@pytest.mark.slow
+def test_the_winner_with_offload_is_the_grids() -> None:
+    """Where copies take most of a step, of a real model."""
+    precision = Precision("bf16", "fp32", "fp32")
+    given = {"gpus_per_node": 2, "seq_len": 1024, "offload": "cpu", "precision": precision, "strategy": "full_shard"}
+    given |= {"micro_batch": [1, 2, 4, 8, 16, 32], "activation_checkpointing": ["none", "full"]}
+    found, grid = (
+        planner.explore(Question(DEEP, given, budget_bytes=2000 * MIB, effort=e))
+        for e in (planner.Effort.USUAL, planner.Effort.THOROUGH)
+    )
+    assert found.best is not None
+    assert grid.best is not None
+    assert found.best.job == grid.best.job
+    assert found.best.job.activation_checkpointing == "full"
+    made = [sum(c.forecast is not None for c in one.candidates) for one in (found, grid)]
+    assert made[0] <= made[1]
+
+
+def test_a_plan_that_was_asked_for_says_where_everything_is() -> None:
+    answer = planner.plan(Question(WIDE, {**ASKED, "offload": "cpu"}))
+    assert answer.best is not None
+    assert answer.best.job.strategy is Strategy.FULL_SHARD  # what was gathered does not stay
+    shown = " ".join(table_text(answer.report).split())
+    assert "offload params=cpu,optimizer=cpu" in shown
+    assert "Beside the devices every node needs 0.2 GiB of its host." in shown
+    assert "host and device: " in shown
+    assert answer.report.rows[0].limited_by == "host"
+    config = training_config(resolve(WIDE), answer.best.job, "x")
+    assert (config.offload.params, config.offload.optimizer, config.offload.path) == ("cpu", "cpu", None)
+
+
+def test_a_configuration_says_what_is_on_disk() -> None:
+    config = training_config(resolve(WIDE), Job(gpu="cpu", offload="optimizer=nvme"), "x")  # type: ignore[arg-type]
+    assert (config.offload.params, config.offload.optimizer, config.offload.path) == (None, "nvme", "offload")
+
+
+def test_a_run_with_offload_is_planned_with_it() -> None:
+    """By `strategy = "auto"`, and where memory runs out."""
+    config = training_config(resolve(WIDE), Job(gpu="cpu", gpus_per_node=1, offload="optimizer=nvme"), "x")  # type: ignore[arg-type]
+    ranks: Any = SimpleNamespace(world_size=1)
+    assert job_of(config, ranks, find_device("cpu")).offload == Places(None, "nvme")
+    muon = config.model_copy(update={"train": config.train.model_copy(update={"optimizer": "muon"})})
+    with pytest.raises(ConfigError, match="owners keep whole matrices' state"):
+        job_of(muon, ranks, find_device("cpu"))
+    in_memory = muon.model_copy(update={"offload": config.offload.model_copy(update={"optimizer": "cpu"})})
+    assert job_of(in_memory, ranks, find_device("cpu")).optimizer == "muon"
+
+
+def test_places_are_searched_like_anything_else() -> None:
+    families = search_space({**ASKED, "offload": ["none", "optimizer=cpu", "cpu"]}).families
+    assert [(f.base.offload and f.base.offload.words, f.base.strategy.value) for f in families] == [
+        (None, "no_shard"),
+        ("optimizer=cpu", "no_shard"),
+        ("params=cpu,optimizer=cpu", "full_shard"),
+    ]
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WIDE))
+    asked = [str(tmp_path / "config.json"), "--gpus", "1", "--seq-len", "16", "--micro-batch", "2"]
+    assert run(["plan", *asked, "--activation-checkpointing", "none", "--offload", "cpu", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu"}
+    assert plain["exposed_offload_s"] > 0

@@ -1,0 +1,122 @@
+"""What host and disk do beside a step, and how long the step waits for it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.plan.dry_run.recording import StepPhase
+from shardwise.plan.hardware.devices import Figure, find_device
+from shardwise.plan.hardware.node import node_of
+from shardwise.plan.offload.host_work import DISK, DOWN, UP, HostTask, HostWork, Rates
+from shardwise.plan.simulate.forecast import Forecast
+from shardwise.policy.places import Places
+from shardwise.policy.precision import Precision
+from tests.plan.simulate.test_scaling import LLAMA
+
+TASK = HostTask(
+    places=Places("cpu", "cpu"),
+    rates=Rates(link=10.0, disk=5.0),
+    on_cpu=False,
+    shard_bytes={"a": 40, "b": 40},
+    stepped_bytes=150,
+    gathers=True,
+    keeps_params=False,
+)
+
+
+def test_copies_of_one_direction_wait_for_one_another() -> None:
+    work = HostWork(TASK)
+    assert [work.bring("a", 0.0), work.bring("b", 1.0)] == [4.0, 8.0]
+    work.begin_step(6.0)
+    assert work.finish(7.0) == 8.0 + 15.0
+    assert work.ends_s == {UP: 23.0, DOWN: 21.0}
+
+
+def test_a_step_that_takes_longer_than_its_copies_hides_them() -> None:
+    work = HostWork(replace(TASK, places=Places(None, "cpu")))
+    assert work.bring("a", 1.0) == 1.0
+    assert work.finish(5.0) == 5.0  # no step yet
+    work.begin_step(1.0)
+    assert work.finish(30.0) == 30.0
+
+
+def test_disks_read_and_write_in_turn() -> None:
+    work = HostWork(replace(TASK, places=Places("nvme", "nvme"), on_cpu=True))
+    assert work.bring("a", 0.0) == 8.0
+    work.begin_step(12.0)
+    assert work.finish(0.0) == 12 + 2 * 150 / 5
+    assert {span.stream for span in work.spans} == {DISK}
+
+
+def test_a_units_step_in_backward_waits_for_what_it_needs_and_nothing_for_what_goes() -> None:
+    work = HostWork(replace(TASK, unit_stepped_bytes={"a": 50, "b": 100}))
+    assert work.come_to_step("b", 1.0) == 11.0
+    work.go_back("b", 12.0)
+    assert work.come_to_step("a", 12.0) == 17.0
+    work.go_back("a", 18.0)
+    assert work.ends_s == {UP: 17.0, DOWN: 27.0}
+    assert work.finish(19.0) == 27.0
+
+
+def test_steps_in_backward_hide_copies_behind_it() -> None:
+    """The same bytes cross the link, and of what the step waited for at its end some are behind the backward."""
+    slow = replace(find_device("h100-sxm-80gb"), node={"link_bytes_per_s": Figure(1e8, "a test")})
+    usual, in_backward = (forecast("cpu", gpu=slow, optimizer_in_backward=given) for given in (False, True))
+    moved = [sum(s.nbytes for s in one.timeline.spans if s.stream == UP) for one in (usual, in_backward)]
+    assert moved[1] == pytest.approx(moved[0], rel=1e-3)
+    assert in_backward.step_copies_s == 0 < usual.step_copies_s
+    assert usual.copies_s < in_backward.copies_s
+    assert in_backward.host_bytes_per_rank == usual.host_bytes_per_rank
+    whole = in_backward.compute_s + in_backward.exposed_comm_s + in_backward.exposed_offload_s
+    assert whole + in_backward.timeline.late_s == pytest.approx(in_backward.step_time_s)
+
+
+def test_parameters_that_stay_come_once_a_step() -> None:
+    work = HostWork(replace(TASK, gathers=False, keeps_params=True))
+    assert [work.bring("a", 0.0), work.bring("a", 9.0)] == [4.0, 9.0]
+
+
+def forecast(offload: str | None, **more: Any) -> Forecast:
+    given = {"gpus_per_node": 2, "seq_len": 64, "precision": Precision("bf16", "fp32", "fp32"), **more}
+    return sw.plan.forecast(LLAMA, offload=offload, **given)
+
+
+def test_a_step_waits_for_copies_and_says_how_long() -> None:
+    usual, small = forecast(None), forecast("cpu")
+    assert (usual.exposed_offload_s, usual.host_bytes_per_rank, usual.disk_bytes_per_rank) == (0.0, 0, 0)
+    assert small.memory["optimizer"] == small.memory["param_shards"] == 0
+    assert small.exposed_offload_s > 0
+    whole = small.compute_s + small.exposed_comm_s + small.exposed_offload_s + small.timeline.late_s
+    assert whole == pytest.approx(small.step_time_s)
+    assert {UP, DOWN} <= set(small.timeline.streams)
+    slower = replace(find_device("h100-sxm-80gb"), node={"link_bytes_per_s": Figure(1e8, "a test")})
+    assert forecast("cpu", gpu=slower).step_time_s > 2 * small.step_time_s
+    plain = small.to_dict()
+    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu"}
+    assert plain["host_bytes_per_node"] == 2 * plain["host_bytes_per_rank"] > 0
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_slices_come_as_often_as_they_are_gathered(gpus: int) -> None:
+    one = forecast("cpu", gpus_per_node=gpus, strategy="full_shard")
+    up = [span for span in one.timeline.spans if span.stream == UP and span.owner]
+    assert {span.owner for span in up} == {u for u, n in one.recording.facts.unit_shard_bytes.items() if n and u}
+    if gpus > 1:
+        assert len(up) == len([s for s in one.timeline.spans if s.name == "all_gather" and s.owner])
+    assert {StepPhase.FORWARD, StepPhase.BACKWARD} >= {span.phase for span in up}
+
+
+def test_a_host_has_so_much() -> None:
+    assert forecast("cpu").fits
+    tiny = replace(find_device("h100-sxm-80gb"), node={"memory_bytes": Figure(1000.0, "a test")})
+    assert not forecast("cpu", gpu=tiny).fits
+
+
+@pytest.mark.parametrize("name", ["h100-sxm-80gb", "rtx-4090", "cpu"])
+def test_every_figure_of_a_node_has_a_source(name: str) -> None:
+    node = node_of(find_device(name))
+    for field in node.__slots__:
+        figure = getattr(node, field)
+        assert figure is None or (figure.value > 0 and figure.source)

@@ -1,0 +1,111 @@
+"""Bytes on device, host and disk: every one is somewhere, and rings are the engine's."""
+
+import gc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.offload import portions
+from shardwise.offload.step import stores_of
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.dry_run.recording import Allocate, Free, StepPhase
+from shardwise.plan.dry_run.step import record
+from shardwise.plan.offload import memory
+from shardwise.plan.offload.memory import Offloaded, offloaded
+from shardwise.policy.precision import Precision
+
+BF16 = Precision("bf16", "fp32", "fp32")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = input_ids.float()
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def moved(offload: str | None, **job: Any) -> Offloaded:
+    recording = record(Net, Job(seq_len=64, units=1000, offload=offload, **{"precision": BF16, **job}))  # type: ignore[arg-type]
+    return offloaded(recording, recording.events)
+
+
+def setup(found: Offloaded) -> Counter[str]:
+    kinds: Counter[str] = Counter()
+    for event in found.events:
+        if isinstance(event, Allocate) and event.phase is StepPhase.SETUP:
+            kinds[event.kind] += event.nbytes
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "leave"),
+    [
+        ("optimizer=cpu", "h100-sxm-80gb", {"optimizer"}),
+        ("params=cpu", "h100-sxm-80gb", {"param_shards"}),
+        ("cpu", "h100-sxm-80gb", {"param_shards", "optimizer"}),
+        ("cpu", "cpu", set()),
+        ("optimizer=nvme", "cpu", {"optimizer"}),
+        ("nvme", "cpu", {"param_shards", "optimizer"}),
+        ("params=cpu,optimizer=nvme", "cpu", {"optimizer"}),
+    ],
+)
+def test_what_leaves_the_device_is_elsewhere(words: str, gpu: str, leave: set[str]) -> None:
+    usual = moved(None, gpus_per_node=2, gpu=gpu)
+    found = moved(words, gpus_per_node=2, gpu=gpu)
+    kinds, before = setup(found), setup(usual)
+    for kind in before.keys() - {"other"}:
+        assert kinds[kind] == (0 if kind in leave else before[kind])
+    away = sum(before[kind] for kind in leave)
+    assert (found.host_bytes, found.disk_bytes) == ((0, away) if gpu == "cpu" else (away, 0))
+    slices = 4 * 4096 * -(-(64 * 64 + 64) * 4 // 2 // 4096)
+    rings = 64 * 2**20 * ("optimizer" in leave) + slices * ("param_shards" in leave)
+    assert rings <= kinds["other"] - before["other"] <= rings + 4 * 4096
+    assert found.stepped_bytes == away
+    known = {event.block for event in found.events if isinstance(event, Allocate)}
+    assert all(event.block in known for event in found.events if isinstance(event, Free))
+
+
+def test_a_shard_group_of_one_has_slots_like_any_other() -> None:
+    """Where shard and slot are otherwise one."""
+    stored = Precision("fp32", "fp32", "fp32")
+    alone = {"gpus_per_node": 1, "strategy": "full_shard", "precision": stored}
+    assert setup(moved(None, **alone))["gathered_slots"] == 0
+    two = setup(moved(None, gpus_per_node=2, precision=stored))["gathered_slots"]
+    assert setup(moved("params=cpu", **alone))["gathered_slots"] == two
+    kept = setup(moved("params=cpu", gpus_per_node=1, strategy="no_shard", precision=stored))["gathered_slots"]
+    assert kept == 4 * (64 * 64 + 64) * 4
+
+
+def test_rings_are_the_engines(tmp_path: Path) -> None:
+    assert (portions.BUFFERS, portions._LEAST_RING_BYTES) == (memory._RING_BUFFERS, memory._LEAST_RING_BYTES)
+    assert portions.PAGE_BYTES == memory._PAGE_BYTES
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 8))
+
+    class Fed(nn.Sequential):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids.float()).mean()
+
+    recording = record(lambda: Fed(*build()), Job(gpu="cpu", gpus_per_node=1, seq_len=1024, offload="optimizer=nvme"))  # type: ignore[arg-type]
+    found = offloaded(recording, recording.events)
+    model = sw.shard(build(), offload=sw.Offload(optimizer="nvme", path=tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(2, 1024)).sum().backward()
+    optimizer.step()
+    [store] = stores_of(optimizer)
+    ring = next(event.nbytes for event in found.events if isinstance(event, Allocate) and event.kind == "other")
+    assert ring == store.ring_bytes > memory._LEAST_RING_BYTES
+    assert found.disk_bytes <= store.medium.nbytes <= found.disk_bytes + 4 * 4096
+    del model, optimizer, store
+    gc.collect()
