@@ -14,7 +14,7 @@ from shardwise.foreign.files import SUFFIXES, read
 from shardwise.foreign.settings import Settings
 
 if TYPE_CHECKING:
-    from shardwise.cli.plan import Options
+    from shardwise.cli.plan_options import Options
 
 
 _SHARDING = ("strategy", "shard_group", "reshard_after_forward")

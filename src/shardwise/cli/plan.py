@@ -4,18 +4,15 @@ import inspect
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from math import inf
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.exit import Exit
 from shardwise.cli.foreign import with_settings
+from shardwise.cli.plan_options import CALIBRATED, Options, numbers_of, words_of
 from shardwise.cli.searching import Searching
 from shardwise.errors import PlanError, UserError
 from shardwise.suggest import nearest_path
@@ -24,110 +21,10 @@ if TYPE_CHECKING:
     from shardwise.cli.on_jax import Asked
     from shardwise.plan.planner import Plan, Question
 
-CALIBRATED = Path("hardware.toml")
-"""Default of a calibration's `--output`."""
 
-Text = str | None
-Count = int | None
-File = Path | None
-_SEARCH = ("search", "auto")
 _WORKERS = 8
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """In the environment: keeps progress bars and advice of transformers, if it comes to be needed, off the terminal."""
-_BYTES = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
-
-
-def _option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, show_default=False)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of `shardwise plan`. Those of several values, separated by commas, are searched over them."""
-
-    model: Annotated[
-        Text,
-        typer.Argument(
-            metavar="MODEL",
-            help="A packaged shape (llama-3-8b), config.json, Hugging Face directory or module:function.",
-        ),
-    ] = None
-    backend: Annotated[
-        str, _option("torch, or jax: XLA's own programs, compiled for so many devices and not run. [torch]")
-    ] = "torch"
-    gpu: Annotated[str, _option("Device: a packaged name or a hardware file. [h100-sxm-80gb]")] = "h100-sxm-80gb"
-    gpus: Annotated[Count, _option("Devices of each node. [8]")] = None
-    nodes: Annotated[Count, _option("Nodes. [1]")] = None
-    interconnect: Annotated[
-        Text, _option("Between nodes: a name, a file, or a rate such as 3200gbps (bits) or 400GBps (bytes).")
-    ] = None
-    strategy: Annotated[Text, _option("One or several, such as full_shard,hybrid_shard. [searched]")] = None
-    shard_group: Annotated[Text, _option("Ranks of one copy, for hybrid strategies. [searched]")] = None
-    micro_batch: Annotated[Text, _option("Sequences a rank computes at once. [searched]")] = None
-    global_batch: Annotated[Count, _option("Sequences of a step; accumulation follows.")] = None
-    accumulation: Annotated[Text, _option("Micro-batches of a step. [1, or from --global-batch]")] = None
-    activation_checkpointing: Annotated[
-        Text, _option("none, full, selective-ops, every-N, offload. [searched, but for offload]")
-    ] = None
-    precision: Annotated[Text, _option("bf16, fp16, fp32, bf16-true, or param/reduce/master. [bf16]")] = None
-    lora: Annotated[Count, _option("Rank of PEFT's adapters beside a frozen base. [none: all is trained]")] = None
-    base: Annotated[Text, _option("Of --lora's frozen base: nf4 or int8, else as computed with.")] = None
-    autocast: Annotated[
-        Text, _option("bf16 or fp16: torch's autocast over fp32 parameters, of other engines. [none]")
-    ] = None
-    float8: Annotated[Text, _option("compute or gathers: linear layers in 8 bits, of other engines. [none]")] = None
-    seq_len: Annotated[Text, _option("Tokens of a sequence. [2048]")] = None
-    offload: Annotated[
-        Text, _option("params=PLACE,optimizer=PLACE, or one of them; PLACE is cpu or nvme. [none, unless nothing fits]")
-    ] = None
-    optimizer_in_backward: Annotated[
-        bool,
-        _option(
-            "Each unit's step is taken in backward: gradients of one unit at a time, clipped by no norm of all.",
-            "--optimizer-in-backward",
-        ),
-    ] = False
-    reshard_after_forward: Annotated[Text, _option("true, false or a number of ranks.")] = None
-    slots: Annotated[Text, _option("Buffers for gathered units per size class. [3]")] = None
-    units: Annotated[Count, _option("Fewest parameters of a unit. [the model's blocks]")] = None
-    optimizer: Annotated[
-        Text, _option("adamw, adamw-bf16, adamw-8bit, adamw-foreach, adam, sgd, momentum, muon. [adamw]")
-    ] = None
-    attention: Annotated[Text, _option("sdpa (fused) or eager. [sdpa]")] = None
-    loss: Annotated[Text, _option("model (its own), fused, chunked. [model]")] = None
-    compiled: Annotated[bool, _option("Blocks are compiled.", "--compile")] = False
-    compare: Annotated[
-        Text, _option("Engines side by side: some of ddp, fsdp1, fsdp2, deepspeed, shardwise, with commas between.")
-    ] = None
-    engine: Annotated[Text, _option("shardwise, fsdp1, fsdp2 or deepspeed. [shardwise]")] = None
-    budget: Annotated[Text, _option("Memory of a device that may be used, such as 70GiB. [all]")] = None
-    objective: Annotated[str, _option("tokens_per_s, memory or micro_batch. [tokens_per_s]")] = "tokens_per_s"
-    price: Annotated[
-        float | None, _option("Of a device for an hour, in any currency: what a step, a day, a million tokens cost.")
-    ] = None
-    smallest_cluster: Annotated[bool, _option("Say how few devices would do.", "--smallest-cluster")] = False
-    largest_batch: Annotated[bool, _option("Say how large a micro-batch would fit.", "--largest-batch")] = False
-    json: Annotated[bool, _option("Print the best forecast as JSON.", "--json")] = False
-    html: Annotated[File, _option("Write a page.")] = None
-    trace: Annotated[File, _option("Write the best one's timeline: .json (Perfetto) or .svg.")] = None
-    config: Annotated[File, _option("Write the best one as a configuration to train with.")] = None
-    workers: Annotated[Count, _option("Processes that search. [one a core, at most 8]")] = None
-    calibrate: Annotated[bool, _option("Measure this machine instead, through torchrun.", "--calibrate")] = False
-    quick: Annotated[
-        bool, _option("Look at the strategy that shards most alone; calibrate less exactly.", "--quick")
-    ] = False
-    thorough: Annotated[bool, _option("Forecast the whole grid, bounds aside: minutes.", "--thorough")] = False
-    ranks: Annotated[Count, _option("Of a calibration. [all GPUs, else 2]")] = None
-    output: Annotated[Path, _option("Hardware file of a calibration. [hardware.toml]")] = CALIBRATED
-    foreign: Annotated[
-        File,
-        _option(
-            "What you have now: a configuration to train with (.toml), DeepSpeed's ds_config.json or the file of "
-            "accelerate config.",
-            "--from",
-        ),
-    ] = None
-    debug: Annotated[bool, _option("Show tracebacks of mistakes too.", "--debug")] = False
 
 
 def plan(**given: Any) -> int:
@@ -189,15 +86,15 @@ def _asked_of_jax(options: Options) -> "Asked":
     hardware = find_device(options.gpu)
     between = find_interconnect(options.interconnect or hardware.interconnect)
     choices: dict[str, Sequence[Any]] = {
-        "strategy": _words("--strategy", options.strategy) or ["full_shard"],
-        "shard_group": _numbers("--shard-group", options.shard_group) or [None],
-        "micro_batch": _numbers("--micro-batch", options.micro_batch) or [1],
-        "accumulation": _numbers("--accumulation", options.accumulation) or [1],
-        "activation_checkpointing": _words("--activation-checkpointing", options.activation_checkpointing)
+        "strategy": words_of("--strategy", options.strategy) or ["full_shard"],
+        "shard_group": numbers_of("--shard-group", options.shard_group) or [None],
+        "micro_batch": numbers_of("--micro-batch", options.micro_batch) or [1],
+        "accumulation": numbers_of("--accumulation", options.accumulation) or [1],
+        "activation_checkpointing": words_of("--activation-checkpointing", options.activation_checkpointing)
         or ["none", "full"],
     }
     settings = [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
-    lengths = _numbers("--seq-len", options.seq_len) or [SEQ_LEN]
+    lengths = numbers_of("--seq-len", options.seq_len) or [SEQ_LEN]
     if len(lengths) > 1:
         raise PlanError(f"--seq-len {options.seq_len}: one length with --backend jax")
     cluster = Cluster(hardware, between, options.gpus or 8, options.nodes or 1, DEFAULT.links)
@@ -221,47 +118,16 @@ def _question(options: Options) -> "Question":
     effort = Effort.QUICK if options.quick else Effort.THOROUGH if options.thorough else Effort.USUAL
     return Question(
         model=options.model,
-        arguments=_arguments(options),
+        arguments=options.arguments(),
         global_batch=options.global_batch,
-        budget_bytes=_bytes(options.budget),
+        budget_bytes=options.budget_bytes,
         objective=Objective.parse(options.objective),
         effort=effort,
-        compare=tuple(_words("--compare", options.compare) or ()),
+        compare=tuple(words_of("--compare", options.compare) or ()),
         workers=options.workers or min(_WORKERS, os.cpu_count() or 1),
         smallest_cluster=options.smallest_cluster,
         largest_batch=options.largest_batch,
     )
-
-
-def _arguments(options: Options) -> dict[str, Any]:
-    """Those of the job to plan: a value, values to search over, or None to leave them to the search."""
-    return {
-        "gpu": options.gpu,
-        "gpus_per_node": options.gpus,
-        "nodes": options.nodes,
-        "interconnect": options.interconnect,
-        "strategy": _words("--strategy", options.strategy),
-        "shard_group": _numbers("--shard-group", options.shard_group),
-        "micro_batch": _numbers("--micro-batch", options.micro_batch),
-        "accumulation": _numbers("--accumulation", options.accumulation),
-        "activation_checkpointing": _words("--activation-checkpointing", options.activation_checkpointing),
-        "precision": _precisions(options.precision or ("fp32" if options.autocast else None), options.base),
-        "lora": options.lora or 0,
-        "autocast": _words("--autocast", options.autocast),
-        "float8": _words("--float8", options.float8),
-        "seq_len": _numbers("--seq-len", options.seq_len),
-        "offload": options.offload,
-        "optimizer_in_backward": options.optimizer_in_backward,
-        "reshard_after_forward": _resharding(options.reshard_after_forward),
-        "slots": _numbers("--slots", options.slots),
-        "units": options.units,
-        "optimizer": _words("--optimizer", options.optimizer),
-        "attention": _words("--attention", options.attention),
-        "loss": _words("--loss", options.loss),
-        "compile": options.compiled,
-        "engine": _words("--engine", options.engine),
-        "price_per_hour": options.price,
-    }
 
 
 def _show(answer: "Plan", options: Options) -> None:
@@ -374,50 +240,6 @@ def _refuse_for_a_plan(options: Options) -> None:
             raise UserError(f"{name} is for a calibration: add --calibrate, or leave {name} out")
     if options.quick and options.thorough:
         raise UserError("--quick and --thorough: choose one of them")
-
-
-def _words(option: str, given: str | None) -> list[str] | None:
-    """Values separated by commas; None leaves them to the search."""
-    if given is None or given in _SEARCH:
-        return None
-    words = [word.strip() for word in given.split(",") if word.strip()]
-    if not words:
-        raise PlanError(f"{option} {given!r} names nothing: give a value, several with commas between, or leave it out")
-    return words
-
-
-def _numbers(option: str, given: str | None) -> list[int] | None:
-    words = _words(option, given)
-    if words is None:
-        return None
-    if any(not word.isdecimal() or not int(word) for word in words):
-        raise PlanError(f"{option} {given}: whole numbers from 1 on, separated by commas, or search")
-    return [int(word) for word in words]
-
-
-def _precisions(given: str | None, base: str | None) -> list[Any]:
-    from shardwise.plan.search.space import precision_of
-
-    words = _words("--precision", given) or ["bf16"]
-    return [replace(precision_of(word), frozen=base) for word in words]
-
-
-def _resharding(given: str | None) -> list[bool | int] | None:
-    words = _words("--reshard-after-forward", given)
-    if words is None:
-        return None
-    named: dict[str, bool] = {"true": True, "false": False}
-    return [named[word] if word in named else (_numbers("--reshard-after-forward", word) or [1])[0] for word in words]
-
-
-def _bytes(given: str | None) -> int | None:
-    """70, 70GiB or 75GB; a number alone counts GiB."""
-    if given is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.strip().lower())
-    if match is None or match[2] not in _BYTES or not 0 < float(match[1]) < inf:
-        raise PlanError(f"--budget {given}: an amount of memory, such as 70GiB or 75GB")
-    return int(float(match[1]) * _BYTES[match[2]])
 
 
 def _say(line: str) -> None:

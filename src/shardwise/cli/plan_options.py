@@ -1,0 +1,205 @@
+"""The options of `shardwise plan`, and what is read from each."""
+
+import re
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.errors import PlanError
+
+CALIBRATED = Path("hardware.toml")
+"""Default of a calibration's `--output`."""
+
+Text = str | None
+Count = int | None
+File = Path | None
+_SEARCH = ("search", "auto")
+_BYTES = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+
+
+def _option(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, show_default=False)
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """What is trained on."""
+
+    gpu: Annotated[str, _option("Device: a packaged name or a hardware file. [h100-sxm-80gb]")] = "h100-sxm-80gb"
+    gpus: Annotated[Count, _option("Devices of each node. [8]")] = None
+    nodes: Annotated[Count, _option("Nodes. [1]")] = None
+    interconnect: Annotated[
+        Text, _option("Between nodes: a name, a file, or a rate such as 3200gbps (bits) or 400GBps (bytes).")
+    ] = None
+    price: Annotated[
+        float | None, _option("Of a device for an hour, in any currency: what a step, a day, a million tokens cost.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How it is trained. Options of several values are searched over them."""
+
+    strategy: Annotated[Text, _option("One or several, such as full_shard,hybrid_shard. [searched]")] = None
+    shard_group: Annotated[Text, _option("Ranks of one copy, for hybrid strategies. [searched]")] = None
+    micro_batch: Annotated[Text, _option("Sequences a rank computes at once. [searched]")] = None
+    accumulation: Annotated[Text, _option("Micro-batches of a step. [1, or from --global-batch]")] = None
+    activation_checkpointing: Annotated[
+        Text, _option("none, full, selective-ops, every-N, offload. [searched, but for offload]")
+    ] = None
+    precision: Annotated[Text, _option("bf16, fp16, fp32, bf16-true, or param/reduce/master. [bf16]")] = None
+    lora: Annotated[Count, _option("Rank of PEFT's adapters beside a frozen base. [none: all is trained]")] = None
+    base: Annotated[Text, _option("Of --lora's frozen base: nf4 or int8, else as computed with.")] = None
+    autocast: Annotated[
+        Text, _option("bf16 or fp16: torch's autocast over fp32 parameters, of other engines. [none]")
+    ] = None
+    float8: Annotated[Text, _option("compute or gathers: linear layers in 8 bits, of other engines. [none]")] = None
+    seq_len: Annotated[Text, _option("Tokens of a sequence. [2048]")] = None
+    offload: Annotated[
+        Text, _option("params=PLACE,optimizer=PLACE, or one of them; PLACE is cpu or nvme. [none, unless nothing fits]")
+    ] = None
+    optimizer_in_backward: Annotated[
+        bool,
+        _option(
+            "Each unit's step is taken in backward: gradients of one unit at a time, clipped by no norm of all.",
+            "--optimizer-in-backward",
+        ),
+    ] = False
+    reshard_after_forward: Annotated[Text, _option("true, false or a number of ranks.")] = None
+    slots: Annotated[Text, _option("Buffers for gathered units per size class. [3]")] = None
+    units: Annotated[Count, _option("Fewest parameters of a unit. [the model's blocks]")] = None
+    optimizer: Annotated[
+        Text, _option("adamw, adamw-bf16, adamw-8bit, adamw-foreach, adam, sgd, momentum, muon. [adamw]")
+    ] = None
+    attention: Annotated[Text, _option("sdpa (fused) or eager. [sdpa]")] = None
+    loss: Annotated[Text, _option("model (its own), fused, chunked. [model]")] = None
+    compiled: Annotated[bool, _option("Blocks are compiled.", "--compile")] = False
+    engine: Annotated[Text, _option("shardwise, fsdp1, fsdp2 or deepspeed. [shardwise]")] = None
+
+
+@dataclass(frozen=True)
+class Options(_Run, _Cluster):
+    """Options of `shardwise plan`. Those of several values, separated by commas, are searched over them."""
+
+    model: Annotated[
+        Text,
+        typer.Argument(
+            metavar="MODEL",
+            help="A packaged shape (llama-3-8b), config.json, Hugging Face directory or module:function.",
+        ),
+    ] = None
+    backend: Annotated[
+        str, _option("torch, or jax: XLA's own programs, compiled for so many devices and not run. [torch]")
+    ] = "torch"
+    global_batch: Annotated[Count, _option("Sequences of a step; accumulation follows.")] = None
+    compare: Annotated[
+        Text, _option("Engines side by side: some of ddp, fsdp1, fsdp2, deepspeed, shardwise, with commas between.")
+    ] = None
+    budget: Annotated[Text, _option("Memory of a device that may be used, such as 70GiB. [all]")] = None
+    objective: Annotated[str, _option("tokens_per_s, memory or micro_batch. [tokens_per_s]")] = "tokens_per_s"
+    smallest_cluster: Annotated[bool, _option("Say how few devices would do.", "--smallest-cluster")] = False
+    largest_batch: Annotated[bool, _option("Say how large a micro-batch would fit.", "--largest-batch")] = False
+    quick: Annotated[
+        bool, _option("Look at the strategy that shards most alone; calibrate less exactly.", "--quick")
+    ] = False
+    thorough: Annotated[bool, _option("Forecast the whole grid, bounds aside: minutes.", "--thorough")] = False
+    workers: Annotated[Count, _option("Processes that search. [one a core, at most 8]")] = None
+    foreign: Annotated[
+        File,
+        _option(
+            "What you have now: a configuration to train with (.toml), DeepSpeed's ds_config.json or the file of "
+            "accelerate config.",
+            "--from",
+        ),
+    ] = None
+    json: Annotated[bool, _option("Print the best forecast as JSON.", "--json")] = False
+    html: Annotated[File, _option("Write a page.")] = None
+    trace: Annotated[File, _option("Write the best one's timeline: .json (Perfetto) or .svg.")] = None
+    config: Annotated[File, _option("Write the best one as a configuration to train with.")] = None
+    calibrate: Annotated[bool, _option("Measure this machine instead, through torchrun.", "--calibrate")] = False
+    ranks: Annotated[Count, _option("Of a calibration. [all GPUs, else 2]")] = None
+    output: Annotated[Path, _option("Hardware file of a calibration. [hardware.toml]")] = CALIBRATED
+    debug: Annotated[bool, _option("Show tracebacks of mistakes too.", "--debug")] = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of the job to plan: a value, values to search over, or None to leave them to the search."""
+        return {
+            "gpu": self.gpu,
+            "gpus_per_node": self.gpus,
+            "nodes": self.nodes,
+            "interconnect": self.interconnect,
+            "strategy": words_of("--strategy", self.strategy),
+            "shard_group": numbers_of("--shard-group", self.shard_group),
+            "micro_batch": numbers_of("--micro-batch", self.micro_batch),
+            "accumulation": numbers_of("--accumulation", self.accumulation),
+            "activation_checkpointing": words_of("--activation-checkpointing", self.activation_checkpointing),
+            "precision": _precisions(self.precision or ("fp32" if self.autocast else None), self.base),
+            "lora": self.lora or 0,
+            "autocast": words_of("--autocast", self.autocast),
+            "float8": words_of("--float8", self.float8),
+            "seq_len": numbers_of("--seq-len", self.seq_len),
+            "offload": self.offload,
+            "optimizer_in_backward": self.optimizer_in_backward,
+            "reshard_after_forward": _resharding(self.reshard_after_forward),
+            "slots": numbers_of("--slots", self.slots),
+            "units": self.units,
+            "optimizer": words_of("--optimizer", self.optimizer),
+            "attention": words_of("--attention", self.attention),
+            "loss": words_of("--loss", self.loss),
+            "compile": self.compiled,
+            "engine": words_of("--engine", self.engine),
+            "price_per_hour": self.price,
+        }
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Of a device, where `--budget` says how many."""
+        return _bytes(self.budget)
+
+
+def words_of(option: str, given: str | None) -> list[str] | None:
+    """Values separated by commas; None leaves them to the search. Raises PlanError where there are none."""
+    if given is None or given in _SEARCH:
+        return None
+    words = [word.strip() for word in given.split(",") if word.strip()]
+    if not words:
+        raise PlanError(f"{option} {given!r} names nothing: give a value, several with commas between, or leave it out")
+    return words
+
+
+def numbers_of(option: str, given: str | None) -> list[int] | None:
+    """Whole numbers separated by commas; None leaves them to the search. Raises PlanError for what is none."""
+    found = words_of(option, given)
+    if found is None:
+        return None
+    if any(not word.isdecimal() or not int(word) for word in found):
+        raise PlanError(f"{option} {given}: whole numbers from 1 on, separated by commas, or search")
+    return [int(word) for word in found]
+
+
+def _precisions(given: str | None, base: str | None) -> list[Any]:
+    from shardwise.plan.search.space import precision_of
+
+    words = words_of("--precision", given) or ["bf16"]
+    return [replace(precision_of(word), frozen=base) for word in words]
+
+
+def _resharding(given: str | None) -> list[bool | int] | None:
+    words = words_of("--reshard-after-forward", given)
+    if words is None:
+        return None
+    named: dict[str, bool] = {"true": True, "false": False}
+    return [named[word] if word in named else (numbers_of("--reshard-after-forward", word) or [1])[0] for word in words]
+
+
+def _bytes(given: str | None) -> int | None:
+    """70, 70GiB or 75GB; a number alone counts GiB."""
+    if given is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.strip().lower())
+    if match is None or match[2] not in _BYTES or not 0 < float(match[1]) < inf:
+        raise PlanError(f"--budget {given}: an amount of memory, such as 70GiB or 75GB")
+    return int(float(match[1]) * _BYTES[match[2]])
