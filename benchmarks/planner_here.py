@@ -43,7 +43,7 @@ from shardwise.plan.hardware.calibration import QUICK, THOROUGH, calibrate
 from shardwise.plan.hardware.devices import find_device, find_interconnect, write_device
 from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.roofline import Roofline
-from shardwise.plan.simulate.timeline import simulate
+from shardwise.plan.simulate.simulation import simulate
 
 SIZES = {
     "small": GPTShape(layers=4, width=256, heads=4, vocab=4096, seq=256),

@@ -11,7 +11,7 @@ from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.other_engines.float8 import in_float8
 from shardwise.plan.simulate.other_engines.order import ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Efficiency, Roofline
-from shardwise.plan.simulate.timeline import simulate
+from shardwise.plan.simulate.simulation import simulate
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from shardwise.plan.hardware.devices import device_names, find_device, find_inte
 from shardwise.plan.hardware.host import usual_host
 from shardwise.plan.simulate.network import Cluster
 from shardwise.plan.simulate.roofline import Efficiency, Roofline
-from shardwise.plan.simulate.timeline import simulate
+from shardwise.plan.simulate.simulation import simulate
 
 FACTS = Facts(**{field.name: 0 for field in fields(Facts)})
 ROWS = {row.name: row for row in read()}

@@ -13,7 +13,7 @@ FLAGS = (  # programs stay the same HLO but for a few fusions, and compile in a 
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
-    # XLA ends the process where a device is 40 s late for a collective, and it is where other work holds the processors.
+    # XLA ends the process where a device is 40 s late for a collective; other work may hold the processors so long.
     "--xla_cpu_collective_call_terminate_timeout_seconds=240",
     "--xla_cpu_collective_timeout_seconds=240",
 )

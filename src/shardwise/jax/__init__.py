@@ -20,12 +20,12 @@ except ImportError as error:
 from shardwise.jax.batches import keep_rows, put_batch
 from shardwise.jax.devices import mesh
 from shardwise.jax.placement import init, shard
-from shardwise.jax.planning import plan
 from shardwise.jax.report.checks import check
 from shardwise.jax.report.collectives import collectives
 from shardwise.jax.report.described import describe
 from shardwise.jax.report.memory import memory
 from shardwise.jax.report.page import page
+from shardwise.jax.report.planning import plan
 from shardwise.jax.state import TrainState
 from shardwise.jax.step import train_step
 from shardwise.jax.topologies import topology

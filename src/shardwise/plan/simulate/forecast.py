@@ -26,7 +26,8 @@ from shardwise.plan.simulate.other_engines.float8 import in_float8
 from shardwise.plan.simulate.other_engines.memory import engine_allocations
 from shardwise.plan.simulate.other_engines.order import ordered_as
 from shardwise.plan.simulate.roofline import DEFAULT, Roofline
-from shardwise.plan.simulate.timeline import Timeline, simulate
+from shardwise.plan.simulate.simulation import simulate
+from shardwise.plan.simulate.timeline import Timeline
 from shardwise.plan.simulate.trace import write_trace
 from shardwise.policy.kinds import KINDS
 

@@ -57,7 +57,7 @@ def compiled_apart(wish: Wish) -> dict[str, Any]:
 
     Returns:
         "parameters", their number; "platform" that the programs are for; "rows", for each setting the dict of a
-        `shardwise.jax.planning.Planned`, with "page", a part of a page about it.
+        `shardwise.jax.report.planning.Planned`, with "page", a part of a page about it.
 
     Raises:
         PlanError: a mistake that the other process found, in its words.

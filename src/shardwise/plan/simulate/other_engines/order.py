@@ -19,6 +19,7 @@ partition_parameters.py (`AllGatherCoalescedHandle.wait`). That FSDP1 casts grad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from shardwise.plan.dry_run.recording import (
     Collective,
@@ -32,7 +33,14 @@ from shardwise.plan.dry_run.recording import (
     Wait,
     slices_of,
 )
-from shardwise.plan.simulate.timeline import HostWait
+
+
+@dataclass(frozen=True, slots=True)
+class HostWait:
+    """The host goes on when the device has released the unit. Of other engines: shardwise's host waits for none."""
+
+    unit: str
+
 
 Events = Iterable[StepEvent | HostWait]
 # Copies that engines make themselves have names that end as those of operations in place: no compiler fuses them.

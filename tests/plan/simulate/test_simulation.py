@@ -22,9 +22,10 @@ from shardwise.plan.dry_run.recording import (
 from shardwise.plan.hardware.devices import Figure, Hardware, find_device, find_interconnect
 from shardwise.plan.hardware.host import usual_host
 from shardwise.plan.simulate.network import Cluster
-from shardwise.plan.simulate.other_engines.order import ordered_as
+from shardwise.plan.simulate.other_engines.order import HostWait, ordered_as
 from shardwise.plan.simulate.roofline import KERNEL_S, Efficiency, Roofline
-from shardwise.plan.simulate.timeline import HostWait, Timeline, simulate
+from shardwise.plan.simulate.simulation import simulate
+from shardwise.plan.simulate.timeline import Timeline
 from shardwise.plan.simulate.trace import chrome_trace, draw, write_trace
 
 WHOLE = Efficiency(matmul=1.0, attention=1.0, memory=1.0, links=1.0, fusion=0.5)
