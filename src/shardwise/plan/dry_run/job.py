@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.plan.hardware.devices import Hardware, Interconnect, find_device, find_interconnect
+from shardwise.plan.hardware.machines import Machines, check_choice, check_count
 from shardwise.plan.models.source import ATTENTIONS, ModelSource
 from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision, short_dtype_name
@@ -33,9 +32,6 @@ AUTOCASTS = ("bf16", "fp16")
 FLOAT8 = ("compute", "gathers")
 """Products in 8 bits, with scales found as they go; "gathers": blocks' parameters travel in 8 bits as well (FSDP2)."""
 
-SEGMENTS = ("fixed", "expandable")
-"""PyTorch's default; or `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
-
 ENGINES = ("shardwise", "fsdp1", "fsdp2", "deepspeed")
 """Whose buffers and prefetching are forecast."""
 
@@ -44,7 +40,6 @@ _CHOICES = {
     "attention": ATTENTIONS,
     "loss": LOSSES,
     "engine": ENGINES,
-    "segments": SEGMENTS,
 }
 
 SEQ_LEN = 2048
@@ -54,16 +49,9 @@ _AS_STORED = Precision()
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Job(Machines):
     """A run, one field per argument of `sw.plan.forecast`. Raises ConfigError for an invalid value."""
 
-    gpu: object = "h100-sxm-80gb"
-    """A name from the hardware data, the path of a file like its, or a `sw.plan.Hardware`. One of kind "cpu" has the
-    kernels and the allocator of a CPU."""
-    gpus_per_node: int = 8
-    nodes: int = 1
-    interconnect: object = None
-    """A name from the hardware data; None: the GPU's usual one."""
     strategy: Strategy = Strategy.FULL_SHARD
     """Or its lower-case name."""
     shard_group: int | None = None
@@ -97,12 +85,6 @@ class Job:
     """One of `LOSSES`."""
     engine: str = "shardwise"
     """One of `ENGINES`."""
-    segments: str = "fixed"
-    """How the caching allocator takes memory: one of `SEGMENTS`."""
-    context_bytes: int | None = None
-    """Of the device's context, outside the allocator. None: a usual one."""
-    nccl_bytes: int | None = None
-    """Of communicators' buffers, outside the allocator. None: usual ones."""
     keeps_gathered_weights: bool = False
     """Of DeepSpeed's ZeRO-3: linear layers keep what was gathered from forward to backward, unless they recompute. So
     they did until the summer of 2026 where the model was built outside `deepspeed.zero.Init`, and still do with
@@ -117,8 +99,6 @@ class Job:
     separate_reductions: bool = False
     """Reductions have a communicator of their own (`SHARDWISE_SEPARATE_REDUCTIONS=1`): they and gathers do not queue
     behind one another, but share the links."""
-    price_per_hour: float | None = None
-    """Of one device, in any currency. None: the hardware data's, if they have one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
@@ -128,13 +108,11 @@ class Job:
             object.__setattr__(self, "precision", Precision())
         elif not isinstance(precision, Precision):
             raise ConfigError(f"precision={precision!r}: pass sw.Precision(param=..., reduce=...)")
-        for name in ("gpus_per_node", "nodes", "seq_len", "micro_batch", "accumulation"):
-            _check_count(name, getattr(self, name), 1)
-        _check_count("slots", self.slots, LEAST_SLOTS)
-        _check_count("lora", self.lora, 0)
-        for name in ("context_bytes", "nccl_bytes"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), 0)
+        self._check_machines()
+        for name in ("seq_len", "micro_batch", "accumulation"):
+            check_count(name, getattr(self, name), 1)
+        check_count("slots", self.slots, LEAST_SLOTS)
+        check_count("lora", self.lora, 0)
         self._check_values()
         if self.recomputation.offloads and self.engine != "shardwise":
             raise ConfigError(
@@ -166,21 +144,6 @@ class Job:
         return {**plain, "world_size": self.world_size}
 
     @property
-    def hardware(self) -> Hardware:
-        """The device that `gpu` names. Raises PlanError for an unknown one."""
-        return find_device(self.gpu)  # type: ignore[arg-type]
-
-    @property
-    def node_interconnect(self) -> Interconnect:
-        """The interconnect between nodes: as asked for, else the device's usual one. Raises PlanError."""
-        return find_interconnect(self.interconnect or self.hardware.interconnect)  # type: ignore[arg-type]
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether operations run on a CPU."""
-        return self.hardware.kind == "cpu"
-
-    @property
     def compute_dtype(self) -> str:
         """Short name of the dtype that modules compute in; "fp32" where parameters keep their stored dtype."""
         return self.autocast or short_dtype_name(self.precision.param or self.precision.master) or "fp32"
@@ -189,11 +152,6 @@ class Job:
     def keeps_casts(self) -> bool:
         """Whether autocast keeps casts of parameters for a whole forward, as it does of leaves. FSDP1's are views."""
         return self.autocast is not None and (self.engine != "fsdp1" or not self.strategy.sharded)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self.gpus_per_node * self.nodes
 
     @property
     def shard_ranks(self) -> int:
@@ -229,17 +187,12 @@ class Job:
 
     def _check_values(self) -> None:
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+            check_choice(name, getattr(self, name), choices)
         if self.optimizer == "muon" and self.engine != "shardwise":
             raise ConfigError(
                 f'optimizer="muon" is forecast for shardwise, which gives matrices owners, not {self.engine}'
             )
         self._check_offload()
-        price: object = self.price_per_hour
-        if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
-            raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")
         if self.autocast is not None and self.autocast not in AUTOCASTS:
             raise ConfigError(f"autocast={self.autocast!r}: one of {', '.join(AUTOCASTS)}, or None")
         if self.autocast is not None and self.engine == "shardwise":
@@ -297,7 +250,7 @@ class Job:
     def _check_shard_group(self) -> None:
         if self.shard_group is None:
             return
-        _check_count("shard_group", self.shard_group, 1)
+        check_count("shard_group", self.shard_group, 1)
         if not (self.strategy.sharded and self.strategy.replicated):
             raise ConfigError(
                 f"shard_group={self.shard_group} is for strategy='hybrid_shard' or 'hybrid_shard_zero2', "
@@ -313,7 +266,7 @@ class Job:
         asked = self.reshard_after_forward
         if asked is None or isinstance(asked, bool):
             return
-        _check_count("reshard_after_forward", asked, 1)
+        check_count("reshard_after_forward", asked, 1)
         ranks = self.shard_ranks
         if ranks % asked:
             whole, way = f"{ranks} ranks", f"use one of {divisors(ranks)}"
@@ -350,8 +303,3 @@ def suited_to(source: ModelSource, arguments: Mapping[str, Any]) -> dict[str, An
     if suited.get("attention") is None:
         suited["attention"] = source.attention
     return suited
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}: a whole number from {least} on")

@@ -1,0 +1,78 @@
+"""The devices of a job, and what its processes take of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from shardwise.errors import ConfigError
+from shardwise.plan.hardware.devices import Hardware, Interconnect, find_device, find_interconnect
+from shardwise.suggest import did_you_mean
+
+SEGMENTS = ("fixed", "expandable")
+"""PyTorch's default; or `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Where a job runs."""
+
+    gpu: object = "h100-sxm-80gb"
+    """A name from the hardware data, the path of a file like its, or a `sw.plan.Hardware`. One of kind "cpu" has the
+    kernels and the allocator of a CPU."""
+    gpus_per_node: int = 8
+    nodes: int = 1
+    interconnect: object = None
+    """A name from the hardware data; None: the GPU's usual one."""
+    segments: str = "fixed"
+    """How the caching allocator takes memory: one of `SEGMENTS`."""
+    context_bytes: int | None = None
+    """Of the device's context, outside the allocator. None: a usual one."""
+    nccl_bytes: int | None = None
+    """Of communicators' buffers, outside the allocator. None: usual ones."""
+    price_per_hour: float | None = None
+    """Of one device, in any currency. None: the hardware data's, if they have one."""
+
+    @property
+    def hardware(self) -> Hardware:
+        """The device that `gpu` names. Raises PlanError for an unknown one."""
+        return find_device(self.gpu)  # type: ignore[arg-type]
+
+    @property
+    def node_interconnect(self) -> Interconnect:
+        """The interconnect between nodes: as asked for, else the device's usual one. Raises PlanError."""
+        return find_interconnect(self.interconnect or self.hardware.interconnect)  # type: ignore[arg-type]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether operations run on a CPU."""
+        return self.hardware.kind == "cpu"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.gpus_per_node * self.nodes
+
+    def _check_machines(self) -> None:
+        for name in ("gpus_per_node", "nodes"):
+            check_count(name, getattr(self, name), 1)
+        for name in ("context_bytes", "nccl_bytes"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 0)
+        check_choice("segments", self.segments, SEGMENTS)
+        price: object = self.price_per_hour
+        if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < inf):
+            raise ConfigError(f"price_per_hour={price!r}: an amount of money above 0, for one device")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raises ConfigError for what is none of them, naming the nearest."""
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raises ConfigError for what is no whole number, or a smaller one."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}: a whole number from {least} on")
