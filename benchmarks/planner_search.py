@@ -24,9 +24,10 @@ if not __package__:  # started as a file
 from benchmarks import facts, report
 from benchmarks.target import Target
 from shardwise import Precision
-from shardwise.plan.planner import Effort, Question, explore
 from shardwise.plan.report.report import full_name
 from shardwise.plan.search.exploration import Exploration
+from shardwise.plan.search.question import Effort, Question
+from shardwise.plan.search.search import explore
 from shardwise.plan.simulate.forecast import Forecast
 
 GIB = 2**30

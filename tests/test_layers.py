@@ -236,7 +236,7 @@ def test_an_import_that_points_down_is_fine(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("shardwise.plan.search.exploration", "from shardwise.plan.report.report import PlanReport"),
-        ("shardwise.plan.search.exploration", "if TYPE_CHECKING:\n    from shardwise.plan.planner import Question"),
+        ("shardwise.plan.search.exploration", "if TYPE_CHECKING:\n    from shardwise.plan.planner import Plan"),
         ("shardwise.plan.dry_run.job", "def f():\n    from shardwise.plan.simulate import forecast"),
         ("shardwise.plan.hardware.devices", "from shardwise.plan import forecast"),
     ],

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.searching import Searching
-from shardwise.plan.planner import Question
 from shardwise.plan.search.exploration import Objective, explore_family
+from shardwise.plan.search.question import Question
 from shardwise.plan.search.space import search_space
 from tests.plan.doubles import formula
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, signal, sys, time
 from shardwise.cli import searching
-from shardwise.plan.planner import Question
+from shardwise.plan.search.question import Question
 from shardwise.plan.search.exploration import Objective, explore_family
 from shardwise.plan.search.space import search_space
 from tests.plan.doubles import formula

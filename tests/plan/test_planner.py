@@ -9,11 +9,12 @@ import pytest
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import planner
-from shardwise.plan.planner import Effort, Question, explore
 from shardwise.plan.report.rendering import WIDTH, table_text
 from shardwise.plan.report.report import amount
 from shardwise.plan.search.exploration import nothing_fits
 from shardwise.plan.search.processes import Forecasters
+from shardwise.plan.search.question import Effort, Question, space_of
+from shardwise.plan.search.search import explore
 from shardwise.plan.simulate.trace import draw
 from tests.plan.doubles import GIB, formula
 from tests.plan.simulate.test_scaling import LLAMA
@@ -94,9 +95,7 @@ def test_where_nothing_fits_the_leanest_is_what_one_is_told_of(monkeypatch: pyte
 
 
 def test_a_quick_search_counts_what_it_looks_at() -> None:
-    quick, usual = (
-        planner._space(Question(LLAMA, ARGUMENTS, effort=effort)) for effort in (Effort.QUICK, Effort.USUAL)
-    )
+    quick, usual = (space_of(Question(LLAMA, ARGUMENTS, effort=effort)) for effort in (Effort.QUICK, Effort.USUAL))
     assert {family.base.strategy.value for family in quick.families} == {"full_shard"}
     assert quick.size < usual.size
 

@@ -19,7 +19,8 @@ from shardwise.suggest import nearest_path
 
 if TYPE_CHECKING:
     from shardwise.cli.on_jax import Asked
-    from shardwise.plan.planner import Plan, Question
+    from shardwise.plan.planner import Plan
+    from shardwise.plan.search.question import Question
 
 
 _WORKERS = 8
@@ -112,8 +113,8 @@ def _question(options: Options) -> "Question":
     if options.model is None:
         raise UserError("MODEL is missing: shardwise plan llama-3-8b --gpus 8 (see shardwise plan --help)")
 
-    from shardwise.plan.planner import Effort, Question
     from shardwise.plan.search.exploration import Objective
+    from shardwise.plan.search.question import Effort, Question
 
     effort = Effort.QUICK if options.quick else Effort.THOROUGH if options.thorough else Effort.USUAL
     return Question(

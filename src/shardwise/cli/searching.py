@@ -14,8 +14,8 @@ from shardwise.cli.exit import Exit
 
 if TYPE_CHECKING:
     from shardwise.plan.dry_run.job import Job
-    from shardwise.plan.planner import Question
     from shardwise.plan.search.exploration import Candidate
+    from shardwise.plan.search.question import Question
 
 _FIRST_LINE_S = 3.0
 _LINES_S = 10.0

@@ -3,8 +3,8 @@
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.devices import Hardware, find_device
 from shardwise.plan.models.source import shapes
-from shardwise.plan.planner import search
 from shardwise.plan.search.evaluator import Evaluator
+from shardwise.plan.search.search import search
 from shardwise.plan.simulate.forecast import Forecast, forecast
 
 __all__ = ["Evaluator", "Forecast", "Hardware", "Job", "find_device", "forecast", "search", "shapes"]

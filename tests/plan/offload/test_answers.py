@@ -14,10 +14,11 @@ from shardwise.plan import planner
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.devices import find_device
 from shardwise.plan.models.source import resolve
-from shardwise.plan.planner import Question
 from shardwise.plan.report.rendering import table_text
 from shardwise.plan.search.exploration import needed_bytes
 from shardwise.plan.search.processes import Forecasters
+from shardwise.plan.search.question import Question
+from shardwise.plan.search.search import explore
 from shardwise.plan.search.space import search_space
 from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision
@@ -100,7 +101,7 @@ def test_the_winner_with_offload_is_the_grids() -> None:
     given = {"gpus_per_node": 2, "seq_len": 1024, "offload": "cpu", "precision": precision, "strategy": "full_shard"}
     given |= {"micro_batch": [1, 2, 4, 8, 16, 32], "activation_checkpointing": ["none", "full"]}
     found, grid = (
-        planner.explore(Question(DEEP, given, budget_bytes=2000 * MIB, effort=e))
+        explore(Question(DEEP, given, budget_bytes=2000 * MIB, effort=e))
         for e in (planner.Effort.USUAL, planner.Effort.THOROUGH)
     )
     assert found.best is not None

@@ -1,0 +1,110 @@
+"""Answers in sentences, and as plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.plan.dry_run.job import Job
+from shardwise.plan.report.report import amount, full_name
+from shardwise.plan.search.exploration import (
+    Candidate,
+    gib,
+    needed_bytes,
+)
+from shardwise.plan.search.question import Question
+from shardwise.plan.simulate.forecast import Cost, Forecast
+from shardwise.policy.precision import short_dtype_name
+
+
+def more_sentence(question: Question, found: Forecast) -> str:
+    """What it would cost."""
+    job = found.job
+    options = [] if job.offload is None else [f"--offload {job.offload.words}"]
+    if job.optimizer_in_backward and not question.arguments.get("optimizer_in_backward"):
+        options.append("--optimizer-in-backward (clip = 0: no norm of all gradients)")
+    waits = found.exposed_offload_s / found.step_time_s
+    parts = {
+        "of a GPU": needed_bytes(found),
+        "of a node's host": found.host_bytes_per_node,
+        "of its disk": found.disk_bytes_per_node,
+    }
+    takes = ", ".join(f"{gib(nbytes)} GiB {where}" for where, nbytes in parts.items() if nbytes)
+    waiting = f", {waits:.0%} of the step waiting for that" if job.offload is not None else ""
+    return (
+        f"With {' and '.join(options)} it would fit: {full_name(job)}: {takes}; "
+        f"{found.tokens_per_s_per_gpu:,.0f} tokens/s a GPU{waiting}."
+    )
+
+
+def cost_sentence(cost: Cost, devices: int) -> str:
+    """What a step, a day and a million tokens cost."""
+    whole = f"a day of all {devices} GPUs" if devices > 1 else "a day"
+    return (
+        f"At {cost.per_device_hour:g} for an hour of a GPU, a step costs {amount(cost.per_step)}, a million tokens "
+        f"{amount(cost.per_million_tokens)}, {whole} {amount(cost.per_day)}."
+    )
+
+
+def setting(job: Job) -> str:
+    """The settings that all jobs of a search share, in one line."""
+    precision = job.precision
+    dtypes = "/".join(
+        short_dtype_name(name) or "as stored" for name in (precision.param, precision.reduce, precision.master)
+    )
+    words = [
+        f"{job.world_size} x {getattr(job.gpu, 'name', job.gpu)}" + (f" on {job.nodes} nodes" if job.nodes > 1 else ""),
+        f"{job.seq_len:,} tokens a sequence",
+        f"{dtypes} (compute/reduce/master)",
+        job.optimizer,
+        f"{job.attention} attention",
+    ]
+    words += [f"autocast to {job.autocast}"] if job.autocast else []
+    words += (
+        [{"compute": "float8 products", "gathers": "float8 products and gathers"}[job.float8]] if job.float8 else []
+    )
+    words += ["compiled"] if job.compile else []
+    words += [f"offload {job.offload.words}"] if job.offload is not None else []
+    words += ["each unit's step in backward"] if job.optimizer_in_backward else []
+    words += [f"as {job.engine} would run it"] if job.engine != "shardwise" else []
+    return ", ".join(words)
+
+
+def candidate_dict(candidate: Candidate) -> dict[str, Any]:
+    """One configuration of a search, for JSON."""
+    job = candidate.job
+    plain: dict[str, Any] = {
+        **sharding_dict(job),
+        "micro_batch": job.micro_batch,
+        "accumulation": job.accumulation,
+        "activation_checkpointing": job.activation_checkpointing,
+        "verdict": candidate.verdict.name.lower(),
+        "why": candidate.limited_by,
+    }
+    if candidate.forecast is not None:
+        forecast = candidate.forecast
+        plain |= {
+            "needed_bytes": needed_bytes(forecast),
+            "step_time_s": forecast.step_time_s,
+            "tokens_per_s_per_gpu": forecast.tokens_per_s_per_gpu,
+            "tokens_per_s_range": forecast.tokens_per_s_range,
+        }
+    return plain
+
+
+def sharding_dict(job: Job) -> dict[str, Any]:
+    """What tells families of configurations apart, for JSON."""
+    return {"strategy": job.strategy.value, "shard_group": job.shard_group}
+
+
+def gpus_and_nodes(job: Job) -> str:
+    """Such as "16 GPUs on 2 nodes"."""
+    gpus = f"{job.world_size} GPU{'s' if job.world_size > 1 else ''}"
+    return gpus if job.nodes == 1 else f"{gpus} on {job.nodes} nodes"
+
+
+def count(parameters: int) -> str:
+    """Such as "8.03 B"."""
+    for size, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if parameters >= size:
+            return f"{parameters / size:.2f} {name}"
+    return f"{parameters:,}"
