@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 swj = pytest.importorskip("shardwise.jax", reason="the extra jax is not installed")
@@ -11,12 +13,24 @@ from types import SimpleNamespace  # noqa: E402
 import jax  # noqa: E402
 
 from shardwise.errors import MeshError  # noqa: E402
-from shardwise.jax.devices import over_slices  # noqa: E402
+from shardwise.jax.devices import can_wait_for_ever, over_slices  # noqa: E402
 
 
 def test_fsdp_takes_the_devices_that_are_left() -> None:
     assert dict(swj.mesh().shape) == {"replica": 1, "fsdp": 8, "tensor": 1}
     assert dict(swj.mesh(tensor=2, replica=2).shape) == {"replica": 2, "fsdp": 2, "tensor": 2}
+
+
+def test_a_cache_whose_programs_can_wait_for_ever(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    assert not can_wait_for_ever(jax.devices())
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        swj.mesh(devices=jax.devices()[:1])
+        assert not recwarn
+        with pytest.warns(UserWarning, match="several CPU devices can wait for ever"):
+            swj.mesh(fsdp=2, devices=jax.devices()[:2])
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 def test_tensor_neighbours_are_devices_that_are_neighbours() -> None:

@@ -117,6 +117,17 @@ def test_the_torch_engine_trains_alike(folder: Path) -> None:
     np.testing.assert_allclose(state[1][name], state[0][name], rtol=0.05, atol=1e-9)
 
 
+def test_a_cache_whose_programs_can_wait_for_ever_is_turned_off(folder: Path) -> None:
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
+        train("train.steps=1")
+        assert not jax.config.jax_enable_compilation_cache
+        assert not (folder / "cache").exists()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_enable_compilation_cache", True)
+
+
 @pytest.mark.parametrize(
     ("override", "error", "said"),
     [

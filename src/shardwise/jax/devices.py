@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,11 +43,27 @@ def mesh(fsdp: int | None = None, tensor: int = 1, replica: int = 1, devices: Se
             f"mesh(fsdp={fsdp}, tensor={tensor}, replica={replica}) needs {wanted} devices; "
             f"there are {len(found)}{way_out}"
         )
+    if can_wait_for_ever(found):
+        warnings.warn(
+            "JAX's compilation cache is on, and programs for several CPU devices can wait for ever if they come out of it: "
+            'jax.config.update("jax_enable_compilation_cache", False)',
+            stacklevel=2,
+        )
     shape, types = (replica, fsdp, tensor), (AxisType.Auto,) * 3
     slices = len({device.slice_index for device in found}) if found[0].platform == "tpu" else 1
     if slices == 1:
         return jax.make_mesh(shape, AXES, types, devices=found)
     return Mesh(over_slices(found, slices, shape), AXES, axis_types=types)
+
+
+def can_wait_for_ever(devices: Sequence[Any]) -> bool:
+    """Whether JAX's compilation cache, as it is set, may hand out programs for these devices that deadlock.
+
+    XLA orders the collectives of a CPU program by what they share, and that is not in its files (jaxlib 0.10.2): out of
+    a file, one device may begin with one collective and the next device with another, and each waits for the other.
+    """
+    is_on = bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+    return is_on and len(devices) > 1 and devices[0].platform == "cpu"
 
 
 def over_slices(devices: Sequence[Any], slices: int, shape: tuple[int, int, int]) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from shardwise.errors import MeshError, UserError
 from shardwise.jax.checkpoint.processes import Processes
-from shardwise.jax.devices import DATA_AXES, rows
+from shardwise.jax.devices import DATA_AXES, can_wait_for_ever, rows
 from shardwise.suggest import divisors
 from shardwise.train.config.schema import Config
 
@@ -90,6 +90,8 @@ def started(config: Config) -> tuple[RunProcesses, list[Any]]:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(os.environ[_COORDINATOR], number, own)
     devices = jax.devices()
+    if can_wait_for_ever(devices):
+        jax.config.update("jax_enable_compilation_cache", False)
     if wanted == "auto":
         return RunProcesses(), devices
     if wanted > len(devices) or (jax.process_count() > 1 and wanted != len(devices)):
