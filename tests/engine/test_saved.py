@@ -432,12 +432,12 @@ def test_torch_func_grad_inside_a_unit_raises_and_names_the_way_out() -> None:
 
 
 def test_tokens_are_popped_by_identity() -> None:
-    saved = SavedTensors({}, lambda forward, call: None, lambda unit: None)
+    saved = SavedTensors({}, lambda place: None, lambda unit: None)
     forward, call = ForwardPass(1), Call(Unit("", [nn.Identity()], ()), recompute=False)
-    saved.enter(forward, call)
+    saved.enter((forward, call))
     saved.activate()
     ours = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    saved.enter(forward, call)
+    saved.enter((forward, call))
     saved.activate()  # on top already
     saved.leave()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) == ours

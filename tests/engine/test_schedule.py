@@ -20,6 +20,7 @@ def play(schedule: Schedule, order: list[Event], mode: str = "train") -> list[li
     predictions = []
     for event in order:
         predictions.append(list(schedule.upcoming()))
+        assert list(schedule.nearest(2)) == predictions[-1][:2]
         schedule.record(event)
     return predictions
 

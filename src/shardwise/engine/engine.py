@@ -28,7 +28,7 @@ from shardwise.engine.frozen import warn_of_frozen
 from shardwise.engine.loans import Loans
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.reducer import Reducer
-from shardwise.engine.saved_tensors import SavedTensors
+from shardwise.engine.saved_tensors import Place, SavedTensors
 from shardwise.engine.schedule import Event, Phase, Schedule
 from shardwise.engine.units.calls import Call, ForwardPass
 from shardwise.engine.units.gradients import Key
@@ -181,18 +181,18 @@ class Engine:
         if self.is_suspended:
             return args, kwargs
         if _transform() is None:
-            forward, call = self._enter_forward(unit)
+            place = self._enter_forward(unit)
         else:  # torch.func's (jvp), which would wrap the views that slots keep
             with temporarily_clear_interpreter_stack():
-                forward, call = self._enter_forward(unit)
+                place = self._enter_forward(unit)
         if unit.settings.inputs is not None:
             args, kwargs = cast_tensors((args, kwargs), unit.settings.inputs)
         if torch.is_grad_enabled():
             self.saved.activate()
-            args, kwargs = mark_first_input(args, kwargs, lambda grad: self._on_exit(forward, call))
+            args, kwargs = mark_first_input(args, kwargs, partial(self._on_exit, place))
         return args, kwargs
 
-    def _enter_forward(self, unit: Unit) -> tuple[ForwardPass[Unit], Call[Unit]]:
+    def _enter_forward(self, unit: Unit) -> Place:
         """Unshard the unit and let its modules hold the full parameters."""
         recompute = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled():
@@ -205,13 +205,14 @@ class Engine:
         forward, call = self._forward_pass(recompute), Call(unit, recompute)
         if torch.is_grad_enabled():
             forward.begin(call)
-        self.saved.enter(forward, call)
+        place = forward, call
+        self.saved.enter(place)
         self.depth += 1
         if not recompute or not unit.calls.in_backward:  # else it is unsharded, and ranks may not all recompute
             self.schedule.record(Event(Phase.FORWARD, unit.index))
         unit.calls.begin_forward(call)
         self._use(unit, again=False)
-        return forward, call
+        return place
 
     def _use(self, unit: Unit, again: bool) -> None:
         """Unshard the unit, let its modules hold the full parameters, and prefetch the units that come next."""
@@ -236,7 +237,7 @@ class Engine:
         call = unit.calls.end_forward()
         if call is None:
             return output  # a user's pre-forward hook raised before ours ran
-        forward = self.saved.leave()
+        place = self.saved.leave()
         self.depth -= 1
         failure = sys.exception() if output is None else None
         if failure is not None:
@@ -244,8 +245,8 @@ class Engine:
         if unit.settings.output is not None:
             output = cast_tensors(output, unit.settings.output)
         if failure is None:
-            output = self._watch_outputs(forward, call, output)
-        lent = self.loans.end((forward, call), failure is not None) if self.loans.to_calls else ()
+            output = self._watch_outputs(place, output)
+        lent = self.loans.end(place, failure is not None) if self.loans.to_calls else ()
         if _transform() is None:
             self._exit_forward(call, lent, failure)
         else:
@@ -338,26 +339,31 @@ class Engine:
         if not self._is_allocated and self.is_rank0:
             warn_of_frozen(self.units)
 
-    def _watch_outputs(self, forward: ForwardPass[Unit], call: Call[Unit], output: object) -> object:
+    def _watch_outputs(self, place: Place, output: object) -> object:
+        forward, call = place
         leaves = call.unit.parameters.leaf_ids
-        if any(id(tensor) in leaves for tensor in output_tensors(output)):
+        tensors = [*output_tensors(output)]
+        if not leaves.isdisjoint(map(id, tensors)):
             # A leaf itself loses its data when the unit is released; a view of it keeps the storage.
             output = exchange_tensors(output, lambda p: p.view_as(p) if id(p) in leaves else p)
+            tensors = [*output_tensors(output)]
         if torch.is_grad_enabled():
-            watched = [tensor for tensor in output_tensors(output) if tensor.requires_grad]
+            watched = [tensor for tensor in tensors if tensor.requires_grad]
             forward.end(call, has_backward=bool(watched) or any(group.trainable for group in call.unit.groups))
             for tensor in watched if call.end >= 0 else ():  # else grad mode was turned on inside
-                tensor.register_hook(lambda grad: self._on_enter(forward, call))
+                tensor.register_hook(partial(self._on_enter, place))
         return output
 
     # Backward -------------------------------------------------------------------------------------------------------
 
-    def _on_enter(self, forward: ForwardPass[Unit], call: Call[Unit]) -> None:
+    def _on_enter(self, place: Place, grad: Tensor | None = None) -> None:
         """Backward has come to the end of a call: a gradient of its output arrived, or something saved is unpacked."""
+        forward, call = place
         self._walk_back(forward, call.end)
 
-    def _on_exit(self, forward: ForwardPass[Unit], call: Call[Unit]) -> None:
+    def _on_exit(self, place: Place, grad: Tensor) -> None:
         """Backward has come to the beginning of a call: the gradient of its first input is complete."""
+        forward, call = place
         self._walk_back(forward, call.begin)
 
     def _walk_back(self, forward: ForwardPass[Unit], position: int) -> None:
@@ -438,7 +444,8 @@ class Engine:
         """Autograd has come to this rank's gradient of a parameter."""
         if self.is_suspended:
             raise UsageError("backward() inside sw.unsharded(model): leave it first, or use torch.autograd.grad")
-        self._begin_backward()
+        if self.backward is not Backward.RUNNING:
+            self._begin_backward()
         self.reducer.add(unit, key, grad)
 
     def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:

@@ -61,7 +61,7 @@ class InFlight(deque[Flight]):
         return oldest is not None
 
     def _finish(self, flight: Flight) -> None:
-        for earlier in list(self):
+        for earlier in list(self) if self[0] is not flight else ():
             if earlier is flight:
                 break
             if earlier.unit is flight.unit:

@@ -78,13 +78,13 @@ class SavedTensors:
     def __init__(
         self,
         slots: Mapping[int, Slot[Unit]],
-        began: Callable[[ForwardPass[Unit], Call[Unit]], None],
+        began: Callable[[Place], None],
         unshard: Callable[[Unit], None],
     ) -> None:
         """
         Args:
             slots: every slot by the identity of its storage, kept up to date by its owner.
-            began: called at unpacking where a call's backward is seen to have begun.
+            began: called at unpacking where the backward of a call is seen to have begun.
             unshard: called at unpacking to have a unit unsharded.
         """
         self._slots = slots
@@ -112,9 +112,9 @@ class SavedTensors:
         """The call under way that began last."""
         return self._places[-1] if self._places else None
 
-    def enter(self, forward: ForwardPass[Unit], call: Call[Unit]) -> None:
+    def enter(self, place: Place) -> None:
         """A call begins: tensors saved from here on belong to it."""
-        self._places.append((forward, call))
+        self._places.append(place)
         self._activated.append(None)
 
     def activate(self) -> None:
@@ -131,15 +131,15 @@ class SavedTensors:
         self._active.append(hooks)
         self._activated[-1] = hooks
 
-    def leave(self) -> ForwardPass[Unit]:
-        """The innermost call is over: deactivate what was activated for it. Leaves hooks alone that are not ours, and
-        ours below such until they go."""
-        forward, _ = self._places.pop()
+    def leave(self) -> Place:
+        """The innermost call, which is over: deactivate what was activated for it. Leaves hooks alone that are not
+        ours, and ours below such until they go."""
+        place = self._places.pop()
         hooks = self._activated.pop()
         self._unearth()
         if hooks is not None and hooks in self._active and not self._pop_top(hooks):
             self._buried.append(hooks)
-        return forward
+        return place
 
     def _unearth(self) -> None:
         """Deactivate hooks of ours that lay under others when they were due to go."""
@@ -238,7 +238,7 @@ class SavedTensors:
         forward, call = place
         backward = _graph_task()
         if backward != -1 and call.end >= 0 and not forward.has_come_to(call, backward):
-            self._began(forward, call)
+            self._began(place)
 
     def _restore(self, handle: Handle) -> Tensor:
         unit = handle.unit

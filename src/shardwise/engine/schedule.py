@@ -8,7 +8,7 @@ step is over and the new order replaces the old. The decisions depend on graph o
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -71,3 +71,8 @@ class Schedule:
             return
         for position in range(len(self._recording), len(self._expected)):
             yield self._expected[position]
+
+    def nearest(self, most: int) -> Sequence[Event]:
+        """The first of them, at most so many."""
+        position = len(self._recording)
+        return () if self._diverged else self._expected[position : position + most]

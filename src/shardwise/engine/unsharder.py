@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from itertools import islice
 
 from shardwise.comm.protocol import BufferKind
 from shardwise.engine.control import Control
@@ -112,7 +111,7 @@ class Unsharder:
     def prefetch(self, units: Sequence[Unit]) -> None:
         """Start unsharding units that the recorded order says come next, as far as there are free slots."""
         wanted = max(1, self._slots - _NOT_PREFETCHED)
-        for event in islice(self._schedule.upcoming(), wanted + _NOT_PREFETCHED):
+        for event in self._schedule.nearest(wanted + _NOT_PREFETCHED):
             unit = units[event.unit]
             parameters = unit.parameters
             if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:  # kept over a step
@@ -132,7 +131,7 @@ class Unsharder:
         """Have the disk begin to read what is unsharded next, as far as there are free buffers."""
         if not self._ahead:
             return
-        for event in islice(self._schedule.upcoming(), self._ahead):
+        for event in self._schedule.nearest(self._ahead):
             if units[event.unit].parameters.state is ParameterState.SHARDED:
                 units[event.unit].parameters.read_ahead()
 

@@ -45,8 +45,8 @@ def mesh(fsdp: int | None = None, tensor: int = 1, replica: int = 1, devices: Se
         )
     if can_wait_for_ever(found):
         warnings.warn(
-            "JAX's compilation cache is on, and programs for several CPU devices can wait for ever if they come out of it: "
-            'jax.config.update("jax_enable_compilation_cache", False)',
+            "JAX's compilation cache is on, and programs for several CPU devices can wait for ever if they come out of "
+            'it: jax.config.update("jax_enable_compilation_cache", False)',
             stacklevel=2,
         )
     shape, types = (replica, fsdp, tensor), (AxisType.Auto,) * 3

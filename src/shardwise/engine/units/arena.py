@@ -62,22 +62,26 @@ class Slot(Generic[T]):
     def _set(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self.key = storage_key(buffer.bytes)
-        self._flats: dict[tuple[torch.dtype, int, int], Tensor] = {}
-        """By dtype, first byte and elements: made once, since to cut a tensor costs more than to look one up."""
+        self._flats: dict[torch.dtype | tuple[torch.dtype, int, int], Tensor] = {}
+        """By dtype, first byte and elements, or by dtype alone: made once, since cutting costs more than a look."""
 
     def base(self, dtype: torch.dtype) -> Tensor:
         """The whole slot as a 1-D tensor of `dtype`."""
-        return self.flat(0, self.buffer.bytes.numel() // dtype.itemsize, dtype)
+        base = self._flats.get(dtype)
+        if base is None:
+            base = self._flats[dtype] = self._cut(0, self.buffer.bytes.numel() // dtype.itemsize, dtype)
+        return base
 
     def flat(self, start_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of `dtype` from byte `start_bytes` on; 1-D, a view."""
         flat = self._flats.get((dtype, start_bytes, numel))
         if flat is None:
-            stop_bytes = start_bytes + numel * dtype.itemsize
-            with torch.inference_mode(False):  # it is kept, and an inference tensor could never be saved for backward
-                flat = self.buffer.bytes[start_bytes:stop_bytes].view(dtype)
-            self._flats[dtype, start_bytes, numel] = flat
+            flat = self._flats[dtype, start_bytes, numel] = self._cut(start_bytes, numel, dtype)
         return flat
+
+    def _cut(self, start_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # it is kept, and an inference tensor could never be saved for backward
+            return self.buffer.bytes[start_bytes : start_bytes + numel * dtype.itemsize].view(dtype)
 
     def expect_references(self) -> None:
         """All tensors that refer to the storage now are the holder's."""

@@ -30,10 +30,13 @@ class GatheredWrites:
 
     def found(self) -> str | None:
         """A parameter that was written."""
+        now = self._leaf_versions()
+        if self._read_versions is None and now == self._shown_versions:  # asked for every call of every unit
+            return None
         if not self._shown_versions:
             return None
         fqns = [fqn for group in self._groups for fqn in group.fqns]
-        versions = [*zip(fqns, self._leaf_versions(), self._shown_versions, strict=True)]
+        versions = [*zip(fqns, now, self._shown_versions, strict=True)]
         if self._read_versions is not None:
             versions += zip(fqns, self._face_versions(), self._read_versions, strict=True)
             self._read_versions = None

@@ -55,27 +55,32 @@ class GradientShard:
         accumulate = not self._awaits_first_sum
         if self._awaits_first_sum:
             self._awaits_first_sum = False
-            self._leave_kept()
-            accumulate = any(sharded.grad is not None for sharded in self._sharded)
-            for sharded, own in zip(self._sharded, self.faces, strict=True) if accumulate else ():
-                if sharded.grad is None:
-                    own.local.zero_()
-                elif sharded.grad is not own:
-                    own.local.copy_(sharded.grad.local)  # type: ignore[attr-defined]
+            accumulate = self._begin_sum()
         assert self.flat is not None
         return self.flat, accumulate
+
+    def _begin_sum(self) -> bool:
+        """Have the gradients of earlier backwards in the memory; whether there are any. If the user keeps one that its
+        parameter let go of, leave them the memory and allocate other."""
+        grads = [sharded.grad for sharded in self._sharded]
+        is_kept = accumulates = False
+        for references, grad in zip(self._references(), grads, strict=True):
+            if grad is not None:
+                accumulates = True
+            elif references > self._unkept:
+                is_kept = True
+        if is_kept:
+            self._new()
+        for grad, own in zip(grads, self.faces, strict=True) if accumulates else ():
+            if grad is None:
+                own.local.zero_()
+            elif grad is not own:
+                own.local.copy_(grad.local)  # type: ignore[attr-defined]
+        return accumulates
 
     def end_backward(self) -> None:
         """The next sum is of another backward."""
         self._awaits_first_sum = True
-
-    def _leave_kept(self) -> None:
-        """If the user keeps a gradient that its parameter let go of, leave them the memory and allocate other."""
-        if any(
-            count > self._unkept and sharded.grad is None
-            for count, sharded in zip(self._references(), self._sharded, strict=True)
-        ):
-            self._new()
 
     def _references(self) -> list[int]:
         """How often each gradient and its piece are referred to from Python."""

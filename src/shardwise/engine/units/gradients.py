@@ -67,6 +67,8 @@ class UnitGradients:
         self._used: defaultdict[Key, int] = defaultdict(int)
         """Gradients that came since gradients were last agreed on: how many."""
         self._views: dict[int, list[list[Tensor]]] = {}
+        self._open_views: list[list[Tensor]] = []
+        """The same in the slot where they are collected, while there is one."""
         self._observer: Callable[[Tensor], None] | None = None
         self.place()
 
@@ -81,6 +83,7 @@ class UnitGradients:
             self.reduce_bytes = group.place_gradients(self.reduce_bytes)
         self.apart = None
         self._views.clear()
+        self._open_views = []
 
     def forget_dropped(self) -> bool:
         """Forget gradients of a `no_sync` backward that users have dropped; whether others wait to be reduced."""
@@ -115,6 +118,7 @@ class UnitGradients:
         """Collect in `slot`, which the unit holds. Late gradients go there first."""
         assert self.slot is None, "gradients are collected in one slot at a time"
         self.slot = slot
+        self._open_views = self._views_of(slot)
         self._add_late(slot)
 
     def close(self) -> None:
@@ -131,6 +135,7 @@ class UnitGradients:
         """Let go of everything that lies in an arena."""
         self.slot = self.own_slot = self.apart = None
         self._views.clear()
+        self._open_views = []
 
     def reduce_as(self, reducing: Reducing, scaled: ScaledAddition) -> None:
         """From now on. No communication."""
@@ -157,7 +162,7 @@ class UnitGradients:
                 self._late[key] = torch.empty(grad.shape, dtype=dtype, device=grad.device)
             view = self._late[key]
         else:
-            view = self._views_of(self.slot)[key[0]][key[1]]
+            view = self._open_views[key[0]][key[1]]
             is_first = key not in self._written
             self._written.add(key)
         (self.scaled.write if is_first else self.scaled.add)(view, grad)
@@ -188,6 +193,8 @@ class UnitGradients:
         self._late.clear()
 
     def _zero_missing(self, slot: Slot[Any]) -> None:
+        if len(self._written) == len(self.keys):
+            return
         places = ((g, i, view) for g, views in enumerate(self._views_of(slot)) for i, view in enumerate(views))
         missing = [view for g, i, view in places if (g, i) not in self._written]
         if missing:
@@ -205,7 +212,9 @@ class UnitGradients:
 
     def fates(self) -> bytes:
         """On this rank, by key."""
-        return bytes(map(self._fate, self.keys))
+        if self._written or self._late or self.apart is not None:
+            return bytes(map(self._fate, self.keys))
+        return bytes([key in self._used for key in self.keys])  # UNUSED or REDUCED: nothing waits
 
     def arrivals(self, key: Key) -> int:
         """How many gradients of the parameter came on this rank."""
@@ -232,7 +241,7 @@ class UnitGradients:
         """Give every parameter that some rank used its gradient; the others keep what they had."""
         for (g, i), fate in zip(self.keys, fates, strict=True):
             group = self.groups[g]
-            if fate != Fate.UNUSED and group.gradients.faces:
+            if fate and group.gradients.faces:  # `Fate.UNUSED` is 0
                 group.sharded[i].receive_grad(group.gradients.faces[i])
         self._used.clear()
         if self.apart is not None:
