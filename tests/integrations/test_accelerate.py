@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -140,6 +142,18 @@ def test_a_model_is_sharded_once_and_also_for_evaluation() -> None:
         assert accelerator.unwrap_model(model) is model
         assert all(isinstance(parameter, sw.ShardedParameter) for parameter in model.parameters())
         assert accelerator.distributed_type.value == "MULTI_CPU"
+
+
+@on_ranks(2)
+def test_the_plugin_has_every_argument_of_shard() -> None:
+    names = set(inspect.signature(sw.shard).parameters) - {"model", "ignored"}  # the latter by `ignored_modules`
+    assert {field.name for field in fields(ShardwisePlugin)} - names == {"ignored_modules", "activation_checkpointing"}
+    assert names <= {field.name for field in fields(ShardwisePlugin)}
+    model = llama()
+    ShardwisePlugin(align=256).shard(model, "no")
+    fragments = [parameter.placement.fragment for parameter in model.parameters()]
+    assert fragments
+    assert not any(fragment.offset % 256 for fragment in fragments)
 
 
 @on_ranks(2)

@@ -60,7 +60,7 @@ _DIRECTORY = "shardwise"
 
 @dataclass
 class ShardwisePlugin:
-    """How an `Accelerator` shards. The fields are `sw.shard`'s arguments."""
+    """How an `Accelerator` shards. The fields are `sw.shard`'s arguments, but for the last two."""
 
     strategy: Strategy | str = Strategy.FULL_SHARD
     mesh: DeviceMesh | None = None
@@ -71,6 +71,7 @@ class ShardwisePlugin:
     reshard_after_forward: bool | int | None = None
     slots: int = 3
     offload: Offload | None = None
+    align: int | None = None
     ignored_modules: Iterable[nn.Module] | str | None = None
     """Modules whose parameters are left alone, or a regular expression for their whole names."""
     activation_checkpointing: str = field(default="none")
@@ -113,6 +114,7 @@ class ShardwisePlugin:
             reshard_after_forward=self.reshard_after_forward,
             slots=self.slots,
             offload=self.offload,
+            align=self.align,
             ignored=fsdp_settings.ignored_in(model, self.ignored_modules),
         )
         checkpoint_units(model, self.activation_checkpointing)
