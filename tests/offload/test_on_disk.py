@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import PREFIX, ScratchFile
 from shardwise.offload.resting_state import RestingState
@@ -372,3 +373,52 @@ def test_what_cannot_be_offloaded_leaves_units_below_as_they_are() -> None:
         sw.shard(model, offload="nvme")  # type: ignore[arg-type]
     sw.shard(model)
     squares(model, batch(0)).backward()
+
+
+class Tiny(nn.Module):
+    """On all ranks but the first this has no elements of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.nothing = nn.Parameter(torch.ones(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.nothing.sum()
+
+
+@on_ranks(1, 2)
+def test_ranks_without_elements_of_a_unit_step_on() -> None:
+    path = shared_folder()
+
+    def train(offload: sw.Offload | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = sw.shard(nn.Sequential(nn.Linear(4, 4), Tiny()), units={Tiny}, offload=offload)
+        alone = next(model[1].parameters())
+        optimizers = [torch.optim.AdamW(model[0].parameters(), lr=0.1), torch.optim.AdamW([alone], lr=0.1)]
+        for _ in range(3):
+            model(torch.ones(2, 4)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(sw.full_state_dict(model, rank0_only=False).values())
+
+    assert all(map(torch.equal, train(on_disk(path)), train(None)))
+
+
+@on_ranks(1)
+def test_frozen_parameters_take_no_room_until_they_train() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8))
+    model[0].requires_grad_(False)
+    sw.shard(model, offload=on_disk(shared_folder(), ring_bytes=2**18))  # the frozen weight's would not go through it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for trains in (False, True):
+        model[0].bias.requires_grad_(trains)
+        model(torch.ones(1, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    of_weight, of_bias = (optimizer.state.get(p, {}) for p in model[0].parameters())
+    assert not of_weight
+    assert isinstance(of_bias["exp_avg"], RestingState)
+    states: Any = require_engine(model).root.states
+    assert states.medium.nbytes < 2**18

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import ctypes
 import errno
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import shardwise as sw
 from shardwise.engine.lookup import require_engine, shard_stores
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import ScratchFile
+from shardwise.offload.disk import Disk, _OnThread
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
@@ -400,3 +404,76 @@ def test_configurations_are_refused_by_name() -> None:
         sw.Offload(params="nvme")
     with pytest.raises(ConfigError, match=r"offload.params='disk': None, 'cpu' or 'nvme'"):
         sw.Offload(params="disk")
+
+
+@on_ranks(1)
+def test_steps_and_loads_after_a_failure_leave_no_slice_half_way() -> None:
+    twins = Twins(offload=places(PLACES[0]))
+    path = shared_folder()
+    twins.train(2)
+    sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+
+    def fails(self: ScratchFile, start: int, data: memoryview) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for broken in ("read", "write"):
+        squares(twins.sharded, twins.batch()).backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ScratchFile, broken, fails)
+            with pytest.raises(UsageError, match="is lost"):
+                two_steps(twins)
+            with suppress(UsageError):  # where something is still to be written
+                sw.release(twins.sharded)
+        for _ in range(2):
+            with pytest.raises(UsageError, match="is lost"):
+                twins.optimizers[1].step()
+        twins.optimizers[1].zero_grad()
+        sw.checkpoint.load(f"{path}/one", twins.sharded, twins.optimizers[1])
+        assert all(home.state in (HomeState.RESTING, HomeState.HERE) for home in homes(twins))
+    twins.train(2)
+
+
+@pytest.mark.parametrize("what", ["write", "read"])
+@on_ranks(1)
+def test_an_interrupt_while_a_slice_is_waited_for_loses_nothing(what: str) -> None:
+    disk = Disk(Path(shared_folder()), "weights")
+    store = ShardStore(disk)
+    first, second = (SliceHome(store, 5000, torch.float32) for _ in range(2))
+    store.take_room()
+    for home, number in ((first, 1.0), (second, 2.0)):
+        home.begin_anew()
+        home.flat().fill_(number)
+    store.finish()
+    go_on, whole = threading.Event(), getattr(ScratchFile, what)
+
+    def slow(self: ScratchFile, start: int, data: memoryview) -> None:
+        go_on.wait(60)
+        whole(self, start, data)
+
+    def interrupted(self: object) -> None:
+        raise KeyboardInterrupt
+
+    if what == "write":
+        first.flat().fill_(3.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScratchFile, what, slow)
+        patch.setattr(_OnThread, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            (first.finish if what == "write" and first.let_go() is None else first.come)()
+    assert store.take_free_buffer().data_ptr() != first._buffer.data_ptr()  # type: ignore[union-attr]
+    go_on.set()
+    assert (first.flat() == (3.0 if what == "write" else 1.0)).all()
+    assert (second.flat() == 2.0).all()
+
+
+@on_ranks(1)
+def test_copies_that_are_gone_leave_their_room_to_the_next() -> None:
+    twins = Twins(offload=places(PLACES[0]))
+    taken = []
+    for _ in range(4):
+        replica = copy.deepcopy(twins.sharded)
+        assert torch.equal(squares(replica, batch(0)), squares(twins.sharded, batch(0)))
+        del replica
+        gc.collect()
+        taken.append(store(twins).medium.nbytes)
+    assert taken[1:] == taken[:1] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -22,6 +23,8 @@ class ShardStore:
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
         self._placed_bytes = 0
+        self._vacant: defaultdict[int, list[int]] = defaultdict(list)
+        """By size, first bytes of places whose slices are gone."""
         self._buffer_bytes = 0
         self._free: list[Tensor] = []
         self._made = 0
@@ -36,10 +39,16 @@ class ShardStore:
 
     def place(self, nbytes: int) -> int:
         """Where the next slice lies, once there is room. Slices of a model's copies are as large."""
+        if self._vacant[nbytes]:
+            return self._vacant[nbytes].pop()
         start = self._placed_bytes
         self._placed_bytes += nbytes
         self._buffer_bytes = max(self._buffer_bytes, nbytes)
         return start
+
+    def vacate(self, start: int, nbytes: int) -> None:
+        """The slice there is gone. It was at rest: those that have a buffer are held."""
+        self._vacant[nbytes].append(start)
 
     def take_room(self) -> None:
         """For all slices that were placed. Raises UsageError where the medium has none."""

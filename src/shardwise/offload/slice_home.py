@@ -13,11 +13,13 @@ is to come and nobody has a view any more: so there is never more than one copy 
 from __future__ import annotations
 
 import enum
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from shardwise.errors import UsageError
 from shardwise.files.direct import PAGE_BYTES
 from shardwise.layout.flat import round_up
 
@@ -58,6 +60,7 @@ class SliceHome:
         self.nbytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
         self.start = store.place(self.nbytes)
         """First byte on the medium."""
+        weakref.finalize(self, store.vacate, self.start, self.nbytes).atexit = False
         self.state = HomeState.RESTING
         self._buffer: Tensor | None = None
         self._bytes: Tensor | None = None
@@ -125,7 +128,11 @@ class SliceHome:
         self._take(buffer)
         self._move(HomeState.READING)
         assert self._bytes is not None
-        self._under_way = self.store.medium.read(self.start, self._bytes)
+        try:
+            self._under_way = self.store.medium.read(self.start, self._bytes)
+        except BaseException:  # of a disk that has failed before
+            self._rest()
+            raise
 
     def _take(self, buffer: Tensor) -> None:
         self._buffer = buffer
@@ -136,14 +143,16 @@ class SliceHome:
         self.store.hold(self)
 
     def _wait(self) -> None:
-        """For a transfer of the buffer. After an error the slice is at rest."""
-        under_way, self._under_way = self._under_way, None
-        assert under_way is not None
+        """For a transfer of the buffer. After an error the slice is at rest; after an interrupt it is still under way,
+        and has its buffer."""
+        assert self._under_way is not None
         try:
-            under_way.wait()
-        except BaseException:
+            self._under_way.wait()
+        except UsageError:
+            self._under_way = None
             self._rest()
             raise
+        self._under_way = None
 
     # Going ------------------------------------------------------------------------------------------------------------
 
@@ -166,9 +175,9 @@ class SliceHome:
         if not self._is_written and self._bytes._version == self._clean_version:
             self._rest()
             return
+        self._under_way = self.store.medium.write(self.start, self._bytes)
         self._is_written, self._clean_version = False, self._bytes._version
         self._move(HomeState.WRITING)
-        self._under_way = self.store.medium.write(self.start, self._bytes)
 
     @property
     def is_written(self) -> bool:

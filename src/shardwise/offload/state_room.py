@@ -51,13 +51,16 @@ class StateRoom:
         return portion.start + offset, kept
 
     def needs(self, optimizer: Optimizer, keeps: Callable[[Tensor], bool]) -> dict[ShardedParameter, State]:
-        """By parameter without room, of those that it `keeps`, the state that the optimizer's next step gives it.
+        """By parameter without room, of those that it `keeps` and trains, the state that the optimizer's next step
+        gives it.
 
         Raises UsageError if that gives a parameter with room more than its first step did.
         """
         new: dict[ShardedParameter, State] = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in filter(keeps, group["params"]):
+                if not parameter.requires_grad and parameter.grad is None:
+                    continue
                 state = self._state_of(optimizer, number, parameter)
                 if parameter in self.portion_of:
                     self._check(optimizer, parameter, state)

@@ -194,24 +194,27 @@ class _Ring:
     def has_free(self) -> bool:
         """Whether a read can begin; waits for the oldest write where nothing is being read."""
         while self._writes and (self._writes[0][0].is_over or not (self._reads or self._free)):
-            writing, buffer = self._writes.popleft()
+            writing, buffer = self._writes[0]
             writing.wait()
+            self._writes.popleft()  # not before: an interrupt may come
             self._free.append(buffer)
         return bool(self._free)
 
     def begin_read(self, portion: Portion, is_there: bool) -> None:
         """Read a portion's state, if there is any, into a free buffer."""
         buffer = self._free.pop(0)
-        self._reads.append((self._medium.read(portion.start, buffer[: portion.nbytes]) if is_there else None, buffer))
+        is_read = is_there and portion.nbytes  # a rank may have no elements of it
+        self._reads.append((self._medium.read(portion.start, buffer[: portion.nbytes]) if is_read else None, buffer))
 
     def wait_for_read(self) -> Tensor:
         """The buffer of the oldest read, for the current stream."""
-        reading, buffer = self._reads.popleft()
+        reading, buffer = self._reads[0]
         if reading is None:
             self._medium.claim(buffer)
         else:
             reading.wait()
             self._medium.use(buffer)
+        self._reads.popleft()
         return buffer
 
     def begin_write(self, portion: Portion, buffer: Tensor) -> None:
