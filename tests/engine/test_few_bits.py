@@ -283,3 +283,38 @@ def test_something_has_to_be_frozen() -> None:
 def test_the_kind_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"precision.frozen = 'nf' is none of nf4, int8; did you mean 'nf4'"):
         sw.Precision(frozen="nf")
+
+
+@on_ranks(2)
+def test_steps_in_backward_beside_a_frozen_base() -> None:
+    model = sw.shard(seeded(build), precision=NF4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sw.optimizer_in_backward(model, optimizer)
+    for step in range(2):
+        squares(model, batch(step)).backward()
+        optimizer.step()  # has nothing left to do
+
+
+@on_ranks(1)
+def test_aliases_have_what_was_merged_from_the_parameter() -> None:
+    model = sw.shard(seeded(build), precision=NF4)
+    weight = next(iter(in_few_bits(model).values()))
+    before, alias = weight.full_tensor(), weight.detach()
+    weight.merge(lambda start, stop: torch.full((stop - start,), 10.0))
+    assert torch.equal(alias.full_tensor(), before + 10.0)
+    weight.merge(lambda start, stop: torch.full((stop - start,), 5.0))
+    assert torch.equal(alias.full_tensor(), before + 15.0)
+    with torch.no_grad():
+        alias.copy_(torch.full(weight.shape, 2.0))
+    assert torch.equal(weight.full_tensor(), torch.full(weight.shape, 2.0))
+
+
+@on_ranks(2)
+def test_inference_mode() -> None:
+    model = sw.shard(seeded(build), precision=NF4)
+    weight = next(iter(in_few_bits(model).values()))
+    whole = weight.full_tensor()
+    with torch.inference_mode():
+        assert torch.equal(weight.norm(), whole.norm()) or torch.allclose(weight.norm(), whole.norm())
+        weight.mul_(2)
+    assert torch.equal(weight.full_tensor(), whole * 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -44,9 +44,7 @@ class FewBitsParameter(ShardedParameter):
     """This rank's: [blocks, bytes of a block], uint8; shared with its unit. From disk they are here while there is a
     view of them."""
     coder: Coder
-    added: Callable[[int, int], Tensor] | None = None
-    """What is added to elements [start, stop) of the flattened whole whenever they are read: an adapter that was
-    merged."""
+    _added: Callable[[int, int], Tensor] | None = None
     _dtype: torch.dtype
 
     def __new__(cls, blocks: Tensor | Home, coder: Coder, dtype: torch.dtype, placement: Placement) -> Self:
@@ -66,6 +64,20 @@ class FewBitsParameter(ShardedParameter):
         return self.inner.dtype if running and self.inner is not None else self._dtype
 
     @property
+    def added(self) -> Callable[[int, int], Tensor] | None:
+        """What is added to elements [start, stop) of the flattened whole whenever they are read: an adapter that was
+        merged. Aliases have it from the parameter."""
+        return self._merged_in._added
+
+    @added.setter
+    def added(self, added: Callable[[int, int], Tensor] | None) -> None:
+        self._merged_in._added = added
+
+    @property
+    def _merged_in(self) -> FewBitsParameter:
+        return self if self._origin is None else cast("FewBitsParameter", self._origin)
+
+    @property
     def local(self) -> Tensor:  # type: ignore[override]
         """This rank's piece in the stored dtype, decoded now: 1-D, a copy."""
         return self.read(self.fragment.start, self.fragment.stop)
@@ -78,7 +90,8 @@ class FewBitsParameter(ShardedParameter):
         first = (start - self.fragment.start) // BLOCK_NUMEL
         blocks = self.blocks[first : first + -(-(stop - start) // BLOCK_NUMEL)]  # of the last one perhaps a part
         dtype = self._dtype if self.added is None else torch.float32
-        numbers = torch.empty(len(blocks) * BLOCK_NUMEL, dtype=dtype, device=blocks.device)
+        with torch.inference_mode(False):  # writes to it are told by its version
+            numbers = torch.empty(len(blocks) * BLOCK_NUMEL, dtype=dtype, device=blocks.device)
         self.coder.decode(blocks, numbers)
         numbers = numbers[: stop - start]
         return numbers if self.added is None else numbers.add_(self.added(start, stop)).to(self._dtype)
@@ -109,9 +122,10 @@ class FewBitsParameter(ShardedParameter):
 
     def merge(self, added: Callable[[int, int], Tensor]) -> None:
         """From now on add `added(start, stop)`, 1-D, to elements [start, stop) of the flattened whole whenever they are
-        read or gathered. Every rank must do so."""
+        read or gathered, beside what was merged before. Every rank must do so."""
+        before = self.added
         self.begin_overwrite()
-        self.added = added
+        self.added = added if before is None else lambda start, stop: before(start, stop) + added(start, stop)
 
     def full_tensor(self) -> Tensor:
         """See `ShardedParameter.full_tensor`."""
@@ -120,7 +134,6 @@ class FewBitsParameter(ShardedParameter):
     def without_autograd(self) -> Self:
         """An alias: the same blocks."""
         alias = type(self)(self.blocks if self.home is None else self.home, self.coder, self._dtype, self.placement)
-        alias.added = self.added
         alias._origin = self if self._origin is None else self._origin
         return alias
 

@@ -106,7 +106,7 @@ def by_owner(optimizer: Optimizer) -> Mapping[Owner | None, Selected]:
     found: dict[Owner | None, Selected] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            owner = parameter.unit if type(parameter) is ShardedParameter else None
+            owner = parameter.unit if isinstance(parameter, ShardedParameter) else None
             if owner not in found:
                 found[owner] = [[] for _ in optimizer.param_groups]
             found[owner][number].append(parameter)
