@@ -432,3 +432,26 @@ def test_an_outer_shard_afterwards_is_told_at_the_step() -> None:
     squares(outer, batch(0)).backward()
     with pytest.raises(UsageError, match=r"after the last sw.shard"):
         optimizer.step()
+
+
+class HalfWay(torch.optim.SGD):
+    """Updates its first parameter and fails."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["params"][0].add_(1.0)
+        raise ZeroDivisionError
+
+
+@on_ranks(1, 2)
+def test_the_only_unit_is_torn_by_a_step_that_raises_half_way() -> None:
+    model = sw.shard(torch.nn.Linear(4, 4))
+    sw.optimizer_in_backward(model, HalfWay(model.parameters(), lr=0.1))
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(UsageError, match=r"a backward raised after some units had taken their step"):
+        model(torch.ones(2, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model(torch.ones(2, 4))

@@ -108,10 +108,12 @@ class BackwardSteps:
             units = {own for optimizer in self._optimizers for own in by_owner(optimizer) if isinstance(own, Unit)}
             self._versions = {own: own.version for own in units}
         self._stepped.add(unit)
-        with self._watch(unit):
-            self._step(unit)
-        unit.stepped()
-        self._versions[unit] = unit.version
+        try:
+            with self._watch(unit):
+                self._step(unit)
+            unit.stepped()
+        finally:  # a step that raises may have written some
+            self._versions[unit] = unit.version
         for group in unit.groups:
             group.gradients.release()
 
