@@ -228,6 +228,20 @@ def test_a_rank_may_evaluate_alone_where_every_rank_holds_the_weights() -> None:
     twins.train(1)
 
 
+@on_ranks(2, timeout_s=30)
+def test_a_rank_may_evaluate_alone_while_all_look_at_parameters() -> None:
+    twins = Twins(strategy="shard_optimizer")
+    twins.train(1)
+    twins.sharded(batch(9)).sum()  # the weights of now are gathered
+    found = {}
+    for name, parameter in twins.sharded.named_parameters():
+        found[name] = parameter.full_tensor()  # type: ignore[operator]
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                twins.sharded(batch(9))
+    assert all(torch.equal(found[name], parameter) for name, parameter in twins.plain.named_parameters())
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2, timeout_s=30)
 def test_a_rank_that_leaves_a_forward_early_is_told_apart(transport: str) -> None:

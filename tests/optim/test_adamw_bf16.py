@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.compat.state_dict import get_optimizer_state_dict
 from shardwise.errors import ConfigError
 from shardwise.optim.rounding import random_bits, rounded
 from tests.engine.rig import Net, batch, on_ranks, seeded, squares
@@ -121,3 +122,10 @@ def test_moments_may_be_on_disk(tmp_path: Path) -> None:
             optimizer.zero_grad()
         found.append(sw.full_state_dict(model, rank0_only=False))
     assert [name for name in found[0] if not torch.equal(found[0][name], found[1][name])] == []
+
+
+@on_ranks(2)
+def test_a_template_of_its_state_has_taken_no_step() -> None:
+    model = sw.shard(nn.Linear(8, 8))
+    template = get_optimizer_state_dict(model, sw.optim.AdamWBF16(model.parameters(), lr=0.1))
+    assert {state["step"] for state in template["state"].values()} == {0}

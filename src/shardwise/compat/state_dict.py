@@ -399,6 +399,8 @@ def _with_state(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         for values in optimizer.state.values():
             if isinstance(values.get("step"), Tensor):
                 values["step"].zero_()
+            elif "step" in values:
+                values["step"] = 0
         yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -316,7 +316,8 @@ class Engine:
         Where the root is only a container (a GAN's halves, each called), all calls up to a backward make one step.
         """
         self.clear_up()
-        whole.forget(self.units)
+        if torch.is_grad_enabled():  # else a rank may be evaluating alone, and all forget alike
+            whole.forget(self.units)
         self.unsharder.begin(self.units)
         self.loans.hide_stale()
         self.saved.drain()

@@ -3,7 +3,8 @@
 One tensor alone is put together of the fragments of the ranks that have some of it. Of a model's parameters, which are
 mostly asked for one after another, a unit's are gathered together: in one collective for each flat buffer, when its
 first parameter is asked for. The others are cut out of it, until the last one was, another is asked for out of turn, or
-the weights were written, or the next forward begins. While units below are asked for, those around them stay.
+the weights were written, or the next forward begins that wants gradients. While units below are asked for, those around
+them stay.
 """
 
 from __future__ import annotations
