@@ -6,6 +6,7 @@ import pytest
 
 swj = pytest.importorskip("shardwise.jax", reason="the extra jax is not installed")
 
+from types import SimpleNamespace  # noqa: E402
 from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
@@ -15,6 +16,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 from shardwise.errors import ConfigError, UsageError  # noqa: E402
+from shardwise.jax.batches import check_batch, has_rows_of_several  # noqa: E402
 from tests.jax import small  # noqa: E402
 
 
@@ -284,3 +286,16 @@ def test_a_module_may_say_itself_how_it_recomputes() -> None:
     step.lower(step.init(swj.init(lambda key: Own(nnx.Rngs(key)), mesh).abstract()), small.abstract_batch())
     assert asked == [jax.checkpoint_policies.nothing_saveable] * len(asked)
     assert asked
+
+
+def test_rows_of_several_processes_are_told_apart() -> None:
+    def of(processes: list[int], **shape: int) -> Any:
+        devices = np.array([SimpleNamespace(process_index=number) for number in processes], dtype=object)
+        return SimpleNamespace(devices=devices.reshape(tuple(shape.values())), shape=shape)
+
+    assert not has_rows_of_several(of([0, 0, 1, 1], replica=1, fsdp=2, tensor=2))
+    assert not has_rows_of_several(of([0, 0, 1, 1], replica=1, fsdp=4, tensor=1))
+    across = of([0, 0, 1, 1], replica=1, fsdp=1, tensor=4)
+    with pytest.raises(UsageError, match="the mesh's tensor axis of 4 goes over several processes"):
+        check_batch({"ids": np.zeros((8, 4), np.int32)}, across, 1)
+    check_batch({"ids": jnp.zeros((8, 4), jnp.int32)}, across, 1)

@@ -17,13 +17,19 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 pytest.importorskip("rich")
 
+import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 import shardwise.jax as swj  # noqa: E402
 from shardwise.errors import ConfigError, MeshError, UserError  # noqa: E402
 from shardwise.jax import models  # noqa: E402
 from shardwise.train.config.files import load  # noqa: E402
+from shardwise.train.config.shared_keys import shared_keys  # noqa: E402
+from shardwise.train.on_jax import trainer  # noqa: E402
+from shardwise.train.on_jax.model import loss_of  # noqa: E402
 from tests.jax.runs import losses_of, steps_of, train  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -236,3 +242,29 @@ def test_the_command_without_torch(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "starting 4 cpu devices, 6 steps: runs/tiny" in done.stdout
     assert "done: runs/tiny/final" in done.stdout
+
+
+class Dropping(nnx.Module):
+    """Of a factory: random while it trains."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.dropout(self.embed(ids)) @ self.embed.embedding[...].T
+
+
+def test_evaluation_drops_nothing() -> None:
+    mesh = swj.mesh(devices=jax.devices()[:1])
+    module = swj.shard(Dropping(nnx.Rngs(0)), mesh)
+    state = swj.train_step(loss_of, optax.sgd(0.1), mesh).init(module)
+    batch = {"ids": jnp.arange(8, dtype=jnp.int32)[None], "labels": jnp.arange(8, dtype=jnp.int32)[None]}
+    module.eval()
+    expected = loss_of(module, batch, None)
+    assert [float(n) for n in trainer._nll(None, state, batch)] == pytest.approx([float(n) for n in expected])
+
+
+def test_processes_compare_what_they_do_together(folder: Path) -> None:
+    assert shared_keys(load("tiny.toml", ["train.seed=1"])) != shared_keys(load("tiny.toml", ["train.seed=2"]))
+    assert shared_keys(load("tiny.toml", ["log.every=9"])) == shared_keys(load("tiny.toml", ["log.every=3"]))

@@ -49,6 +49,11 @@ def keep_rows(x: Any) -> Any:
 def check_batch(batch: Any, mesh: Mesh, accumulation: int) -> None:
     """Raises UsageError for rows that cannot be dealt out evenly to devices and micro-batches."""
     devices = data_size(mesh)
+    if has_rows_of_several(mesh) and any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
+        raise UsageError(
+            f"the mesh's tensor axis of {mesh.shape['tensor']} goes over several processes, whose rows are the same: "
+            "pass arrays of JAX (jax.make_array_from_callback(shape, sharding, rows)), or keep tensor within a process"
+        )
     processes = len({device.process_index for device in mesh.devices.flat})
     leaves = leaves_by_path(batch)
     if not leaves:
@@ -64,6 +69,12 @@ def check_batch(batch: Any, mesh: Mesh, accumulation: int) -> None:
                 f"batch {path!r} has {count} rows; {devices} devices x accumulation={accumulation} share a multiple of "
                 f"{devices * accumulation} evenly"
             )
+
+
+def has_rows_of_several(mesh: Mesh) -> bool:
+    """Whether devices of several processes compute with the same rows, so that a process's rows say nothing alone."""
+    by_rows = mesh.devices.reshape(data_size(mesh), -1)
+    return any(len({device.process_index for device in same}) > 1 for same in by_rows)
 
 
 def micro_batches(batch: Any, accumulation: int, mesh: Mesh) -> Any:

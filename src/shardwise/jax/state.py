@@ -61,7 +61,8 @@ def state_of(model: Any, tx: optax.GradientTransformation, mesh: Mesh) -> TrainS
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parts.params)):
         step, opt_state = place(step, replicated(mesh)), jax.tree.map(place, like, shardings)
     else:
-        step = jax.device_put(np.zeros((), np.int32), replicated(mesh))
+        # Not by `device_put`, which may be a collective, of processes that need not be connected yet.
+        step = jax.make_array_from_callback((), replicated(mesh), lambda _: np.zeros((), np.int32))
         opt_state = jax.jit(tx.init, out_shardings=shardings)(parts.params)
     return TrainState(step, parts.params, opt_state, parts.variables, parts.graph)
 

@@ -21,7 +21,8 @@ from safetensors.numpy import load_file  # noqa: E402
 
 import shardwise.jax as swj  # noqa: E402
 from shardwise.errors import CheckpointError, UsageError  # noqa: E402
-from shardwise.jax.checkpoint.boxes import Box  # noqa: E402
+from shardwise.jax.checkpoint.boxes import Box, to_write  # noqa: E402
+from shardwise.jax.checkpoint.leaves import Leaf  # noqa: E402
 from shardwise.jax.checkpoint.name_map import NameMap, Rule  # noqa: E402
 
 MAP = NameMap(
@@ -276,3 +277,48 @@ def test_a_checkpoint_of_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install orbax-checkpoint"):
         swj.checkpoint.import_orbax(tmp_path / "module", like)
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(8, 4, rngs=rngs)
+        self.head = self.embed
+        self.scale = nnx.Param(jnp.ones(4))
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["module", "tree"])
+def test_what_is_used_twice_is_there_once_before_and_after(tmp_path: Path, around: bool) -> None:
+    module, like = Tied(nnx.Rngs(3)), nnx.eval_shape(lambda: Tied(nnx.Rngs(0)))
+    swj.checkpoint.save(tmp_path / "a", {"params": module} if around else module)
+    loaded, _ = swj.checkpoint.load(tmp_path / "a", like={"params": like} if around else like)
+    found = loaded["params"] if around else loaded
+    assert found.head is found.embed
+    assert_same(nnx.state(found), nnx.state(module))
+    assert len(jax.tree.leaves(nnx.state(found))) == 2
+    read = swj.checkpoint.load_pretrained(tmp_path / "a", like=nnx.eval_shape(lambda: Tied(nnx.Rngs(0))))
+    assert read.head is read.embed
+
+
+def test_random_keys_come_back_where_they_lay() -> None:
+    over = NamedSharding(mesh(4), PartitionSpec())
+    keys = jax.device_put(jax.random.split(jax.random.key(3), 4), over)
+    leaf = Leaf("key", is_model=False, value=keys)
+    again = leaf.restored(jnp.asarray(leaf.stored()))
+    assert again.sharding.is_equivalent_to(over, again.ndim)
+    assert_same([again], [keys])
+
+
+def test_numbers_in_place_of_a_leaf() -> None:
+    for value in (np.zeros((), np.int32), np.int32(0), jnp.int32(0), 0):
+        found = Leaf("step", is_model=False, value=value).number(5)
+        assert type(found) is type(value)
+        assert found == 5
+        assert np.shape(found) == ()
+
+
+def test_arrays_of_each_process_s_own_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(to_write(jnp.ones(4), is_first=False)) == 1  # it is the only process
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not to_write(jnp.ones(4), is_first=False)
+    (held,) = to_write(jnp.ones(4), is_first=True)
+    np.testing.assert_array_equal(held.array(None), np.ones(4))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
@@ -75,22 +76,25 @@ class Leaf:
 
     def number(self, value: int) -> Any:
         """A number in place of the leaf, which has no dims: of its dtype, where it lies."""
+        found = np.asarray(value, self.dtype)
         if self.is_on_host:
-            return type(self.value)(value)
-        return jax.device_put(np.asarray(value, self.dtype), self.sharding)
+            return found if isinstance(self.value, np.ndarray) else type(self.value)(value)
+        return jax.make_array_from_callback((), self.sharding, lambda _: found)  # `device_put` may be a collective
 
     def restored(self, array: Any) -> Any:
         """As the tree had it, from the array that was stored."""
         if self.is_key:
-            keys = jax.random.wrap_key_data(array, impl=self.value.dtype._impl.name)
             own = getattr(self.value, "sharding", None)
-            return keys if own is None else jax.device_put(keys, own)
+            if own is not None:  # the data have one more dim, which it does not cut
+                data = np.asarray(array)
+                array = jax.make_array_from_callback(data.shape, own, data.__getitem__)
+            return jax.random.wrap_key_data(array, impl=self.value.dtype._impl.name)
         return array.item() if type(self.value) in _NUMBERS else array
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
     """Every leaf, in JAX's order. Raises UsageError for one that is no array and no number, and for two of one name."""
-    leaves = [_leaf(path, value) for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    leaves = [_leaf(path, value) for path, value in jax.tree_util.tree_flatten_with_path(_plain(tree))[0]]
     seen: set[tuple[bool, str]] = set()
     for leaf in leaves:
         if not hasattr(leaf.value, "dtype") and type(leaf.value) not in _NUMBERS:
@@ -103,7 +107,22 @@ def leaves_of(tree: Any) -> list[Leaf]:
 
 def with_leaves(tree: Any, values: Sequence[Any]) -> Any:
     """A tree of the same kind with other leaves, in JAX's order."""
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), values)
+    whole = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(_plain(tree)), values)
+    return jax.tree.map(
+        lambda node, part: nnx.merge(nnx.graphdef(node), part) if _is_module(node) else part,
+        tree,
+        whole,
+        is_leaf=_is_module,
+    )
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, nnx.Module)
+
+
+def _plain(tree: Any) -> Any:
+    """With modules as their states, where a variable that is used twice is there once."""
+    return jax.tree.map(lambda node: nnx.state(node) if _is_module(node) else node, tree, is_leaf=_is_module)
 
 
 def _leaf(path: Sequence[Any], value: Any) -> Leaf:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import Config
+from shardwise.train.config.shared_keys import shared_keys
 from shardwise.train.data.batches import Datasets
 from shardwise.train.process.ranks import Ranks
-
-_OWN = {"checkpoint.resume", "parallel.hardware"}
-"""Paths, which hosts may have of their own."""
 
 
 def check(config: Config, data: Datasets, ranks: Ranks) -> None:
@@ -19,7 +15,7 @@ def check(config: Config, data: Datasets, ranks: Ranks) -> None:
     Raises:
         ConfigError: a rank has others than rank 0; the message names both. On every rank.
     """
-    told = ranks.hear((_keys(config), str(data)))
+    told = ranks.hear((shared_keys(config), str(data)))
     keys, rows = told[0]
     for rank, (other_keys, other_rows) in enumerate(told):
         for key, value in keys.items():
@@ -34,9 +30,3 @@ def check(config: Config, data: Datasets, ranks: Ranks) -> None:
                 f"data.tokenizer={config.data.tokenizer!r} must hold the same for all ranks, and nothing may write "
                 "there while they read"
             )
-
-
-def _keys(config: Config) -> dict[str, Any]:
-    sections = config.model_dump(include={"lora", "train", "parallel", "checkpoint"})
-    keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    return {"data.seed": config.data.seed, **{key: value for key, value in keys.items() if key not in _OWN}}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import shardwise.jax as swj
 from shardwise.errors import ConfigError, UserError
@@ -25,6 +26,7 @@ from shardwise.jax.trees import parts_of
 from shardwise.policy.kinds import KINDS
 from shardwise.train.config.schedule import Schedule
 from shardwise.train.config.schema import Config
+from shardwise.train.config.shared_keys import shared_keys
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
 from shardwise.train.data.tokenizer import Tokenizer, files_of
 from shardwise.train.on_jax.checkpoints import Checkpoints
@@ -49,7 +51,9 @@ def run(config: Config) -> None:
     check_wishes(config)
     processes, devices = started(config)
     ranks = config.parallel.model_copy(update={"ranks": len(devices)})
-    config = preflight.check(config.model_copy(update={"parallel": ranks}), 0)
+    with processes.together("the run cannot start"):
+        config = preflight.check(config.model_copy(update={"parallel": ranks}), 0)
+    processes.agree(str(shared_keys(config)), "processes have different configurations: give all of them the same one")
     directory = RunDirectory(config.run_directory)
     with RunConsole(config.train.steps, config.log.every, quiet=not processes.is_first) as console:
         done = processes.on_first(lambda: why_finished(directory, config))
@@ -99,11 +103,12 @@ class Trainer:
         fsdp, replica = axes_of(config, len(devices))
         self.mesh = swj.mesh(fsdp=fsdp, replica=replica, devices=devices)
         processes.connect(self.mesh)
-        self.init = swj.init(builder_of(config, self.data.tokenizer), self.mesh)
-        abstract = self.init.abstract()
-        check_logits(abstract, config, self.data.tokenizer.vocab_size)
-        self.names = names_of(abstract)
-        files = _files_of(self.data.tokenizer, console)
+        with processes.together("the model cannot be built"):
+            self.init = swj.init(builder_of(config, self.data.tokenizer), self.mesh)
+            abstract = self.init.abstract()
+            check_logits(abstract, config, self.data.tokenizer.vocab_size)
+            self.names = names_of(abstract)
+            files = _files_of(self.data.tokenizer, console)
         self.checkpoints = Checkpoints(
             RunDirectory(config.run_directory).checkpoints, config.checkpoint, processes, names=self.names, files=files
         )
@@ -327,7 +332,10 @@ def _nll(dtype: str | None, state: Any, batch: Any) -> tuple[jax.Array, jax.Arra
     def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(dtype) if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    return loss_of(replace(state, params=jax.tree.map(cast, state.params)).model(), batch, None)
+    model = replace(state, params=jax.tree.map(cast, state.params)).model()
+    if isinstance(model, nnx.Module):
+        model.eval()
+    return loss_of(model, batch, None)
 
 
 def _arrays(batches: tuple[MicroBatch, ...]) -> dict[str, np.ndarray[Any, Any]]:
