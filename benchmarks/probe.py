@@ -1,4 +1,5 @@
-"""One measurement of `overhead.py` in a process of its own: `python -m benchmarks.probe PROBE.json`.
+"""One measurement of `overhead.py` in a process of its own: `python -m benchmarks.probe PROBE.json`; or, with
+`--turns`, seconds of PROBE's repeats for each line on standard input: two processes take turns (`overhead_pairs.py`).
 
 The process is rank 0 of a world that exists only in a fake process group, so collectives cost nothing and
 move nothing; parameter values are garbage and never looked at. Prints the median time in seconds, of the processor:
@@ -50,25 +51,32 @@ def _shard_fsdp2(model: nn.Module, units: list[nn.Module], world_size: int) -> N
         fully_shard(unit, mesh=mesh)
 
 
-def _median_s(action: Callable[[], None], between: Callable[[], None], probe: Probe) -> float:
-    """Time `action`, with an untimed `between` after each call."""
-    times_s: list[float] = []
-    for _ in range(probe.warmup + probe.repeats):
-        started_s = time.process_time()
-        action()
-        times_s.append(time.process_time() - started_s)
-        between()
-    return median(times_s[probe.warmup :])
+@dataclass(frozen=True)
+class Timed:
+    """What is timed, and what is done between two times of it."""
+
+    action: Callable[[], object]
+    between: Callable[[], object]
+
+    def seconds(self, repeats: int) -> list[float]:
+        """Of the processor."""
+        times_s: list[float] = []
+        for _ in range(repeats):
+            started_s = time.process_time()
+            self.action()
+            times_s.append(time.process_time() - started_s)
+            self.between()
+        return times_s
 
 
-def _step_s(probe: Probe) -> float:
+def _step(probe: Probe) -> Timed:
     model = TinyStack(probe.count)
     if probe.engine == "fsdp2":
         _shard_fsdp2(model, list(model.blocks), probe.world_size)
     elif probe.engine == "shardwise":
         importlib.import_module("shardwise").shard(model, "full_shard")
     x = torch.randn(2, WIDTH, requires_grad=True)
-    return _median_s(lambda: model(x).sum().backward(), model.zero_grad, probe)
+    return Timed(lambda: model(x).sum().backward(), model.zero_grad)
 
 
 def _local_rows(width: int, world_size: int) -> int:
@@ -99,23 +107,29 @@ def _sharded_parameters(probe: Probe) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def _adamw_s(probe: Probe) -> float:
+def _adamw(probe: Probe) -> Timed:
     plain = probe.engine == "plain"
     parameters = _plain_parameters(probe) if plain else _sharded_parameters(probe)
     for parameter in parameters:
         assert parameter.grad is not None
         parameter.grad.zero_()  # garbage from the fake world may hold slow subnormal numbers
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-    return _median_s(optimizer.step, lambda: None, probe)
+    return Timed(optimizer.step, lambda: None)
 
 
-def main(text: str) -> None:
+def main(text: str, in_turns: bool) -> None:
     probe = Probe(**json.loads(text))
     torch.set_num_threads(1)
     _join_fake_world(probe.world_size)
-    measure = {"step": _step_s, "adamw": _adamw_s}[probe.kind]
-    print(json.dumps(measure(probe)))
+    timed = {"step": _step, "adamw": _adamw}[probe.kind](probe)
+    timed.seconds(probe.warmup)
+    if not in_turns:
+        print(json.dumps(median(timed.seconds(probe.repeats))))
+        return
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(timed.seconds(probe.repeats)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "--turns" in sys.argv)
