@@ -316,14 +316,13 @@ class Engine:
         Where the root is only a container (a GAN's halves, each called), all calls up to a backward make one step.
         """
         self.clear_up()
-        if torch.is_grad_enabled():  # else a rank may be evaluating alone, and all forget alike
-            whole.forget(self.units)
         self.unsharder.begin(self.units)
         self.loans.hide_stale()
         self.saved.drain()
         if unit is self.root:
             self._ahead_of_backward = 0
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # else a rank may be evaluating alone
+            whole.forget(self.units)  # every rank alike
             self.late_parameters.check()
             self.reducer.steps.check()
         self.follow_requires_grad()
