@@ -16,7 +16,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 from shardwise.errors import ConfigError, UsageError  # noqa: E402
-from shardwise.jax.batches import check_batch, has_rows_of_several  # noqa: E402
+from shardwise.jax.batches import check_batch  # noqa: E402
 from tests.jax import small  # noqa: E402
 
 
@@ -293,9 +293,11 @@ def test_rows_of_several_processes_are_told_apart() -> None:
         devices = np.array([SimpleNamespace(process_index=number) for number in processes], dtype=object)
         return SimpleNamespace(devices=devices.reshape(tuple(shape.values())), shape=shape)
 
-    assert not has_rows_of_several(of([0, 0, 1, 1], replica=1, fsdp=2, tensor=2))
-    assert not has_rows_of_several(of([0, 0, 1, 1], replica=1, fsdp=4, tensor=1))
+    own = {"ids": np.zeros((8, 4), np.int32)}
+    check_batch(own, of([0, 0, 1, 1], replica=1, fsdp=2, tensor=2), 1)
+    check_batch(own, of([0, 0, 1, 1], replica=1, fsdp=4, tensor=1), 1)
     across = of([0, 0, 1, 1], replica=1, fsdp=1, tensor=4)
-    with pytest.raises(UsageError, match="the mesh's tensor axis of 4 goes over several processes"):
-        check_batch({"ids": np.zeros((8, 4), np.int32)}, across, 1)
+    for refuses in (lambda: check_batch(own, across, 1), lambda: swj.put_batch(own, across)):
+        with pytest.raises(UsageError, match="the mesh's tensor axis of 4 goes over several processes"):
+            refuses()
     check_batch({"ids": jnp.zeros((8, 4), jnp.int32)}, across, 1)

@@ -30,6 +30,7 @@ from shardwise.train.config.files import load  # noqa: E402
 from shardwise.train.config.shared_keys import shared_keys  # noqa: E402
 from shardwise.train.on_jax import trainer  # noqa: E402
 from shardwise.train.on_jax.model import loss_of  # noqa: E402
+from shardwise.train.on_jax.processes import RunProcesses  # noqa: E402
 from tests.jax.runs import losses_of, steps_of, train  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -265,6 +266,11 @@ def test_evaluation_drops_nothing() -> None:
     assert [float(n) for n in trainer._nll(None, state, batch)] == pytest.approx([float(n) for n in expected])
 
 
-def test_processes_compare_what_they_do_together(folder: Path) -> None:
+def test_processes_compare_what_they_do_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(RunProcesses, "agree", lambda self, text, otherwise: compared.append(text))
+    train("train.steps=1")
+    (of_config,) = [text for text in compared if "train.seed" in text]
+    assert "'train.steps': 1" in of_config
     assert shared_keys(load("tiny.toml", ["train.seed=1"])) != shared_keys(load("tiny.toml", ["train.seed=2"]))
     assert shared_keys(load("tiny.toml", ["log.every=9"])) == shared_keys(load("tiny.toml", ["log.every=3"]))

@@ -20,7 +20,10 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
         batch: a tree of arrays, the first dim of each its rows. numpy arrays hold this process's rows: the rows of all
             processes, in their order, are the batch. Abstract arrays and arrays of jax are global.
         mesh: from `shardwise.jax.mesh`.
+
+    Raises UsageError for numpy arrays where the mesh's tensor axis goes over several processes.
     """
+    check_own_rows(batch, mesh)
     sharding = rows(mesh)
 
     def put(leaf: Any) -> Any:
@@ -49,11 +52,7 @@ def keep_rows(x: Any) -> Any:
 def check_batch(batch: Any, mesh: Mesh, accumulation: int) -> None:
     """Raises UsageError for rows that cannot be dealt out evenly to devices and micro-batches."""
     devices = data_size(mesh)
-    if has_rows_of_several(mesh) and any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
-        raise UsageError(
-            f"the mesh's tensor axis of {mesh.shape['tensor']} goes over several processes, whose rows are the same: "
-            "pass arrays of JAX (jax.make_array_from_callback(shape, sharding, rows)), or keep tensor within a process"
-        )
+    check_own_rows(batch, mesh)
     processes = len({device.process_index for device in mesh.devices.flat})
     leaves = leaves_by_path(batch)
     if not leaves:
@@ -71,10 +70,16 @@ def check_batch(batch: Any, mesh: Mesh, accumulation: int) -> None:
             )
 
 
-def has_rows_of_several(mesh: Mesh) -> bool:
-    """Whether devices of several processes compute with the same rows, so that a process's rows say nothing alone."""
+def check_own_rows(batch: Any, mesh: Mesh) -> None:
+    """Raises UsageError for arrays of numpy, a process's rows, where devices of several processes share rows."""
+    if mesh.shape["tensor"] == 1 or not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
+        return
     by_rows = mesh.devices.reshape(data_size(mesh), -1)
-    return any(len({device.process_index for device in same}) > 1 for same in by_rows)
+    if any(len({device.process_index for device in same}) > 1 for same in by_rows):
+        raise UsageError(
+            f"the mesh's tensor axis of {mesh.shape['tensor']} goes over several processes, whose rows are the same: "
+            "pass arrays of JAX (jax.make_array_from_callback(shape, sharding, rows)), or keep tensor within a process"
+        )
 
 
 def micro_batches(batch: Any, accumulation: int, mesh: Mesh) -> Any:
