@@ -258,13 +258,8 @@ class Trainer:
             return
         train, data = self.config.train, self.config.data
         assert train.global_batch is not None
-        try:
+        with resumed.in_data(data):
             self.batches = Batches(self.data.train, self.share, train.global_batch, data.seed, resumed.position)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{resumed.path} was saved with other data, or another data.seed: {error} (data.source="
-                f"{data.source!r}, data.seq_len={data.seq_len}): set them back, or set log.name to train anew"
-            ) from None
         self.first_step = resumed.step
         self.evaluates_first = resumed.extra.get("evaluated") is False
         if resumed.extra.get("scaler"):

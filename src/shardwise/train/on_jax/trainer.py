@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 import shardwise.jax as swj
-from shardwise.errors import ConfigError, UserError
+from shardwise.errors import UserError
 from shardwise.jax import models
 from shardwise.jax.batches import put_batch
 from shardwise.jax.checkpoint.saving import names_of
@@ -182,13 +182,8 @@ class Trainer:
 
     def _go_on(self, resumed: Resumed) -> None:
         data = self.config.data
-        try:
+        with resumed.in_data(data):
             self.batches = Batches(self.data.train, self.share, self.global_batch, data.seed, resumed.position)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{resumed.path} was saved with other data, or another data.seed: {error} (data.source="
-                f"{data.source!r}, data.seq_len={data.seq_len}): set them back, or set log.name to train anew"
-            ) from None
         self.first_step = resumed.step
         self.evaluates_first = resumed.extra.get("evaluated") is False
         for path in resumed.set_aside:

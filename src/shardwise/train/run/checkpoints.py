@@ -14,7 +14,7 @@ from shardwise.checkpoint.io.storage import LocalDirectory, is_url
 from shardwise.checkpoint.publish import commit
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.errors import CheckpointError, ConfigError, UnreadableError, UserError
-from shardwise.train.config.schema import CheckpointConfig, Config
+from shardwise.train.config.schema import CheckpointConfig, Config, DataConfig
 from shardwise.train.data.order import Position
 from shardwise.train.run.directory import RunDirectory
 
@@ -48,6 +48,17 @@ class Resumed:
     """Newer checkpoints that are not intact, where they are now."""
     changed: tuple[str, ...] = ()
     """The optimizer's settings that the configuration gives otherwise, in words."""
+
+    @contextmanager
+    def in_data(self, data: DataConfig) -> Iterator[None]:
+        """Inside, the run's data are taken up at its position. Raises ConfigError, with the way out, if they cannot."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.path} was saved with other data, or another data.seed: {error} (data.source="
+                f"{data.source!r}, data.seq_len={data.seq_len}): set them back, or set log.name to train anew"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
