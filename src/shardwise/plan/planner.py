@@ -91,8 +91,8 @@ class Plan:
 def plan(question: Question, progress: Progress | None = None) -> Plan:
     """Answer a question: the search and the further answers. Raises PlanError and ConfigError as `search`."""
     source = resolve(question.model)
-    whole = space_of(question)
-    with forecasters_of(question, whole) as forecasters:
+    with forecasters_of(question) as forecasters:
+        whole = space_of(question)
         exploration = explore_with(question, whole, forecasters, progress)
         nearest = exploration.candidates[0].job
         best = exploration.best

@@ -83,10 +83,10 @@ def repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None:
         builder,
         Job(
             seq_len=job.seq_len,
-            micro_batch=job.micro_batch,
+            micro_batch=1,  # what differs between blocks differs for one sequence, too
             loss=job.loss,
             slots=job.slots,
-            activation_checkpointing=job.activation_checkpointing,
+            activation_checkpointing=job.activation_checkpointing if (job.recomputation.every or 1) > 1 else "none",
         ),
     )
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
@@ -34,6 +33,7 @@ from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.whole_matrix import whole_matrix
 from shardwise.plan.dry_run.autocast import autocast
 from shardwise.plan.dry_run.depth import deepened
+from shardwise.plan.dry_run.fake_tensors import FakeTensors
 from shardwise.plan.dry_run.forward import TrainingForward
 from shardwise.plan.dry_run.gpu_kernels import device_kernels, full_sequences
 from shardwise.plan.dry_run.job import Job
@@ -93,7 +93,7 @@ def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recordi
     if not 0 <= rank < job.world_size:
         raise PlanError(f"rank={rank}: there are ranks 0 to {job.world_size - 1}")
     recorder = Recorder()
-    with _without_collection(), FakeTensorMode(allow_non_fake_inputs=True), device_kernels(job), _explained():
+    with _without_collection(), FakeTensors(allow_non_fake_inputs=True), device_kernels(job), _explained():
         with recorder:
             model = _built(builder)
             run = _DryRun(model, job, rank, recorder)
@@ -308,14 +308,20 @@ def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Have storages die when their last reference goes, not when the collector comes by."""
+    """Have storages die when their last reference goes, not when the collector comes by. What is there already is out
+    of its sight meanwhile: `sw.shard` looks through all that it sees."""
     if not gc.isenabled():
         yield
         return
     gc.disable()
+    hides = not gc.get_freeze_count()
+    if hides:
+        gc.freeze()
     try:
         yield
     finally:
+        if hides:
+            gc.unfreeze()
         gc.enable()
 
 

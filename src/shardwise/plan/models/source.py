@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, one_line
-from shardwise.plan.models.description import Description, kept_description
+from shardwise.plan.models.description import Description, kept_attention, kept_description
 from shardwise.plan.models.transformers_models import build_transformer, check_model_type, described, fastest_attention
 from shardwise.suggest import did_you_mean, nearest_path
 
@@ -91,6 +91,11 @@ class ModelSource:
     def attention(self) -> str:
         """The fastest that its code has: "sdpa" (fused), or "eager". Raises PlanError as `positions`."""
         return "sdpa" if self.config is None else fastest_attention(self.config)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether its code was asked for its attention on this machine before, or it is code of the user's own."""
+        return self.config is None or kept_attention(self.config) is not None
 
     @property
     def description(self) -> Description | None:

@@ -1,12 +1,14 @@
 """Forecasts in several processes.
 
-The processes are programs of their own, not forks: the caller may have threads and process groups. Each starts when the
-first forecast is asked of it that was not kept. Jobs come on its standard input, forecasts leave on its standard
-output, pickled.
+The processes are programs of their own, not forks: the caller may have threads and process groups. Where the machine
+has met the model before, each starts when the first forecast is asked of it that was not kept; else all start at once,
+and import while the caller does. Jobs come on a process's standard input, forecasts leave on its standard output,
+pickled.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -44,6 +46,8 @@ class Forecasters:
         )
 
     def __enter__(self) -> Self:
+        for worker in self._workers:
+            worker.start_ahead()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -98,6 +102,9 @@ class _Worker:
     def __call__(self, job: Job, scale: bool) -> Forecast:
         return self._evaluators[scale](job)
 
+    def start_ahead(self) -> None:
+        """There is nothing to start."""
+
     def end(self) -> None:
         """Nothing was started."""
 
@@ -114,6 +121,11 @@ class _Process(_Worker):
         kept = kept_forecast(self._source, job, scale)
         return self._ask(job, scale) if kept is None else kept
 
+    def start_ahead(self) -> None:
+        """Start the process where a forecast will be asked of it for certain."""
+        if not self._source.is_met:
+            self._started()
+
     def end(self) -> None:
         """End the process, if one was started."""
         if self._process is not None:
@@ -121,6 +133,20 @@ class _Process(_Worker):
             self._process.communicate()
 
     def _ask(self, job: Job, scale: bool) -> Forecast:
+        process = self._started()
+        _send(process, (job, scale))
+        assert process.stdout is not None
+        try:
+            answer: Forecast | Exception = pickle.load(process.stdout)
+        except EOFError:
+            raise PlanError(
+                f"a process of the search ended with status {process.wait()}; search with one worker to see why"
+            ) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import main; main()"],
@@ -129,17 +155,13 @@ class _Process(_Worker):
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             _send(self._process, self._model)
-        _send(self._process, (job, scale))
-        assert self._process.stdout is not None
-        try:
-            answer: Forecast | Exception = pickle.load(self._process.stdout)
-        except EOFError:
-            raise PlanError(
-                f"a process of the search ended with status {self._process.wait()}; search with one worker to see why"
-            ) from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return self._process
+
+
+def collect_seldom() -> None:
+    """Have Python's collector come by less often, in a process whose only work is a plan: importing torch and
+    transformers alone brings it a thousand times, for a second in all, and finds nothing."""
+    gc.set_threshold(100_000, 20, 20)
 
 
 def _send(process: subprocess.Popen[bytes], message: Any) -> None:
@@ -152,11 +174,14 @@ def _send(process: subprocess.Popen[bytes], message: Any) -> None:
 def main() -> None:
     """The process's end: answer messages on standard input until it closes. The first is the model, all others are jobs
     and whether to scale; an exception is answered as itself."""
+    collect_seldom()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the caller says what is to be said
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the model's code may print: that must not be taken for an answer
     model: ModelLike = pickle.load(sys.stdin.buffer)
     worker: _Worker | None = None
+    with suppress(Exception):  # the caller says it, or the first job does
+        _import_for(resolve(model))
     while True:
         try:
             job, scale = pickle.load(sys.stdin.buffer)
@@ -172,3 +197,9 @@ def main() -> None:
             answers.flush()
         except BrokenPipeError:  # nobody waits for it
             os._exit(1)
+
+
+def _import_for(source: ModelSource) -> None:
+    """Import what forecasts of a model need, before the first is asked for."""
+    _ = source.attention
+    from shardwise.plan.dry_run import step  # noqa: F401 - takes long

@@ -62,11 +62,24 @@ class Question:
 
 
 def space_of(question: Question) -> SearchSpace:
-    """All of them. Raises PlanError and ConfigError for arguments that cannot be, before anything is loaded."""
-    space = _side_by_side if question.compare else _quick if question.effort is Effort.QUICK else _searched
-    for family in space(question, question.arguments).families:  # mistakes raise before anything is loaded or run
+    """All of them, for sequences and attention that the model has: its code may be loaded to learn that. Raises
+    PlanError and ConfigError as `asked_space`, and where the model has not what was asked for."""
+    asked_space(question)
+    return _space(question, suited_to(resolve(question.model), question.arguments))
+
+
+def asked_space(question: Question) -> SearchSpace:
+    """As many, before anything is loaded. Raises PlanError and ConfigError for arguments that cannot be."""
+    space = _space(question, question.arguments)
+    for family in space.families:
         _ = family.base.hardware, family.base.node_interconnect
-    return space(question, suited_to(resolve(question.model), question.arguments))
+    return space
+
+
+def _space(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
+    if question.compare:
+        return _side_by_side(question, arguments)
+    return (_quick if question.effort is Effort.QUICK else _searched)(question, arguments)
 
 
 def _searched(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:

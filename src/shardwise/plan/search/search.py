@@ -25,7 +25,7 @@ from shardwise.plan.search.exploration import (
     ranked,
 )
 from shardwise.plan.search.processes import Forecasters
-from shardwise.plan.search.question import Effort, Question, space_of
+from shardwise.plan.search.question import Effort, Question, asked_space, space_of
 from shardwise.plan.search.space import Family, SearchSpace
 from shardwise.plan.simulate.forecast import Forecast
 
@@ -78,14 +78,14 @@ def search(
 
 def explore(question: Question, progress: Progress | None = None) -> Exploration:
     """Search the configurations that a question spans. Raises PlanError and ConfigError as `search`."""
-    whole = space_of(question)
-    with forecasters_of(question, whole) as forecasters:
-        return explore_with(question, whole, forecasters, progress)
+    with forecasters_of(question) as forecasters:
+        return explore_with(question, space_of(question), forecasters, progress)
 
 
-def forecasters_of(question: Question, whole: SearchSpace) -> Forecasters:
-    """One process where few configurations are asked for, or where the model has no name to tell another process."""
-    alone = whole.size < PARALLEL_FROM or callable(question.model)
+def forecasters_of(question: Question) -> Forecasters:
+    """One process where few configurations are asked for, or where the model has no name to tell another process.
+    Raises PlanError and ConfigError as `asked_space`."""
+    alone = asked_space(question).size < PARALLEL_FROM or callable(question.model)
     return Forecasters(question.model, 1 if alone else question.workers)
 
 
