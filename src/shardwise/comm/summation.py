@@ -115,10 +115,13 @@ class ScaledAddition:
 
     def write(self, target: Tensor, source: Tensor) -> None:
         """target[:] = scale * source, scaled in the wider dtype of the two, and rounded once."""
-        if source.dtype == target.dtype:
-            factor = self._factor(target.dtype)
+        dtype = target.dtype
+        if source.dtype == dtype:
+            factor = self._factors.get(dtype)
+            if factor is None:
+                factor = self._factor(dtype)
             # To multiply by a factor that is itself rounded to a narrow dtype would round twice.
-            if target.dtype.itemsize >= _FP32_BYTES or factor.item() == self._scale:
+            if dtype.itemsize >= _FP32_BYTES or factor.item() == self._scale:
                 torch.mul(source, factor, out=target)
                 return
         wide = torch.promote_types(target.dtype, source.dtype)

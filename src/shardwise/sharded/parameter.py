@@ -219,8 +219,10 @@ class ShardedParameter(Tensor):
         """Make `grad` the reduced gradient and run the post-accumulate hooks. Called by the engine."""
         if self.grad is not grad:
             self.grad = grad
-        for hook in tuple(getattr(self, "_grad_hooks", {}).values()):
-            hook(self)
+        hooks = self.__dict__.get("_grad_hooks")
+        if hooks:
+            for hook in tuple(hooks.values()):
+                hook(self)
 
     def register_hook(self, hook: Any) -> Any:
         """As torch's; the hook sees this rank's full gradient before it is reduced."""

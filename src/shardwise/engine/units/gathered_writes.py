@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from shardwise.engine.units.group import Group
 
@@ -14,6 +16,7 @@ class GatheredWrites:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
+        self._leaves: list[Tensor] = []
         self._shown_versions: list[int] = []
         self._read_versions: list[int] | None = None
         """Of the sharded faces, where operations read those whole."""
@@ -46,4 +49,6 @@ class GatheredWrites:
         return [face._version for group in self._groups for face in group.sharded]
 
     def _leaf_versions(self) -> list[int]:
-        return [leaf._version for group in self._groups for leaf in group.leaves]
+        if not self._leaves:
+            self._leaves = [leaf for group in self._groups for leaf in group.leaves]
+        return [leaf._version for leaf in self._leaves]

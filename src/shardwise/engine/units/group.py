@@ -64,6 +64,8 @@ class Group:
         """The outer faces: parameters that users and optimizers see."""
         self.gradients = GradientShard(self.layout.shard_numel, dtypes.master, self.sharded)
         self._placeholders: list[Tensor] = []
+        self._places: list[tuple[nn.Module, str, nn.Parameter, ShardedParameter]] = []
+        """Where modules hold one face or the other."""
 
     def _new_home(self, store: ShardStore) -> SliceHome:
         return SliceHome(store, self.dtypes.kept_numel(self.layout.shard_numel), self.dtypes.kept)
@@ -154,9 +156,10 @@ class Group:
             self.sharded.append(sharded)
             self.leaves.append(leaf)
             self._placeholders.append(placeholder)
+            self._places += [(site.module, site.name, leaf, sharded) for site in self.sites[index]]
         self.originals = []
-        for index in range(len(self.sharded)):
-            self._put(index, self.sharded[index])
+        for module, name, _, sharded in self._places:
+            module._parameters[name] = sharded  # type: ignore[assignment]
 
     def rebase(self, names: Mapping[nn.Module, str], collectives: Collectives) -> None:
         """The group now belongs to a model in which modules have these names, sharded over `collectives`. No
@@ -171,26 +174,20 @@ class Group:
 
     # Faces ------------------------------------------------------------------------------------------------------
 
-    def _put(self, index: int, face: nn.Parameter | ShardedParameter) -> None:
-        for site in self.sites[index]:
-            site.module._parameters[site.name] = face  # type: ignore[assignment]
-
     def show_leaves(self) -> None:
         """Let modules hold the full parameters. Raises UsageError if one holds something that is not ours."""
-        for leaf, sharded, sites in zip(self.leaves, self.sharded, self.sites, strict=True):
-            for site in sites:
-                held: dict[str, Any] = site.module._parameters
-                if held.get(site.name) is not sharded:
-                    raise foreign_parameter(sharded.fqn, held.get(site.name))
-                held[site.name] = leaf
+        for module, name, leaf, sharded in self._places:
+            held: dict[str, Any] = module._parameters
+            if held.get(name) is not sharded:
+                raise foreign_parameter(sharded.fqn, held.get(name))
+            held[name] = leaf
 
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters again; something that was put there meanwhile stays."""
-        for leaf, sharded, sites in zip(self.leaves, self.sharded, self.sites, strict=True):
-            for site in sites:
-                held: dict[str, Any] = site.module._parameters
-                if held.get(site.name) is leaf:
-                    held[site.name] = sharded
+        for module, name, leaf, sharded in self._places:
+            held: dict[str, Any] = module._parameters
+            if held.get(name) is leaf:
+                held[name] = sharded
 
     def point_at(self, views: Sequence[Tensor]) -> None:
         """Point the leaves at a slot."""
