@@ -342,7 +342,7 @@ class Engine:
     def _watch_outputs(self, place: Place, output: object) -> object:
         forward, call = place
         leaves = call.unit.parameters.leaf_ids
-        tensors = [*output_tensors(output)]
+        tensors = [output] if isinstance(output, Tensor) else [*output_tensors(output)]
         if not leaves.isdisjoint(map(id, tensors)):
             # A leaf itself loses its data when the unit is released; a view of it keeps the storage.
             output = exchange_tensors(output, lambda p: p.view_as(p) if id(p) in leaves else p)

@@ -31,7 +31,7 @@ def mark_first_input(
     marked = tensor.view_as(tensor)
     marked.register_hook(on_gradient)
     kwargs = {key: _exchange_input(value, tensor, marked) for key, value in kwargs.items()}
-    return _exchange_input(args, tensor, marked), kwargs
+    return tuple([_exchange_input(value, tensor, marked) for value in args]), kwargs
 
 
 def _first_differentiable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
