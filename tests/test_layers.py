@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
-    {"accelerators", "errors", "liveness", "suggest"},
+    {"accelerators", "errors", "liveness", "suggest", "tables"},
     {"layout", "policy", "foreign"},
     {"comm", "files"},
     {"sharded"},
@@ -23,7 +23,7 @@ LAYERS = [
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-SELF = {"jax": {"errors", "suggest", "layout", "policy", "files", "checkpoint"}}  # beside the layers
+SELF = {"jax": {"errors", "suggest", "tables", "layout", "policy", "files", "checkpoint"}}  # beside the layers
 USERS_OF_SELF = {"train", "cli"}
 # What each folder or module of a package may import of that package; "." is the modules that are not named.
 ROOMS: dict[str, dict[str, set[str]]] = {
@@ -60,7 +60,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         ".": {"config", "data", "run", "process", "build", "output"},
     },
 }
-NO_TORCH = {"errors", "liveness", "suggest", "layout", "policy", "foreign", "files", "jax"}
+NO_TORCH = {"errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "files", "jax"}
 TOP = "the package itself"
 
 

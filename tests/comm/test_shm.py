@@ -293,7 +293,8 @@ def test_another_collective_is_noticed_by_all(ranks: RankPools, what: str) -> No
     for rank, message in enumerate(ranks(2).run(another_collective, what)):
         assert f"rank {rank}" in message
         assert f"rank {1 - rank}" in message
-        assert ("barrier" in message and "broadcast" in message) if what == "ops" else "sizes or dtypes" in message
+        expected = {"ops": ("barrier", "broadcast"), "allocate": ("of other sizes", "sw.memory(model)")}
+        assert all(words in message for words in expected.get(what, ("sizes or dtypes",)))
 
 
 def test_a_dead_peer_is_named_at_once() -> None:

@@ -15,13 +15,15 @@ from shardwise import accelerators
 from shardwise.comm.backends.shared_memory.collectives import STAGE_BYTES
 from shardwise.comm.backends.shared_memory.counters import JOURNAL_LINES
 from shardwise.engine.lookup import require_engine
-from shardwise.model_tools.memory import replicated
+from shardwise.model_tools.memory import Memory, replicated
 from shardwise.policy.kinds import KINDS
 from tests.engine.allocations import Live, new, shared_mapping_bytes, traced
 from tests.engine.cases import CASES, FP32, MIXED, Case, collectives, dtype_of
 from tests.engine.rig import Net, batch, seeded, squares
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.ranks import RankPools
 
 PAGE_BYTES = 4096
@@ -160,6 +162,29 @@ def test_slots_and_shards_are_known_before_the_first_step(ranks: RankPools, case
     for before, after in ranks(case.world_size).run(_known_before_the_first_step, case):
         for kind in ("param_shards", "gathered_slots", "grad_shards", "reduce_slots"):
             assert before[kind] == after[kind], kind
+
+
+def _optimizer_bytes(path: str) -> tuple[int, int]:
+    loop = Loop(CASES[0], FP32)
+    loop.step()
+    sw.checkpoint.save(path, loop.model, loop.optimizer)
+    resumed = Loop(CASES[0], FP32)
+    sw.checkpoint.load(path, resumed.model, resumed.optimizer)
+    return sw.memory(loop.model).now["optimizer"], sw.memory(resumed.model).now["optimizer"]
+
+
+def test_loaded_optimizer_state_counts_before_the_first_step(ranks: RankPools, tmp_path: Path) -> None:
+    for stepped, loaded in ranks(CASES[0].world_size).run(_optimizer_bytes, str(tmp_path / "saved")):
+        assert loaded == stepped > 0
+
+
+def test_printed_it_is_a_table_of_what_there_is() -> None:
+    table = str(Memory({"param_shards": 1536, "buffers": 0}, {"param_shards": 2048, "buffers": 0})).splitlines()
+    assert [line.split() for line in table] == [
+        ["this", "rank", "now", "peak"],
+        ["param_shards", "1.5", "KiB", "2.0", "KiB"],
+        ["together", "1.5", "KiB", "2.0", "KiB"],
+    ]
 
 
 def _shared(case: Case) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from shardwise.checkpoint.names.transformers_names import find, find_adapter
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers
 from shardwise.engine.lookup import require_engine, shard_stores
+from shardwise.engine.setup.torch_patches import with_state
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import adapter_names
 from shardwise.offload.resting_state import RestingState
@@ -108,6 +109,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
         give_extra_state(model, [piece for piece, _ in matched.wanted])
         if optimizer is not None:
             reading.restore(optimizer)
+            with_state.add(optimizer)
             random = reading.training["rng"]
             if len(random) == peers.world_size and random[peers.rank]:  # JAX's processes have none
                 random_state.restore(random[peers.rank], engine.mesh.device)

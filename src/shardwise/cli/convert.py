@@ -1,7 +1,7 @@
 """`shardwise convert`: its result in words."""
 
 from shardwise.checkpoint import Converted
-from shardwise.train.output.console import format_bytes
+from shardwise.tables import format_bytes
 
 KINDS = {
     "shardwise": "a checkpoint of shardwise",

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.checkpoint import Inspection
 from shardwise.checkpoint.interchange.inspection import Group, Partial, RunDirectory
 from shardwise.cli.convert import KINDS, counted
-from shardwise.train.output.console import format_bytes
+from shardwise.tables import format_bytes
 
 _WIDTH = 80
 _EXTRA_SHOWN = 8

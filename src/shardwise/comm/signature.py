@@ -47,6 +47,11 @@ def mismatch(rank: int, own: int, peer: int, theirs: int, labels: Mapping[int, s
         return CollectiveTimeout(
             f"rank {peer} raised and left what rank {rank} waits for: {here}. Its own error says why."
         )
+    if here == there == "allocate":
+        return MismatchError(
+            f"rank {peer} and rank {rank} both allocate buffers, but of other sizes: every rank must build the same "
+            "model and call it alike. Before the first forward sw.memory(model) allocates, so every rank must call it."
+        )
     if here == there:
         return MismatchError(
             f"rank {peer} and rank {rank} are both at {here}, but with other sizes or dtypes: every rank must build "

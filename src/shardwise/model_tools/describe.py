@@ -16,6 +16,7 @@ from shardwise.engine.units.group import Group
 from shardwise.engine.units.unit import Unit
 from shardwise.policy.precision import SHORT_NAMES
 from shardwise.sharded.placement import Placement
+from shardwise.tables import aligned
 
 T = TypeVar("T")
 
@@ -102,11 +103,8 @@ def describe(model: nn.Module) -> Description:
     units = tuple(_unit(unit) for unit in engine.units)
     kinds = _alike(units, lambda unit: (_pattern(unit.fqn), *_looks(unit)))
     rows = [row for kind in kinds for row in ([kind] if len(kind) >= ALIKE else [[unit] for unit in kind])]
-    table = _table(
-        ("unit", "module", "params", "numel", "padding", "shard bytes", "gathered bytes", "dtypes"),
-        [*(_unit_row(row) for row in rows), _total(units)],
-        left=(0, 1, 7),
-    )
+    head = ("unit", "module", "params", "numel", "padding", "shard bytes", "gathered bytes", "dtypes")
+    table = aligned([head, *(_unit_row(row) for row in rows), _total(units)], right=range(2, 7))
     return Description.of("\n".join([_title(engine, units), *table, *_who_holds_what(engine, kinds)]), units)
 
 
@@ -224,7 +222,7 @@ def _who_holds_what(engine: Engine, kinds: Sequence[Sequence[UnitPlace]]) -> lis
         unit = kind[0]
         several = _alike(unit.parameters, partial(_parameter_looks, unit))
         rows = [row for group in several for row in ([group] if len(group) >= ALIKE else [[p] for p in group])]
-        table = _table(None, [_parameter_row(unit, row) for row in rows], left=(0, 1, 2, 3))
+        table = aligned([_parameter_row(unit, row) for row in rows], right=())
         lines += [f"    {line}" for line in table]
     return lines
 
@@ -244,16 +242,3 @@ def _ranks(ranks: range) -> str:
     if not ranks:
         return "nothing to hold"
     return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks[-1]}"
-
-
-def _table(header: tuple[str, ...] | None, rows: Sequence[tuple[str, ...]], left: Sequence[int]) -> list[str]:
-    """Aligned columns; those in `left` to the left."""
-    lines = [header, *rows] if header is not None else list(rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]

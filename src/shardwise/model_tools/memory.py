@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from shardwise import accelerators
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import require_engine, shard_stores
-from shardwise.engine.setup.torch_patches import stepped
+from shardwise.engine.setup.torch_patches import with_state
 from shardwise.offload.resting_state import RestingState
 from shardwise.policy.kinds import STATE_KINDS
 from shardwise.sharded.parameter import ShardedParameter, outer_face
+from shardwise.tables import aligned, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,17 @@ class Memory:
     now: dict[str, int]
     peak: dict[str, int]
 
+    def __str__(self) -> str:
+        """A table: a line for each kind of which there is any, and their sums."""
+        kinds = [kind for kind in self.now if self.now[kind] or self.peak[kind]]
+        rows = [(kind, format_bytes(self.now[kind]), format_bytes(self.peak[kind])) for kind in kinds]
+        sums = ("together", format_bytes(sum(self.now.values())), format_bytes(sum(self.peak.values())))
+        return "\n".join(aligned([("this rank", "now", "peak"), *rows, sums], right=(1, 2)))
+
 
 def memory(model: nn.Module) -> Memory:
-    """This rank's memory by kind. No communication, but before the first forward, when it allocates the slots, every
-    rank must call it.
+    """This rank's memory by kind; `print` it, or read `.now` and `.peak`. No communication, but before the first
+    forward, when it allocates the slots, every rank must call it.
 
     Shards, slots, optimizer state and buffers are exact. `temporaries` is the scratch memory of collectives and sums
     (and of whole matrices on their way to owners), complete once a step has been made; `other` is ignored parameters
@@ -54,7 +62,7 @@ def replicated(model: nn.Module) -> dict[str, int]:
     """Bytes by kind (`STATE_KINDS`) that every rank would hold under DDP. No communication.
 
     Computed, from the sharded tensors at their global size: every parameter, as many bytes of gradients for those that
-    train (DDP's buckets are their storage), and every state tensor of the optimizers that have stepped.
+    train (DDP's buckets are their storage), and every state tensor of the optimizers that have stepped or were loaded.
     """
     engine = require_engine(model)
     parameters = list(model.parameters())
@@ -88,9 +96,9 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
 
 
 def _optimizers(engine: Engine) -> Iterator[Optimizer]:
-    """Those that stepped any unit."""
+    """Those that stepped any unit, or whose state was loaded for it."""
     units = set(engine.units)
-    for optimizer in stepped:
+    for optimizer in with_state:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if any(isinstance(parameter, ShardedParameter) and parameter.unit in units for parameter in parameters):
             yield optimizer

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_below
-from shardwise.engine.setup.torch_patches import stepped, updates_nothing
+from shardwise.engine.setup.torch_patches import updates_nothing, with_state
 from shardwise.errors import UsageError
 from shardwise.optim.clip import clip as clip_parameters
 from shardwise.optim.whole_matrix import WholeMatrixOptimizer
@@ -68,7 +68,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
         clips = None if clip is None else partial(clip_parameters, max_norm=float(clip))
         engine.reducer.steps.add(optimizer, clips)
     optimizer.register_step_pre_hook(_nothing_left)
-    stepped.add(optimizer)
+    with_state.add(optimizer)
 
 
 def _check_parameters(engines: list[Engine], optimizer: Optimizer) -> None:

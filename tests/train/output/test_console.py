@@ -7,7 +7,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.model_tools.memory import replicated
 from shardwise.policy.kinds import STATE_KINDS
-from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp, format_bytes, memory_line
+from shardwise.tables import format_bytes
+from shardwise.train.output.console import Footprint, RunConsole, compared_with_ddp, memory_line
 from shardwise.train.run.metrics import StepMetrics
 from shardwise.train.run.sample import Sample
 

@@ -28,8 +28,8 @@ from shardwise.sharded.parameter import Owner, ShardedParameter, outer_face
 from shardwise.sharded.partial_step import is_view
 from shardwise.sharded.waiting import WaitingGradient
 
-stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Every optimizer that has updated a sharded parameter."""
+with_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Every optimizer that has updated a sharded parameter, or whose state was loaded for some."""
 
 RunBackward = Callable[..., Any]
 
@@ -166,7 +166,7 @@ def _post_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for unit in owners:
         unit.stepped()
     if owners:
-        stepped.add(optimizer)
+        with_state.add(optimizer)
 
 
 # Full state for a sharded optimizer -----------------------------------------------------------------------------------

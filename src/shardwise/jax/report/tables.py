@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from shardwise.tables import aligned
+
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -24,16 +26,7 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[object]], right: Collec
         rows: one value for each column.
         right: the names of columns whose cells end on the right.
     """
-    cells = [list(head), *([str(value) for value in row] for row in rows)]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(head))]
-    ends = [name in right for name in head]
-    lines = (
-        "  ".join(
-            cell.rjust(width) if end else cell.ljust(width) for cell, width, end in zip(row, widths, ends, strict=True)
-        )
-        for row in cells
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(aligned([head, *rows], [index for index, name in enumerate(head) if name in right]))
 
 
 def without_numbers(path: str) -> str:

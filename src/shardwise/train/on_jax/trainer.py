@@ -24,6 +24,7 @@ from shardwise.jax.batches import put_batch
 from shardwise.jax.checkpoint.saving import names_of
 from shardwise.jax.trees import parts_of
 from shardwise.policy.kinds import KINDS
+from shardwise.tables import format_bytes
 from shardwise.train.config.schedule import Schedule
 from shardwise.train.config.schema import Config
 from shardwise.train.config.shared_keys import shared_keys
@@ -33,7 +34,7 @@ from shardwise.train.on_jax.checkpoints import Checkpoints
 from shardwise.train.on_jax.model import builder_of, bytes_per_device, bytes_whole, check_logits, loss_of, optimizer_of
 from shardwise.train.on_jax.processes import RunProcesses, axes_of, started
 from shardwise.train.on_jax.wishes import REMAT, check_wishes, dtype_of
-from shardwise.train.output.console import RunConsole, format_bytes
+from shardwise.train.output.console import RunConsole
 from shardwise.train.process.interruption import Interrupted, Interruption
 from shardwise.train.run import preflight
 from shardwise.train.run.checkpoints import Resumed, why_finished

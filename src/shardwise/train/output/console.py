@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.policy.kinds import KINDS, STATE_KINDS
+from shardwise.tables import format_bytes
 from shardwise.train.run.metrics import StepMetrics
 from shardwise.train.run.sample import Sample
 
@@ -193,15 +194,6 @@ def _bytes_table(title: str, columns: tuple[str, str], rows: Sequence[tuple[str,
         cells = ("-" if size is None else format_bytes(size) for size in sizes)
         table.add_row(kind, *cells, end_section=number == len(rows))
     return table
-
-
-def format_bytes(size: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _duration(seconds: float) -> str:
