@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.testing import assert_close
 
 import shardwise as sw
 from shardwise.cli.app import run as command
@@ -365,3 +367,36 @@ def test_the_recipe(tmp_path: Path, name: str) -> None:
     )
     trainer.run(config)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / "final")
+
+
+def _merged(seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = adapted("cpu", init_lora_weights=False)
+    model.merge_adapter()
+    return model
+
+
+@on_ranks(2)
+def test_adapters_are_not_unmerged_inside_a_forward() -> None:
+    """PEFT writes through `.data`, unseen by autograd: the copy would change and the shards would not."""
+    plain, model = _merged(3), _merged(3)
+    sw.shard(model)
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        with plain.disable_adapter():
+            base = plain(tokens).logits
+        plain.merge_adapter()
+        merged = plain(tokens).logits
+        assert_close(model(tokens).logits, merged)
+        refusal = r"would unmerge its adapter inside a forward.*model\.unmerge_adapter"
+        with pytest.raises(UsageError, match=refusal), model.disable_adapter():
+            model(tokens)
+        assert_close(model(tokens).logits, merged)  # nothing was written
+        with sw.unsharded(model, writeback=True):
+            model.unmerge_adapter()
+        with model.disable_adapter():
+            assert_close(model(tokens).logits, base)
+        assert_close(model(tokens).logits, merged)
+        with sw.unsharded(model, writeback=True):
+            model.merge_adapter()
+        assert_close(copy.deepcopy(model)(tokens).logits, merged)

@@ -4,7 +4,7 @@ adapters. PEFT is not imported: whoever has such a model has done that."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -111,6 +111,31 @@ def wrapped_by(layer: nn.Module) -> nn.Module | None:
     """The model's own module inside one of PEFT's; None for any other module."""
     found = next(_wrapped(layer), None)
     return layer.get_submodule(found[1]) if found is not None and not found[0] else None
+
+
+def refuse_merges(model: nn.Module, is_computing: Callable[[], bool]) -> None:
+    """Have PEFT's layers raise where they would merge or unmerge while `is_computing`.
+
+    They write through `weight.data`, which autograd's version counters do not see; a merged adapter's layer that is
+    called with adapters off does so in its forward.
+    """
+    for name, _ in _wrapped(model):
+        layer: Any = model.get_submodule(name)
+        for method in ("merge", "unmerge"):
+            if callable(getattr(type(layer), method, None)):
+                layer.__dict__[method] = _unless(is_computing, layer, method, name)
+
+
+def _unless(is_computing: Callable[[], bool], layer: nn.Module, method: str, name: str) -> Callable[..., Any]:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if is_computing():
+            raise UsageError(
+                f"PEFT's layer {name!r} would {method} its adapter inside a forward: into a gathered copy, so it would "
+                f"be lost. Before that: `with sw.unsharded(model, writeback=True): model.{method}_adapter()`"
+            )
+        return getattr(type(layer), method)(layer, *args, **kwargs)
+
+    return guarded
 
 
 def reset(layer: nn.Module, model: nn.Module) -> None:
