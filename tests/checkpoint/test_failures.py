@@ -208,7 +208,8 @@ def test_files_go_along(tmp_path: Path) -> None:
     sw.checkpoint.save(tmp_path / "c", model, optimizer, files=own if first else None)
     assert {name: (tmp_path / "c" / name).read_bytes() for name in own} == own
     verify(tmp_path / "c")
-    for name in ("../x", "", ".x", "a/b", "manifest.json", "training.json", "names.json", "model.safetensors"):
+    reserved = "manifest.json", "training.json", "names.json", "model.safetensors", "rank-00000.bin"
+    for name in ("../x", "", ".x", "a/b", "a\\b", *reserved):
         with pytest.raises(UsageError, match=r"files: .* cannot be the name of a file"):
             sw.checkpoint.save(tmp_path / "d", model, optimizer, files={name: b""})
     wrong: Any = {"x": "text"}

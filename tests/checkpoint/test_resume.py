@@ -41,6 +41,24 @@ def test_losses_go_on_bit_exactly(tmp_path: Path) -> None:
     same(everything(other, fresh), everything(model, optimizer))
 
 
+@on_ranks(1)
+def test_another_generator_of_numpy_s_is_whose_who_put_it_there(tmp_path: Path) -> None:
+    model, optimizer = build(Case("full_shard", 1))
+    usual = np.random.get_bit_generator()
+    sw.checkpoint.save(tmp_path / "usual", model, optimizer)
+    np.random.set_bit_generator(np.random.PCG64(7))
+    try:
+        sw.checkpoint.save(tmp_path / "own", model, optimizer)
+        drawn = np.random.standard_normal(3).tolist()
+        np.random.set_bit_generator(np.random.PCG64(7))
+        for name in ("usual", "own"):
+            sw.checkpoint.load(tmp_path / name, model, optimizer)
+        assert np.random.standard_normal(3).tolist() == drawn
+    finally:
+        np.random.set_bit_generator(usual)
+    sw.checkpoint.load(tmp_path / "own", model, optimizer)
+
+
 @on_ranks(2)
 def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
     """Of the random states too, of which some are tensors only on their way into the file."""

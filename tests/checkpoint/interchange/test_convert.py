@@ -108,6 +108,24 @@ def test_there_and_back_gives_the_very_same_files(way: str, ranks: RankPools, tm
         same(loaded, state)
 
 
+def save_with_extra(path: Path, extra: dict[str, Any]) -> None:
+    sw.checkpoint.save(path, sw.shard(nn.Linear(2, 2)), step=3, extra=extra)
+
+
+@pytest.mark.parametrize("empty", [{}, {"empty": {}, "none": [], "deep": {"a": [[], {}]}}], ids=["full", "empty"])
+@pytest.mark.parametrize("way", ["dcp", "pt"])
+def test_extra_comes_back_as_it_was(way: str, empty: dict[str, Any], ranks: RankPools, tmp_path: Path) -> None:
+    """A SequentialLR's state is a list of dicts."""
+    schedulers = {"_schedulers": [{"last_epoch": 1, "_last_lr": [0.1]}, {"last_epoch": 2}]}
+    extra = {"schedulers": schedulers, "nested": [[1, 2], [3]], "0": {"1": None}, "t": True, **empty}
+    ranks(1).run(save_with_extra, tmp_path / "own", extra)
+    between = tmp_path / ("between.pt" if way == "pt" else "between")
+    convert(tmp_path / "own", between, way)
+    back = convert(between, tmp_path / "back")
+    assert back.left_out == ()
+    assert json.loads((tmp_path / "back" / "training.json").read_text())["extra"] == extra
+
+
 def test_a_tensor_cut_along_any_dim_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As tensor parallelism and 2-D meshes write it; and in parts smaller than a row."""
     monkeypatch.setattr("shardwise.checkpoint.interchange.dcp_files.PART_BYTES", 12)

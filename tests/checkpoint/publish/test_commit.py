@@ -12,6 +12,7 @@ from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.publish import commit
+from shardwise.checkpoint.publish.shared_files import SharedFiles
 from shardwise.errors import CheckpointError, UnreadableError
 
 
@@ -124,6 +125,30 @@ def test_a_checkpoint_is_called_partial_before_its_files_go(tmp_path: Path, monk
     assert [left.name for left in tmp_path.iterdir()] == ["step-000001.partial"]
     commit.remove(committed(path, 1))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_link_the_link_alone_is_removed(tmp_path: Path) -> None:
+    """Somebody moved a checkpoint to another disk and left a link."""
+    elsewhere = committed(tmp_path / "elsewhere", 1)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "step-000001").symlink_to(elsewhere)
+    commit.remove(run / "step-000001")
+    (run / "step-000002.partial").symlink_to(elsewhere)
+    commit.remove_partials(run)
+    assert list(run.iterdir()) == []
+    assert manifest.read(LocalDirectory(elsewhere)).files
+
+
+def test_a_save_is_over_though_its_checkpoint_was_moved_on(tmp_path: Path) -> None:
+    target = SharedFiles(tmp_path / "saved")
+    target.begin()
+    assert not target.is_committed()
+    (committed(tmp_path / "other", 1) / manifest.NAME).rename(tmp_path / "saved.partial" / manifest.NAME)
+    commit.commit(tmp_path / "saved")
+    assert target.is_committed()
+    (tmp_path / "saved").rename(tmp_path / "elsewhere")
+    assert target.is_committed()
 
 
 def test_what_is_set_aside_is_no_checkpoint(tmp_path: Path) -> None:

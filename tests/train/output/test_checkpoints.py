@@ -110,6 +110,17 @@ def test_asynchronous_saves_go_on_alike_and_are_there_at_the_end(ranks: RankPool
     sw.checkpoint.verify("runs/two/checkpoints/step-000006")
 
 
+def test_names_that_a_run_does_not_give_are_left_alone(tmp_path: Path) -> None:
+    model = sw.shard(torch.nn.Linear(3, 3))
+    sw.checkpoint.save(tmp_path / "c/step-1", model, step=1)
+    config = CheckpointConfig(every=1, keep=1)
+    checkpoints = Checkpoints(tmp_path / "c", config, Ranks(0, 1, torch.device("cpu")))
+    for step in (2, 3):
+        checkpoints.save(step, model, torch.optim.AdamW(model.parameters()), Position(0, 0, 0), {})
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step-000003", "step-1"]
+    assert checkpoints.committed() == [3]
+
+
 def test_the_last_good_checkpoint_stays_while_a_newer_one_is_written(tmp_path: Path) -> None:
     model = sw.shard(torch.nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(model.parameters())

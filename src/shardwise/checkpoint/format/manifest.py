@@ -125,8 +125,8 @@ def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
         unknown = document.keys() - _KEYS
         if unknown:
             raise ValueError(f"it has {min(unknown)!r}, which is not known")
-        files = {_plain_name(name): _record(entry) for name, entry in document["files"].items()}
-        joined = {_plain_name(name): _joined(entry) for name, entry in document.get("joined", {}).items()}
+        files = {plain_name(name): _record(entry) for name, entry in document["files"].items()}
+        joined = {plain_name(name): _joined(entry) for name, entry in document.get("joined", {}).items()}
         for name, file in joined.items():
             _check_parts(name, file, files)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
@@ -189,7 +189,8 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return named
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
+    """The name itself. Raises ValueError if it cannot be a file's in a checkpoint."""
     if name != os.path.basename(name) or name in {"", ".", "..", NAME} or "\0" in name or "\\" in name:  # noqa: PTH119
         raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
     return name

@@ -14,12 +14,14 @@ from shardwise import accelerators
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Return this process's random states as JSON: torch's on the CPU and on `device`, Python's and numpy's."""
+    """Return this process's random states as JSON: torch's on the CPU and on `device`, Python's, and numpy's
+    unless somebody has exchanged its global generator (`np.random.set_bit_generator`)."""
     states: dict[str, Any] = {
         "torch": _encode(torch.get_rng_state()),
         "python": _python_state(),
-        "numpy": _numpy_state(),
     }
+    if _numpy_is_usual():
+        states["numpy"] = _numpy_state()
     if device.type != "cpu":
         states[device.type] = _encode(accelerators.random_state(device))
     return states
@@ -30,7 +32,7 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(_decode(states["torch"]))
     kind, words, spare = states["python"]
     random.setstate((kind, tuple(_decode(words).view(torch.uint32).tolist()), spare))
-    if "numpy" in states:
+    if "numpy" in states and _numpy_is_usual():
         name, words, *rest = states["numpy"]
         np.random.set_state((name, _decode(words).view(torch.uint32).numpy(), *rest))
     if device.type != "cpu" and device.type in states:
@@ -40,6 +42,11 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
 def _python_state() -> list[Any]:
     kind, numbers, spare = random.getstate()
     return [kind, _encode(torch.tensor(numbers, dtype=torch.uint32, device="cpu").view(torch.uint8)), spare]
+
+
+def _numpy_is_usual() -> bool:
+    """Whether numpy's global generator is the one it begins with; another is whose who put it there."""
+    return bool(np.random.get_state(legacy=False)["bit_generator"] == "MT19937")
 
 
 def _numpy_state() -> list[Any]:

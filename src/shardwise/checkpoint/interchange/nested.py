@@ -28,6 +28,8 @@ from shardwise.errors import CheckpointError
 
 FILE_NAMES = "file_names"
 """Key of the text of `names.json`: the names of the model's tensors in files."""
+EXACT_EXTRA = "extra_json"
+"""Key of `extra` as a text, where it has what a nested state_dict loses."""
 
 
 def nested_state(carried: Carried, tensor: Callable[[Tensors, StoredTensor], Any]) -> dict[str, Any]:
@@ -58,6 +60,8 @@ def nested_state(carried: Carried, tensor: Callable[[Tensors, StoredTensor], Any
     state["step"] = carried.step
     if carried.extra:
         state["extra"] = carried.extra
+        if _has_empty(carried.extra):
+            state[EXACT_EXTRA] = json.dumps(carried.extra)
     if carried.names:
         state[FILE_NAMES] = names_json.encode(carried.names).decode()
     return state
@@ -178,17 +182,38 @@ class _Sorting:
         tensors = self._tree.tensors
         for key in [key for key, name in self._keys.items() if tensors.stored[name].numel == 1]:
             self._values[key] = _number(tensors, self._keys.pop(key))
-        extra: dict[str, Any] = {}
+        extra: dict[Any, Any] = {}
         for key, value in self._values.items():
             if not is_json(value):
                 self._left_out.append(dotted(key))
             else:
                 inner = extra
                 for part in key[:-1]:
-                    inner = inner.setdefault(str(part), {})
-                inner[str(key[-1])] = value
+                    inner = inner.setdefault(part, {})
+                inner[key[-1]] = value
+        extra = {str(name): _with_lists(value) for name, value in extra.items()}
         given = extra.pop("extra", None)  # of `sw.checkpoint.save`, where shardwise converted its checkpoint
+        exact = extra.pop(EXACT_EXTRA, None)
+        if isinstance(exact, str):
+            given = json.loads(exact)
         return {**extra, **given} if isinstance(given, dict) else extra or None
+
+
+def _with_lists(value: Any) -> Any:
+    """With lists in place of dicts by positions, which lists become on the way, and names for keys."""
+    if not isinstance(value, dict):
+        return value
+    inside = {key: _with_lists(item) for key, item in value.items()}
+    if inside and all(isinstance(key, int) for key in inside) and sorted(inside) == list(range(len(inside))):
+        return [inside[position] for position in range(len(inside))]
+    return {str(key): item for key, item in inside.items()}
+
+
+def _has_empty(value: Any) -> bool:
+    """Whether a dict or list without items is in it, which torch's own format has no place for."""
+    if not isinstance(value, (dict, list)):
+        return False
+    return not value or any(_has_empty(item) for item in (value.values() if isinstance(value, dict) else value))
 
 
 def _taken(entries: dict[Key, V]) -> dict[Key, V]:

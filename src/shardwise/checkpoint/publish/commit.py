@@ -115,7 +115,11 @@ def building(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove the checkpoint `path`. After a crash its remains are a partial directory."""
+    """Remove the checkpoint `path`. After a crash its remains are a partial directory. Of a link the link alone."""
+    if path.is_symlink():
+        path.unlink()
+        sync(path.parent)
+        return
     partial = _cleared(path)
     os.rename(path, partial)  # noqa: PTH104
     sync(path.parent)  # before its files go: else the old name could come back with only some of them
@@ -147,7 +151,10 @@ def remove_partials(directory: str | os.PathLike[str]) -> list[Path]:
     """
     stale = [path for path in sorted(Path(directory).glob(f"step-*{PARTIAL}")) if path.is_dir()]
     for path in stale:
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
     return stale
 
 

@@ -84,7 +84,9 @@ class SharedFiles:
             commit.commit_over(self.path)
 
     def is_committed(self) -> bool:
-        """See `Target`."""
+        """See `Target`. Where no partial directory is left, somebody who waited for this may have moved it on since."""
+        if not self._partial.exists():
+            return True
         try:
             is_new = self.path.stat().st_ino != self.replaced
         except FileNotFoundError:

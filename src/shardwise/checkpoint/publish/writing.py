@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ from shardwise.errors import CheckpointError, UsageError
 _SIGHT_S = 5.0
 """How long a rank waits for rank 0's token to come in sight: network file systems cache names for a moment."""
 _CREATED = ".created"
+_RESERVED = re.compile(r"\.safetensors|^rank-\d+\.bin$")
+"""Names of files that hold tensors."""
 
 Copy = Callable[[Sequence[Any]], Sequence[Any]]
 """From pieces to the same pieces in memory that nobody writes to."""
@@ -96,7 +99,11 @@ def take_along(files: Mapping[str, bytes], writing: Writing) -> None:
     """Small files that go along, by name. Raises UsageError for a name that a checkpoint reserves."""
     taken = {manifest.NAME, training_json.NAME, names_json.NAME, *writing.documents}
     for name, data in files.items():
-        if name != os.path.basename(name) or name in taken or ".safetensors" in name or name[:1] in {"", "."}:  # noqa: PTH119
+        try:
+            is_free = manifest.plain_name(name) not in taken and name[0] != "." and not _RESERVED.search(name)
+        except ValueError:
+            is_free = False
+        if not is_free:
             raise UsageError(f"files: {name!r} cannot be the name of a file that goes along with a checkpoint")
         if not isinstance(data, bytes):
             raise UsageError(f"files: {name!r} is a {type(data).__name__}, not bytes")

@@ -188,11 +188,11 @@ class KeptCheckpoints:
             )
 
     def committed(self) -> list[int]:
-        """Steps, the newest first."""
+        """Steps, the newest first. Of names that are not as `path` gives them none is counted."""
         there = LocalDirectory(self.directory)
         names = [name for name in there.names() if name.startswith("step-") and there.child(name).has(manifest.NAME)]
-        numbers = [name.removeprefix("step-") for name in names]
-        return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
+        numbers = [int(name[5:]) for name in names if name[5:].isdecimal()]
+        return sorted((number for number in numbers if self.path(number).name in names), reverse=True)
 
     def _verifies(self, step: int) -> bool:
         """Raises UnreadableError where storage cannot be read: a checkpoint must not be set aside for that."""
