@@ -24,11 +24,11 @@ class Efficiency:
     """Of the rate of a large product, at shapes that fill the device."""
     attention: float = 0.90
     """Of the published rate of a fused attention kernel."""
-    memory: float = 0.80
+    memory: float = 0.90
     """Of memory bandwidth, by kernels that only move bytes."""
-    links: float = 0.70
+    links: float = 0.85
     """Of a link's rate, by collectives beside computation."""
-    fusion: float = 0.35
+    fusion: float = 0.30
     """Part of the bytes of pointwise kernels that a compiler's fusion leaves."""
 
 
