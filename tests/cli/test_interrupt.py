@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -73,15 +74,16 @@ def start() -> Iterator[Start]:
     """Start a command and return when the run has taken three steps."""
     started: list[subprocess.Popen[str]] = []
 
-    def start_(*command: str, **environment: str) -> subprocess.Popen[str]:
+    def start_(*command: str, output: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[str]:
         path = os.pathsep.join([str(Path("slow").absolute()), os.environ.get("PYTHONPATH", "")])
         clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
         process = subprocess.Popen(
             [sys.executable, *command],
             env={**clean, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
             text=True,
+            start_new_session=True,
         )
         started.append(process)
         deadline = time.monotonic() + 90
@@ -139,6 +141,18 @@ def test_an_interrupted_run_is_saved_and_goes_on_bit_exactly(start: Start, ranks
     assert losses("tiny") == losses("whole")
 
 
+def test_a_run_whose_terminal_is_closed_is_saved(start: Start) -> None:
+    reading, writing = pty.openpty()
+    process = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=1000", output=writing)
+    os.close(writing)
+    os.close(reading)  # from here on printing raises in a process that has nothing else
+    for _ in range(2):  # one by the shell, one by the kernel
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.05)
+    assert process.wait(60) == 130
+    saved_where_it_ended()
+
+
 @pytest.mark.slow
 def test_asynchronous_saves_are_waited_for(start: Start) -> None:
     process = start("-c", LAUNCHER, "train", "tiny.toml", "checkpoint.every=1", "checkpoint.asynchronous=true")
@@ -149,10 +163,11 @@ def test_asynchronous_saves_are_waited_for(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_sends_it_on(start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_torchrun_sends_it_on(start: Start, number: signal.Signals) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     process = start(*torchrun, "-m", "shardwise.cli.main", "train", "tiny.toml", "checkpoint.every=1000")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     process.communicate(timeout=60)
     saved_where_it_ended()
 

@@ -1,6 +1,7 @@
 """How runs end: the status, and what the user reads."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -202,6 +203,26 @@ def test_an_interrupt_lets_every_rank_save(start: Start, tmp_path: Path) -> None
     ended = command.end(timeout_s=30)
     assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
+def test_a_hangup_lets_every_rank_save(start: Start, tmp_path: Path) -> None:
+    """However often it comes."""
+    command = _start_and_wait(start, SAVES_ON_INTERRUPT)
+    for _ in range(3):
+        command.process.send_signal(signal.SIGHUP)
+        time.sleep(0.05)
+    ended = command.end(timeout_s=30)
+    assert (ended.status, ended.err) == (130, f"{STOPPING}\ninterrupted\n")
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
+def test_a_hangup_that_was_ignored_stays_so(start: Start) -> None:
+    """As under nohup."""
+    waits = "os.write(1, b'training\\n'); time.sleep(1.5); assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN"
+    command = _start_and_wait(start, waits, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    command.process.send_signal(signal.SIGHUP)
+    ended = command.end(timeout_s=30)
+    assert (ended.status, ended.err) == (0, "")
 
 
 def test_ranks_save_though_nobody_reads_what_is_said(start: Start, tmp_path: Path) -> None:

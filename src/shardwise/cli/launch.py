@@ -21,9 +21,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from shardwise import accelerators
 from shardwise.cli import report
 from shardwise.cli.exit import Exit
+from shardwise.cli.standard_streams import outlive_readers
 from shardwise.errors import UserError
 from shardwise.train.config.files import dump_toml
 from shardwise.train.config.schema import Config
+from shardwise.train.process.interruption import ENDING_SIGNALS, ending_signals
 from shardwise.train.run.directory import RunDirectory
 
 LOOPBACK = "127.0.0.1"
@@ -68,6 +70,7 @@ def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
         path: the file that the task reads or writes.
         ranks: how many.
     """
+    outlive_readers()
     store = TCPStore(LOOPBACK, _port(), is_master=True, wait_for_workers=False)  # where ranks meet; it outlives them
     interrupt = _Interrupt(STOPPING if task == "train" else "stopping")
     failures: Mapping[int, ProcessFailure] = {}
@@ -102,12 +105,13 @@ def _port() -> int:
 def _started(task: str, path: Path, ranks: int, port: int, directory: Path) -> Iterator[PContext]:
     """The ranks as processes; at the end of the block those that still run are ended.
 
-    They start with SIGINT and SIGTERM blocked, until they have handlers: an early signal waits instead of being lost.
+    They start with the signals that end a run blocked, until they have handlers: an early one waits instead of being
+    lost.
     """
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # SIGINT and SIGTERM are _Interrupt's
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are _Interrupt's
     logging.getLogger(PContext.__module__).setLevel(logging.CRITICAL)  # its lines would bury the one that matters
     shared = _environment(ranks, port, directory)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, report.ENDING_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         processes = start_processes(
             name="rank",
@@ -173,21 +177,24 @@ def _wait(processes: PContext, directory: Path, interrupt: "_Interrupt") -> Mapp
 
 
 class _Interrupt:
-    """Passes the first SIGINT or SIGTERM on to the ranks, which may save; the second ends everything.
+    """Passes the first signal that ends a run on to the ranks, which may save; a second one ends everything.
 
-    Ranks live in sessions of their own, so a terminal's Ctrl-C reaches only the launcher.
+    Ranks live in sessions of their own, so a terminal's Ctrl-C reaches only the launcher. When a terminal is closed,
+    SIGHUP comes from the shell and from the kernel: it is never the second one.
     """
 
     def __init__(self, words: str) -> None:
         """`words`: a line for the first interrupt."""
         self.received = False
+        self._counted = False
+        """SIGINT or SIGTERM has been received: the next one ends everything."""
         self._words = words
         self._pids: tuple[int, ...] = ()
 
     @contextmanager
     def handled(self) -> Iterator[None]:
         """Handle the signals inside this context."""
-        before = {number: signal.signal(number, self._handle) for number in report.ENDING_SIGNALS}
+        before = {number: signal.signal(number, self._handle) for number in ending_signals()}
         try:
             yield
         finally:
@@ -201,8 +208,12 @@ class _Interrupt:
             self._pass_on()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received:  # the second time
-            raise KeyboardInterrupt
+        if number != signal.SIGHUP:
+            if self._counted:
+                raise KeyboardInterrupt
+            self._counted = True
+        if self.received:
+            return
         self.received = True
         self._pass_on()
         with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more: ranks save all the same

@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.exit import Exit
+from shardwise.cli.standard_streams import outlive_readers
 from shardwise.errors import PlanError, UserError
+from shardwise.train.process.interruption import ending_signals
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +29,8 @@ def train(config: Config) -> Exit:
 
     Raises ModuleNotFoundError, which names what to install, without JAX.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    outlive_readers()
+    for number in ending_signals():
         signal.signal(number, signal.default_int_handler)  # the trainer hears it, and may save
     try:
         from shardwise.train.on_jax.trainer import run

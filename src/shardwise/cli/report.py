@@ -1,7 +1,6 @@
 """How a rank that did not end well tells the launcher: by a file `rank-N.json` in a directory of the launcher's."""
 
 import json
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,9 +15,6 @@ ENVIRONMENT = "SHARDWISE_REPORTS"
 
 LAUNCHER = "SHARDWISE_LAUNCHER"
 """The environment variable by which a rank knows the launcher's process id."""
-
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that ask a run to end."""
 
 _CAUSE_S = 3.0
 """How long a rank that failed with another waits for that one's report."""

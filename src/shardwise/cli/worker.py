@@ -16,6 +16,8 @@ from typing import NoReturn
 
 from shardwise.cli import report
 from shardwise.cli.exit import Exit
+from shardwise.cli.standard_streams import outlive_readers
+from shardwise.train.process.interruption import ENDING_SIGNALS, ending_signals
 
 _PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>."""
@@ -33,9 +35,11 @@ def main() -> None:
     """
     directory, rank = Path(os.environ[report.ENVIRONMENT]), int(os.environ["RANK"])
     _end_with(int(os.environ[report.LAUNCHER]))
-    signal.signal(signal.SIGINT, _AtOnce(directory, rank))
+    outlive_readers()
+    for number in ending_signals():
+        signal.signal(number, _AtOnce(directory, rank))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how the launcher ends a rank, even one that waits in native code
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, report.ENDING_SIGNALS)  # the launcher blocked them until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)  # the launcher blocked them until now
     faulthandler.enable()  # a crash in native code shows where it was
     try:
         _TASKS[sys.argv[1]](Path(sys.argv[2]))
@@ -82,7 +86,8 @@ def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exi
     Returns:
         DONE. A user's mistake ends the process with status 2, an interrupt with 130, anything else with 1.
     """
-    for number in report.ENDING_SIGNALS:  # what torchrun sends on when it is interrupted
+    outlive_readers()
+    for number in ending_signals():  # what torchrun sends on when it is interrupted
         signal.signal(number, signal.default_int_handler)  # the trainer may save
     _leave_if_stuck()
     try:
@@ -110,7 +115,7 @@ def _leave_if_stuck() -> None:
 
 
 def _watch(waking: int, stuck_s: float) -> None:
-    while os.read(waking, 1)[0] not in {signal.SIGINT, signal.SIGTERM}:  # others may have handlers too
+    while os.read(waking, 1)[0] not in ENDING_SIGNALS:  # others may have handlers too
         pass
     place, since_s = _place(), time.monotonic()
     while time.monotonic() - since_s < stuck_s:

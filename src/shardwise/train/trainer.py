@@ -203,7 +203,8 @@ class Trainer:
     def run(self, directory: RunDirectory) -> None:
         """Train, evaluate, export and sum up. Every rank must call this.
 
-        Interrupted (SIGINT), all ranks end after the same step, saved where checkpoints are on; a second time, at once.
+        Interrupted by a signal, all ranks end after the same step, saved where checkpoints are on; a second time, at
+        once.
 
         Raises:
             UserError: the loss or the gradient's norm is not finite.

@@ -146,7 +146,7 @@ class Trainer:
     def run(self, directory: RunDirectory) -> None:
         """Train, evaluate, export and sum up. Every process must call this.
 
-        Interrupted (SIGINT), all processes end after the same step, saved where checkpoints are on.
+        Interrupted by a signal, all processes end after the same step, saved where checkpoints are on.
 
         Raises UserError when the loss or the gradient's norm is not finite, KeyboardInterrupt when interrupted.
         """
