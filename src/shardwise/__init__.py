@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise import checkpoint, optim, plan
+    from shardwise.engine.setup.forward_methods import register_forward_method
     from shardwise.engine.setup.shard import shard
     from shardwise.model_tools.by_hand import reshard, unshard
     from shardwise.model_tools.describe import describe
-    from shardwise.model_tools.forward_methods import register_forward_method
     from shardwise.model_tools.memory import memory
     from shardwise.model_tools.reduction import no_sync
     from shardwise.model_tools.release import release
@@ -42,7 +42,7 @@ _HOMES = {
     "memory": "model_tools.memory",
     "no_sync": "model_tools.reduction",
     "optimizer_in_backward": "optim.in_backward",
-    "register_forward_method": "model_tools.forward_methods",
+    "register_forward_method": "engine.setup.forward_methods",
     "release": "model_tools.release",
     "reshard": "model_tools.by_hand",
     "shard": "engine.setup.shard",

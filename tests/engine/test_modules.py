@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -124,6 +125,62 @@ def test_generate_where_ranks_differ(strategy: str) -> None:
         assert torch.equal(model.generate(ids, **options), answer)
     ids = torch.randint(0, 31, (2, 5), generator=torch.Generator().manual_seed(1))
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def encoder_decoder() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=31, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None, **sizes)
+    )
+
+
+def of_images() -> Any:
+    transformers = pytest.importorskip("transformers")
+    eyes = transformers.CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=16, **SMALL)
+    words = transformers.LlamaConfig(vocab_size=31, pad_token_id=0, eos_token_id=None, **SMALL)
+    config = transformers.LlavaConfig(
+        vision_config=eyes, text_config=words, image_token_index=30, vision_feature_select_strategy="default"
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+class Around(nn.Module):
+    """A model of transformers' inside one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.inner = encoder_decoder()
+
+    def generate(self, **inputs: Any) -> Any:
+        return self.inner.generate(**inputs)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("build", [encoder_decoder, of_images, Around])
+@on_ranks(2, timeout_s=120)
+def test_generate_that_computes_outside_forward(build: Any, strategy: str) -> None:
+    """An encoder called alone, images embedded: before any forward and after a backward, each rank with its own."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    plain: Any = seeded(build).eval()
+    model: Any = sw.shard(seeded(build), strategy).eval()
+    inputs = {"input_ids": torch.randint(1, 30, (2, 4 + rank), generator=generator)}
+    if build is of_images:
+        inputs["input_ids"][:, :4] = 30
+        inputs["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator)
+    for turn, copied in enumerate([model, model, copy.deepcopy(model)]):
+        options: dict[str, Any] = {"max_new_tokens": 3 + 2 * rank, "do_sample": False, "num_beams": 1 + turn % 2}
+        assert torch.equal(copied.generate(**inputs, **options), plain.generate(**inputs, **options))
+        whole, own = (getattr(m, "inner", m) for m in (plain, copied))
+        if build is not Around:
+            losses = [m(**inputs, labels=inputs["input_ids"]).loss for m in (whole, own)]
+            assert torch.equal(*losses)
+            losses[1].backward()
 
 
 # torch.compile --------------------------------------------------------------------------------------------------------

@@ -156,6 +156,41 @@ def test_a_peft_model_reads_its_base_and_saves_its_adapter(tmp_path: Path) -> No
         sw.checkpoint.save(tmp_path / "none", sw.shard(llama()), adapter=True)
 
 
+PROMPTED = {
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+}
+
+
+def prompted(kind: str, seed: int = 0) -> Any:
+    model = llama()
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, PROMPTED[kind])
+
+
+@pytest.mark.parametrize("kind", ["lora", *PROMPTED])
+@on_ranks(2, timeout_s=120)
+def test_generate(kind: str) -> None:
+    """Each rank with a prompt of its own, through the PeftModel and through what is in it."""
+    rank = dist.get_rank()
+
+    def build() -> Any:
+        torch.manual_seed(1)
+        model = adapted("cpu", init_lora_weights=False) if kind == "lora" else prompted(kind, seed=1)
+        return model.eval()
+
+    plain, model = build(), build()
+    sw.shard(model)
+    ids = torch.randint(1, 64, (2, 3 + 2 * rank), generator=torch.Generator().manual_seed(rank))
+    for part in ["", "base_model", ""] if kind == "lora" else ["", ""]:
+        options: dict[str, Any] = {"max_new_tokens": 3 + 3 * rank, "do_sample": False, "input_ids": ids}
+        own, expected = (m.get_submodule(part).generate(**options) for m in (model, plain))
+        assert torch.equal(own, expected)
+    losses = [m(input_ids=ids, labels=ids).loss for m in (model, plain)]
+    assert torch.equal(*losses)
+
+
 def _inside(name: str) -> str:
     """The name of a base's tensor in an adapted model."""
     return name.replace("_proj.", "_proj.base_layer.")

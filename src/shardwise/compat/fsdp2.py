@@ -23,10 +23,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, Mixed
 
 from shardwise.compat.common import mixed_class, without_effect
 from shardwise.engine.lookup import engine_of
+from shardwise.engine.setup.forward_methods import register_forward_method
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
 from shardwise.model_tools.by_hand import reshard, unshard
-from shardwise.model_tools.forward_methods import register_forward_method
 from shardwise.model_tools.reduction import divide_gradients, hook_gradients, sync_gradients, sync_replicas
 from shardwise.model_tools.release import reshard_after_forward as resharding
 from shardwise.policy.offload import Offload

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.setup.forward_methods import register_generate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter, outer_face
@@ -34,12 +35,13 @@ def watch_state_dicts(model: nn.Module) -> None:
 
 
 def tell_transformers(model: nn.Module, engine: Engine) -> None:
-    """Mark the modules of a transformers model whose forwards gather, as FSDP marks its own.
+    """Have `generate` gather, and mark the modules whose forwards do, as FSDP marks its own.
 
     transformers asks for the first mark where ranks might call their modules a different number of times: `generate`
     then goes on until every rank has ended, and layers that LayerDrop skips are called all the same. torch.compile
     reads both: it takes such modules' parameters as inputs of a graph instead of constants of it.
     """
+    register_generate(model)
     of_transformers = any(getattr(module, "_no_split_modules", None) is not None for module in model.modules())
     if of_transformers and engine.mesh.shard.world_size > 1:
         for module in model.modules():

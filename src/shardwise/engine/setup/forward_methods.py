@@ -1,11 +1,14 @@
-"""Methods that compute with a module's parameters, besides `forward`."""
+"""Methods that compute with a module's parameters, besides `forward`: those that a user names, and `generate` of
+transformers' models and PEFT's."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
@@ -37,6 +40,25 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if not hasattr(method, _REGISTERED):
         # Bound, so that copy.deepcopy of the module binds the copy's to the copy.
         setattr(module, name, MethodType(_as_forward(getattr(method, "__func__", None), name), module))
+
+
+def register_generate(model: nn.Module) -> None:
+    """Have `generate` of every model of transformers' or PEFT's in a sharded one gather parameters. It computes outside
+    any forward: an encoder is called alone, inputs are embedded, prompts of adapters are read.
+
+    As it has no gradients it is a forward without any, which the others of a step need not wait for.
+    """
+    for module in model.modules():
+        method = getattr(module, "generate", None) if _is_generating(module) else None
+        if method is not None and not hasattr(method, _REGISTERED):
+            module.__dict__["generate"] = MethodType(torch.no_grad()(_as_forward(method.__func__, "generate")), module)
+
+
+def _is_generating(module: nn.Module) -> bool:
+    """Whoever has such a model has imported what it is of."""
+    kinds = (("transformers.generation.utils", "GenerationMixin"), ("peft", "PeftModel"))
+    kind = tuple(getattr(sys.modules[name], kind) for name, kind in kinds if name in sys.modules)
+    return isinstance(module, kind) and callable(getattr(type(module), "generate", None))
 
 
 def _as_forward(function: Any, name: str) -> Any:
