@@ -188,16 +188,18 @@ class _Reading:
         groups_of = {fqn: number for number, group in enumerate(saved["groups"]) for fqn in group["fqns"]}
         stored = self.optimizer_files.tensors
         left = dict.fromkeys((self.training["optimizer"] or {"state": ()})["state"])
-        for number, (group, members) in enumerate(
-            zip(optimizer.param_groups, optimizer_state.named_groups(model, optimizer), strict=True)
-        ):
+        named = optimizer_state.named_groups(model, optimizer)
+        every_fqn = [fqn for members in named for fqn, _ in members]
+        saved_names = optimizer_state.saved_names(model, every_fqn, {**saved["state"], **groups_of})
+        for number, (group, members) in enumerate(zip(optimizer.param_groups, named, strict=True)):
             fqns = [fqn for fqn, _ in members]
-            found = sorted({groups_of[fqn] for fqn in fqns if fqn in groups_of})
+            found = sorted({groups_of[name] for fqn in fqns if (name := saved_names.get(fqn)) in groups_of})
             self._expect_options(number, fqns, group, [saved["groups"][position] for position in found], strict)
             for fqn, parameter in members:
-                if fqn in saved["state"]:
-                    self._expect_state((fqn, parameter), group, optimizer, saved["state"][fqn], stored)
-                    del left[fqn]
+                name = saved_names.get(fqn)
+                if name is not None and name in saved["state"]:
+                    self._expect_state((fqn, parameter), group, optimizer, name, stored)
+                    del left[name]
                 else:
                     self._matched.missing.append(f"optimizer state of {fqn}")
         self._matched.unexpected.update((f"optimizer state of {fqn}", fqn) for fqn in left)
@@ -269,14 +271,15 @@ class _Reading:
         member: tuple[str, Tensor],
         group: dict[str, Any],
         optimizer: Optimizer,
-        saved: dict[str, Any],
+        saved_name: str,
         stored: dict[str, StoredTensor],
     ) -> None:
-        """Match the saved state of a group's member (fqn, parameter)."""
+        """Match the state of a group's member (fqn, parameter), which was saved under `saved_name`."""
         fqn, parameter = member
+        document = self.training["optimizer"]
         values: dict[str, Any] = {}
         pieces: Wanted = []
-        for name, value in saved.items():
+        for name, value in document["state"][saved_name].items():
             if not isinstance(value, dict):
                 values[name] = value
             elif "scalar" in value:
@@ -286,7 +289,7 @@ class _Reading:
                 return
             else:
                 tensor = stored[value["tensor"]]
-                follows = tensor.dtype == self.training["optimizer"]["dtypes"].get(fqn)
+                follows = tensor.dtype == document["dtypes"].get(saved_name)
                 follows = follows and not getattr(optimizer, "keeps_state_dtypes", False)
                 dtype = parameter.dtype if follows else DTYPES[tensor.dtype]  # it was, and stays, the parameter's
                 room = optimizer_state.room_for(optimizer, parameter, name, dtype, tensor.shape)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.format.local_tensor import DTYPES, NAMES, Piece, piece_of
 from shardwise.checkpoint.format.training_json import check_json
+from shardwise.checkpoint.names.compiled import uncompiled_name
 from shardwise.errors import UsageError
 from shardwise.offload.step import store_of
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
@@ -32,8 +34,9 @@ class OptimizerState:
 
 
 def fqns_of(model: nn.Module) -> dict[int, str]:
-    """Of every parameter that the model has, by id; its first name."""
-    return {id(p): p.fqn if isinstance(p, ShardedParameter) else name for name, p in model.named_parameters()}
+    """Of every parameter that the model has, by id: its first name from there, which is not `p.fqn` where the module
+    that was sharded is a part of the model, or torch.compile is around it."""
+    return {id(parameter): uncompiled_name(name) for name, parameter in model.named_parameters()}
 
 
 def class_of(optimizer: Optimizer) -> str:
@@ -73,6 +76,11 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
         options = {key: _option(key, value) for key, value in group.items() if key not in _BY_POSITION}
         groups.append({**options, "fqns": [fqn for fqn, _ in members]})
         for fqn, parameter in members:
+            if fqn in state:
+                raise UsageError(
+                    f"this {type(optimizer).__name__} has the parameter {fqn!r} twice: its state cannot be saved by "
+                    "name. Give the optimizer each parameter once"
+                )
             state[fqn] = {}
             for name, value in optimizer.state.get(parameter, {}).items():
                 state[fqn][name] = _value(f"{fqn}.{name}", value, parameter, pieces, places_state(optimizer))
@@ -134,6 +142,27 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece], any_sh
 
 
 # Giving it back -------------------------------------------------------------------------------------------------------
+
+
+def saved_names(model: nn.Module, fqns: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
+    """For each of the parameters' fqns the name that its state was saved under, as far as it is there.
+
+    Earlier versions named state from the module that was given to `sw.shard`: such a name counts where it can be no
+    other parameter's.
+    """
+    stored = {uncompiled_name(name): name for name in saved}
+    earlier = {
+        uncompiled_name(name): uncompiled_name(parameter.fqn) if isinstance(parameter, ShardedParameter) else name
+        for name, parameter in model.named_parameters()
+    }
+    owners = Counter(name for both in earlier.items() for name in set(both))
+    found: dict[str, str] = {}
+    for fqn in fqns:
+        before = earlier[fqn]
+        name = fqn if fqn in stored or owners[before] > 1 else before
+        if name in stored:
+            found[fqn] = stored[name]
+    return found
 
 
 def options_of(saved: Mapping[str, Any]) -> dict[str, Any]:

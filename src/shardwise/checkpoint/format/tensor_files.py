@@ -113,11 +113,18 @@ class TensorFiles:
 def files_for(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -> TensorFiles:
     """Lay tensors out in files of at most `max_file_bytes`. The same on every rank.
 
-    Raises UsageError for a stored tensor that is made of tensors of several dtypes.
+    Raises UsageError for a stored tensor that is made of tensors of several dtypes, or that several would fill.
     """
     stored: dict[str, StoredTensor] = {}
+    filled: dict[str, int] = {}
     for piece in pieces:
-        for tensor in piece.stored:
+        for place, tensor in zip(piece.places, piece.stored, strict=True):
+            if (known := filled.get(tensor.name, 0)) + place.runs.numel > tensor.numel:
+                raise UsageError(
+                    f"{tensor.name!r} is stored with {piece.name!r} in it, and {known} of its {tensor.numel} elements "
+                    "are another tensor's: give the two different names"
+                )
+            filled[tensor.name] = known + place.runs.numel
             if stored.setdefault(tensor.name, tensor) != tensor:
                 raise UsageError(
                     f"{tensor.name!r} is stored with {piece.name!r} in it, as {tensor.dtype}, and with something else "
