@@ -73,7 +73,7 @@ def with_settings(options: Options) -> Options:
         return options
     settings: Settings | None = None
     if options.foreign.suffix.lower() == own_settings.SUFFIX:
-        found = own_settings.options_of(options.foreign)
+        found = own_settings.options_of(options.foreign, options.gpu)
     else:
         settings = read(options.foreign)
         found = _found(settings, options.foreign)
@@ -97,7 +97,7 @@ def _found(settings: Settings, source: Path) -> dict[str, Any]:
         "strategy": settings.strategy,
         "shard_group": _text(settings.shard_group),
         "reshard_after_forward": _text(settings.reshard_after_forward),
-        "units": settings.units if isinstance(settings.units, int) else None,
+        "units": own_settings.units_text(settings.units),
         "precision": f"{settings.compute}/{reduce}/fp32" if settings.compute is not None else None,
         "micro_batch": _text(settings.micro_batch),
         "accumulation": _text(settings.steps_accumulated),

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
+from shardwise.policy.adapters import Adapters
 from shardwise.policy.places import Places
+
+if TYPE_CHECKING:
+    from shardwise.plan.hardware.devices import Hardware
+    from shardwise.train.config.schema import Config
 
 SUFFIX = ".toml"
 
 
-def options_of(path: Path) -> dict[str, Any]:
+def options_of(path: Path, gpu: str | None = None) -> dict[str, Any]:
     """What a configuration says of a run, by name of the option; what it leaves open is left out.
 
     An inline model is taken where it says its vocabulary itself: else that is the data's.
 
-    Raises ConfigError: the file cannot be read, or trains on JAX.
+    Args:
+        path: the file.
+        gpu: the device that the run is planned for; None: the file's, or the usual one. What it computes in follows
+            from it where the file leaves that open, as in training.
+
+    Raises:
+        ConfigError: the file cannot be read, or trains on JAX.
+        PlanError: there is no such device.
     """
+    from shardwise.plan.hardware.devices import find_device
+    from shardwise.plan.hardware.machines import USUAL_GPU
     from shardwise.train.config.files import load
 
     config = load(path)
@@ -26,20 +41,21 @@ def options_of(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: parallel.backend = {parallel.backend!r} is planned with shardwise plan --backend jax"
         )
-    compute = parallel.param_dtype or ("bf16" if model.dtype == "fp32" else model.dtype)
+    compute = parallel.param_dtype or _computed_in(model.dtype, find_device(gpu or parallel.hardware or USUAL_GPU))
     master = "fp32" if lora.r else model.dtype
     places = Places.of({"params": config.offload.params, "optimizer": config.offload.optimizer})
     inline = model.config if model.config is not None and "vocab_size" in model.config else None
     found = {
         "model": model.path or model.factory or inline,
+        "gpu": parallel.hardware,
         "gpus": parallel.ranks if isinstance(parallel.ranks, int) else None,
         "strategy": None if parallel.strategy == "auto" else parallel.strategy,
         "shard_group": _text(parallel.shard_group),
         "reshard_after_forward": _text(parallel.reshard_after_forward),
         "slots": _text(parallel.slots),
-        "units": parallel.units if isinstance(parallel.units, int) else None,
+        "units": units_text(parallel.units),
         "precision": f"{compute}/{parallel.reduce_dtype}/{master}",
-        "lora": lora.r or None,
+        "lora": _adapters(config),
         "base": lora.base,
         "seq_len": _text(config.data.seq_len),
         "micro_batch": _text(train.micro_batch),
@@ -51,6 +67,26 @@ def options_of(path: Path) -> dict[str, Any]:
         "offload": None if places is None else places.words,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _computed_in(stored: str, device: Hardware) -> str:
+    """As `train.build.compute_dtype` settles it."""
+    if device.kind == "cpu":
+        return "stored"
+    return "bf16" if stored == "fp32" and "bf16" in device.peak_flops else stored
+
+
+def units_text(units: int | Sequence[str] | None) -> str | None:
+    """As `--units` has them; None where they are left open."""
+    return _text(units) if units is None or isinstance(units, int) else ",".join(units)
+
+
+def _adapters(config: Config) -> str | None:
+    lora = config.lora
+    if not lora.r:
+        return None
+    targets = None if lora.targets is None else tuple(lora.targets)
+    return Adapters(lora.r, targets, lora.dropout, config.model.dtype).words
 
 
 def _text(value: object) -> str | None:

@@ -15,6 +15,7 @@ from shardwise.cli.foreign import with_settings
 from shardwise.cli.plan_options import CALIBRATED, Options, numbers_of, words_of
 from shardwise.cli.searching import Searching
 from shardwise.errors import PlanError, UserError
+from shardwise.policy.adapters import Adapters
 from shardwise.suggest import nearest_path
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def _asked_of_jax(options: Options) -> "Asked":
     from shardwise.cli.on_jax import PRECISIONS, Asked
     from shardwise.plan.dry_run.job import SEQ_LEN
     from shardwise.plan.hardware.devices import find_device, find_interconnect
+    from shardwise.plan.hardware.machines import USUAL_GPU
     from shardwise.plan.simulate.network import Cluster
     from shardwise.plan.simulate.roofline import DEFAULT
 
@@ -86,7 +88,7 @@ def _asked_of_jax(options: Options) -> "Asked":
     precision = options.precision or "bf16"
     if precision not in PRECISIONS:
         raise PlanError(f"--precision {precision}: with --backend jax one of {', '.join(PRECISIONS)}")
-    hardware = find_device(options.gpu)
+    hardware = find_device(options.gpu or USUAL_GPU)
     between = find_interconnect(options.interconnect or hardware.interconnect)
     choices: dict[str, Sequence[Any]] = {
         "strategy": words_of("--strategy", options.strategy) or ["full_shard"],
@@ -200,7 +202,7 @@ def _still_to_set(configuration: str) -> str:
 
 
 def _check_counts(options: Options) -> None:
-    for name in ("global_batch", "units", "workers", "ranks"):
+    for name in ("global_batch", "workers", "ranks"):
         count = getattr(options, name)
         if count is not None and count < 1:
             option = f"--{name.replace('_', '-')}"
@@ -236,7 +238,7 @@ def _check_writable(*paths: Path | None) -> None:
 
 def _refuse_for_a_plan(options: Options) -> None:
     given = {"--ranks": options.ranks is not None, "--output": options.output != CALIBRATED}
-    if options.base is not None and not options.lora:
+    if options.base is not None and Adapters.of(options.lora) is None:
         raise PlanError(f"--base {options.base} is of a frozen base: add --lora 16, or leave --base out")
     for name, is_given in given.items():
         if is_given:

@@ -28,7 +28,7 @@ def _option(text: str, *names: str) -> Any:
 class _Cluster:
     """What is trained on."""
 
-    gpu: Annotated[str, _option("Device: a packaged name or a hardware file. [h100-sxm-80gb]")] = "h100-sxm-80gb"
+    gpu: Annotated[Text, _option("Device: a packaged name or a hardware file. [h100-sxm-80gb]")] = None
     gpus: Annotated[Count, _option("Devices of each node. [8]")] = None
     nodes: Annotated[Count, _option("Nodes. [1]")] = None
     interconnect: Annotated[
@@ -51,7 +51,13 @@ class _Run:
         Text, _option("none, full, selective-ops, every-N, offload. [searched, but for offload]")
     ] = None
     precision: Annotated[Text, _option("bf16, fp16, fp32, bf16-true, or param/reduce/master. [bf16]")] = None
-    lora: Annotated[Count, _option("Rank of PEFT's adapters beside a frozen base. [none: all is trained]")] = None
+    lora: Annotated[
+        Text,
+        _option(
+            "Rank of PEFT's adapters beside a frozen base, or r=16 and some of targets=q_proj+v_proj, dropout=0.1, "
+            "dtype=fp32 (of the base). [none: all is trained]"
+        ),
+    ] = None
     base: Annotated[Text, _option("Of --lora's frozen base: nf4 or int8, else as computed with.")] = None
     autocast: Annotated[
         Text, _option("bf16 or fp16: torch's autocast over fp32 parameters, of other engines. [none]")
@@ -70,7 +76,9 @@ class _Run:
     ] = False
     reshard_after_forward: Annotated[Text, _option("true, false or a number of ranks.")] = None
     slots: Annotated[Text, _option("Buffers for gathered units per size class. [3]")] = None
-    units: Annotated[Count, _option("Fewest parameters of a unit. [the model's blocks]")] = None
+    units: Annotated[
+        Text, _option("Fewest parameters of a unit, or names of the classes that are units. [the model's blocks]")
+    ] = None
     optimizer: Annotated[
         Text, _option("adamw, adamw-bf16, adamw-8bit, adamw-foreach, adam, sgd, momentum, muon. [adamw]")
     ] = None
@@ -137,7 +145,7 @@ class Options(_Run, _Cluster):
             "accumulation": numbers_of("--accumulation", self.accumulation),
             "activation_checkpointing": words_of("--activation-checkpointing", self.activation_checkpointing),
             "precision": _precisions(self.precision or ("fp32" if self.autocast else None), self.base),
-            "lora": self.lora or 0,
+            "lora": self.lora,
             "autocast": words_of("--autocast", self.autocast),
             "float8": words_of("--float8", self.float8),
             "seq_len": numbers_of("--seq-len", self.seq_len),
@@ -145,7 +153,7 @@ class Options(_Run, _Cluster):
             "optimizer_in_backward": self.optimizer_in_backward,
             "reshard_after_forward": _resharding(self.reshard_after_forward),
             "slots": numbers_of("--slots", self.slots),
-            "units": self.units,
+            "units": _units(self.units),
             "optimizer": words_of("--optimizer", self.optimizer),
             "attention": words_of("--attention", self.attention),
             "loss": words_of("--loss", self.loss),
@@ -193,6 +201,13 @@ def _resharding(given: str | None) -> list[bool | int] | None:
         return None
     named: dict[str, bool] = {"true": True, "false": False}
     return [named[word] if word in named else (numbers_of("--reshard-after-forward", word) or [1])[0] for word in words]
+
+
+def _units(given: str | None) -> int | frozenset[str] | None:
+    words = words_of("--units", given)
+    if words is None:
+        return None
+    return (numbers_of("--units", given) or [])[0] if len(words) == 1 and words[0].isdecimal() else frozenset(words)
 
 
 def _bytes(given: str | None) -> int | None:

@@ -175,6 +175,16 @@ def test_a_callable_has_no_name() -> None:
     assert recording_name(resolve(LLAMA), replace(JOB, units=lambda fqn, module: True)) is None
 
 
+def test_units_by_the_names_of_their_classes_have_one() -> None:
+    both = {
+        replace(JOB, units=names).units for names in (["LlamaMLP", "LlamaAttention"], {"LlamaAttention", "LlamaMLP"})
+    }
+    assert both == {("LlamaAttention", "LlamaMLP")}
+    names = [recording_name(resolve(LLAMA), replace(JOB, units=units)) for units in (None, "LlamaMLP", ["LlamaMLP"])]
+    assert None not in names
+    assert names[0] != names[1] == names[2]
+
+
 def test_a_damaged_file_is_made_anew(runs: list[Job], tmp_path: Path) -> None:
     source = resolve(LLAMA)
     first = recorded(source, JOB)

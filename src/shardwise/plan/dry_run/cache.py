@@ -55,7 +55,7 @@ def recording_name(source: ModelSource, job: Job, rank: int = 0) -> str | None:
         model = [source.factory, code]
     else:
         return None
-    if job.units is not None and not isinstance(job.units, int):
+    if job.units is not None and not isinstance(job.units, int) and job.units_by_name is None:
         return None
     seen = {known.name: getattr(job, known.name) for known in fields(Job) if known.name not in _UNSEEN}
     ranks = [job.strategy.value, job.world_size, job.shard_ranks, rank, job.on_cpu, job.keeps_casts]

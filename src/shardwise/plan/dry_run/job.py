@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.hardware.machines import Machines, check_choice, check_count
 from shardwise.plan.models.source import ATTENTIONS, ModelSource
+from shardwise.policy.adapters import Adapters
 from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision, short_dtype_name
 from shardwise.policy.recomputation import Recomputation
@@ -56,8 +57,8 @@ class Job(Machines):
     """Or its lower-case name."""
     shard_group: int | None = None
     """Ranks that share one copy, for hybrid strategies. None: those of one node."""
-    units: int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None
-    """As for `sw.shard`."""
+    units: int | Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None = None
+    """As for `sw.shard`; classes by their names too."""
     precision: Precision = _AS_STORED
     """As for `sw.shard`; None is the default."""
     autocast: str | None = None
@@ -89,9 +90,9 @@ class Job(Machines):
     """Of DeepSpeed's ZeRO-3: linear layers keep what was gathered from forward to backward, unless they recompute. So
     they did until the summer of 2026 where the model was built outside `deepspeed.zero.Init`, and still do with
     `memory_efficient_linear=false`."""
-    lora: int = 0
-    """Rank of PEFT's adapters, in fp32, beside all linear layers but the head, of a model that is frozen and in the
-    compute dtype. 0: the model is trained as it is."""
+    lora: Adapters | None = None
+    """PEFT's adapters, in fp32, beside a model that is frozen: their rank, a mapping, or words such as
+    "r=16,targets=q_proj+v_proj,dtype=fp32". None or 0: the model is trained as it is."""
     offload: Places | None = None
     """A `sw.Offload`, a mapping, or words such as "params=cpu,optimizer=nvme". None: everything is on the device."""
     optimizer_in_backward: bool = False
@@ -103,6 +104,9 @@ class Job(Machines):
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
         object.__setattr__(self, "offload", Places.of(self.offload))
+        object.__setattr__(self, "lora", Adapters.of(self.lora))
+        if self.units_by_name is not None:
+            object.__setattr__(self, "units", self.units_by_name)
         precision: object = self.precision
         if precision is None:
             object.__setattr__(self, "precision", Precision())
@@ -112,7 +116,6 @@ class Job(Machines):
         for name in ("seq_len", "micro_batch", "accumulation"):
             check_count(name, getattr(self, name), 1)
         check_count("slots", self.slots, LEAST_SLOTS)
-        check_count("lora", self.lora, 0)
         self._check_values()
         if self.recomputation.offloads and self.engine != "shardwise":
             raise ConfigError(
@@ -137,11 +140,21 @@ class Job(Machines):
             plain[name] = None if plain[name] is None else str(getattr(plain[name], "name", plain[name]))
         plain["strategy"] = self.strategy.value
         plain["offload"] = None if self.offload is None else asdict(self.offload)
+        plain["lora"] = None if self.lora is None else asdict(self.lora)
         plain["precision"] = {known.name: getattr(self.precision, known.name) for known in fields(self.precision)}
         if self.units is not None and not isinstance(self.units, int):
             classes = [self.units] if isinstance(self.units, type) or callable(self.units) else list(self.units)
             plain["units"] = sorted(getattr(chosen, "__name__", str(chosen)) for chosen in classes)
         return {**plain, "world_size": self.world_size}
+
+    @property
+    def units_by_name(self) -> tuple[str, ...] | None:
+        """The names of classes that are units, sorted; None where `units` says something else."""
+        asked = [self.units] if isinstance(self.units, str) else self.units
+        if not isinstance(asked, list | tuple | set | frozenset) or not asked:
+            return None
+        names = [name for name in asked if isinstance(name, str)]
+        return tuple(sorted(names)) if len(names) == len(asked) else None
 
     @property
     def compute_dtype(self) -> str:

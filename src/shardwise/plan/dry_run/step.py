@@ -27,6 +27,7 @@ from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import PlanError, UserError, one_line
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
+from shardwise.model_tools.classes import classes_named
 from shardwise.optim.adamw_8bit import AdamW8bit
 from shardwise.optim.adamw_bf16 import AdamWBF16
 from shardwise.optim.in_backward import optimizer_in_backward
@@ -136,7 +137,7 @@ class _DryRun:
             model,
             job.strategy,
             mesh=traced_mesh(recorder, rank, job),
-            units=job.units,
+            units=_units(job, model),
             precision=job.precision,
             reshard_after_forward=job.reshard_after_forward,
             slots=job.slots,
@@ -283,6 +284,12 @@ def _watched(recorder: Recorder, unit: Unit) -> Iterator[None]:
     gradients = (group.gradients.flat for group in unit.groups)
     with recorder.stepping(unit.fqn, [flat for flat in gradients if flat is not None]):
         yield
+
+
+def _units(job: Job, model: nn.Module) -> Any:
+    """As `shard` takes them: class names to the classes of the model."""
+    names = job.units_by_name
+    return job.units if names is None else classes_named(model, names, "units")
 
 
 def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:

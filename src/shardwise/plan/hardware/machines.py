@@ -10,6 +10,8 @@ from shardwise.errors import ConfigError
 from shardwise.plan.hardware.devices import Hardware, Interconnect, find_device, find_interconnect
 from shardwise.suggest import did_you_mean
 
+USUAL_GPU = "h100-sxm-80gb"
+
 SEGMENTS = ("fixed", "expandable")
 """PyTorch's default; or `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 
@@ -18,7 +20,7 @@ SEGMENTS = ("fixed", "expandable")
 class Machines:
     """Where a job runs."""
 
-    gpu: object = "h100-sxm-80gb"
+    gpu: object = USUAL_GPU
     """A name from the hardware data, the path of a file like its, or a `sw.plan.Hardware`. One of kind "cpu" has the
     kernels and the allocator of a CPU."""
     gpus_per_node: int = 8

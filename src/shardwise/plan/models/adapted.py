@@ -11,26 +11,29 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError, one_line
+from shardwise.policy.adapters import Adapters
+from shardwise.policy.precision import SHORT_NAMES
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {short: getattr(torch, name) for name, short in SHORT_NAMES.items()}
 
 Builder = Callable[[], nn.Module]
 
 
 @lru_cache(maxsize=8)  # the same function for the same model: what is known of one builder's models is of the other's
-def with_adapters(builder: Builder, rank: int, base: str) -> Builder:
-    """A builder of the same model, frozen, with PEFT's adapters in fp32; without a rank the builder itself.
+def with_adapters(builder: Builder, adapters: Adapters | None, computed: str) -> Builder:
+    """A builder of the same model, frozen, with PEFT's adapters in fp32; without any the builder itself.
 
     Args:
         builder: builds the model, on the meta device.
-        rank: of the adapters beside all linear layers but the head; 0 = none.
-        base: short name of the dtype that the frozen model is kept in.
+        adapters: as they are asked for.
+        computed: short name of the dtype that the model is computed with in.
 
     Raises:
         PlanError: PEFT is not installed; when called, it has no adapters for the model.
     """
-    if not rank:
+    if adapters is None:
         return builder
+    rank, base = adapters.r, _DTYPES[adapters.dtype or computed]
     if find_spec("peft") is None:
         raise PlanError(f"lora={rank} needs PEFT, which is not installed: pip install peft")
 
@@ -41,11 +44,16 @@ def with_adapters(builder: Builder, rank: int, base: str) -> Builder:
         for name, parameter in [*model.named_parameters()]:  # fake tensors cannot be converted in place
             if parameter.is_floating_point():
                 module, _, own = name.rpartition(".")
-                kept = nn.Parameter(parameter.to(_DTYPES[base]), requires_grad=False)
+                kept = nn.Parameter(parameter.to(base), requires_grad=False)
                 setattr(model.get_submodule(module), own, kept)
         if hasattr(model, "tie_weights"):
             model.tie_weights()
-        config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=rank,
+            lora_dropout=adapters.dropout,
+            target_modules="all-linear" if adapters.targets is None else [*adapters.targets],
+            task_type="CAUSAL_LM",
+        )
         try:
             adapted: nn.Module = peft.inject_adapter_in_model(config, model)
         except ValueError as error:

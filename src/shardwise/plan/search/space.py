@@ -178,7 +178,7 @@ def precision_of(words: str) -> Precision:
 
     Args:
         words: "bf16" or "fp16" (compute in it; gradients, masters and optimizer state in fp32), "fp32", "bf16-true"
-            (bf16 throughout), or param/reduce/master such as "bf16/bf16/fp32".
+            (bf16 throughout), or param/reduce/master such as "bf16/bf16/fp32", where "stored" is each parameter's own.
 
     Raises:
         PlanError: another number of parts. ConfigError: a dtype that there is not.
@@ -190,4 +190,5 @@ def precision_of(words: str) -> Precision:
         return Precision(param=words, reduce="fp32", master="fp32")
     if len(parts) != 3:
         raise PlanError(f"precision={words!r}: one of bf16, fp16, fp32, bf16-true, or param/reduce/master")
-    return Precision(param=parts[0], reduce=parts[1], master=parts[2])
+    param, reduce, master = (None if part == "stored" else part for part in parts)
+    return Precision(param=param, reduce=reduce, master=master)

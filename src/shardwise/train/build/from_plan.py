@@ -38,7 +38,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
     precision = job.precision
     master = short_dtype_name(precision.master or "float32")
     if job.lora:
-        master = job.compute_dtype
+        master = job.lora.dtype or job.compute_dtype
     tree: dict[str, Any] = {
         "model": {**source.model_section(), **_weights(source), "dtype": master},
         "data": {**_data(source), "seq_len": job.seq_len},
@@ -57,13 +57,13 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
             "shard_group": job.shard_group,
             "reshard_after_forward": job.reshard_after_forward,
             "slots": job.slots,
-            "units": job.units if isinstance(job.units, int) else None,
+            "units": job.units if isinstance(job.units, int) else _listed(job.units_by_name),
             "param_dtype": short_dtype_name(precision.param or precision.master or "float32"),
             "reduce_dtype": short_dtype_name(precision.reduce or precision.param or precision.master or "float32"),
         },
         "log": {"name": name},
         **_offload(job),
-        **({"lora": {"r": job.lora, "base": precision.frozen}} if job.lora else {}),
+        **_lora(job),
     }
     try:
         return Config.model_validate(tree)
@@ -106,6 +106,17 @@ def _offload(job: Job) -> dict[str, Any]:
         return {}
     path = OFFLOAD_PATH if "nvme" in {job.offload.params, job.offload.optimizer} else None
     return {"offload": {"params": job.offload.params, "optimizer": job.offload.optimizer, "path": path}}
+
+
+def _lora(job: Job) -> dict[str, Any]:
+    if job.lora is None:
+        return {}
+    adapters = {"r": job.lora.r, "dropout": job.lora.dropout, "targets": _listed(job.lora.targets)}
+    return {"lora": {**adapters, "base": job.precision.frozen}}
+
+
+def _listed(names: tuple[str, ...] | None) -> list[str] | None:
+    return None if names is None else [*names]
 
 
 def _check_job(job: Job) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise import accelerators
 from shardwise.plan.dry_run.job import Job
@@ -36,7 +34,7 @@ def arguments_of(config: Config, ranks: Ranks, hardware: Hardware) -> dict[str, 
         "gpus_per_node": per_node,
         "nodes": ranks.world_size // per_node,
         "shard_group": parallel.shard_group,
-        "units": _units(parallel.units),
+        "units": frozenset(parallel.units) if isinstance(parallel.units, list) else parallel.units,
         "precision": precision_of(parallel, config.lora),
         "reshard_after_forward": parallel.reshard_after_forward,
         "slots": parallel.slots,
@@ -74,10 +72,3 @@ def hardware_here(config: Config, device: torch.device) -> Hardware:
     if device.type == "cpu":
         return find_device("cpu")
     return with_usable_bytes(find_device(packaged_name(accelerators.name(device))), accelerators.total_bytes(device))
-
-
-def _units(units: int | list[str] | None) -> int | Callable[[str, nn.Module], bool] | None:
-    if units is None or isinstance(units, int):
-        return units
-    names = frozenset(units)
-    return lambda fqn, module: type(module).__name__ in names

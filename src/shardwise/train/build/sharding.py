@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from shardwise.errors import ConfigError
-from shardwise.suggest import did_you_mean
+from shardwise.model_tools.classes import classes_named
 from shardwise.train.config.schema import HYBRID_STRATEGIES, LoraConfig, OffloadConfig, ParallelConfig
 from shardwise.train.process.ranks import Ranks
 
@@ -95,9 +94,4 @@ def _units(model: nn.Module, units: int | Sequence[str] | None) -> int | set[typ
     """Class names, which is all that TOML can say, to the classes of the model."""
     if units is None or isinstance(units, int):
         return units
-    classes = {type(module).__name__: type(module) for module in model.modules()}
-    for name in units:
-        if name not in classes:
-            hint = did_you_mean(name, classes) or f"; it has {', '.join(sorted(classes))}"
-            raise ConfigError(f"parallel.units: the model has no module of class {name!r}{hint}")
-    return {classes[name] for name in units}
+    return classes_named(model, units, "parallel.units")

@@ -1,0 +1,93 @@
+"""Adapters of low rank beside a frozen model, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from shardwise.errors import ConfigError
+from shardwise.policy.precision import SHORT_NAMES
+from shardwise.suggest import did_you_mean
+
+_BETWEEN_TARGETS = "+"
+_PARSED: dict[str, Callable[[str], object]] = {
+    "r": int,
+    "dropout": float,
+    "targets": lambda words: tuple(words.split(_BETWEEN_TARGETS)),
+}
+"""How words for a field are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """PEFT's adapters, in fp32, as `[lora]` of the trainer makes them. Raises ConfigError for an invalid value."""
+
+    r: int
+    """Their rank."""
+    targets: tuple[str, ...] | None = None
+    """Names of the linear layers that get them, such as "q_proj". None: all but the head."""
+    dropout: float = 0.0
+    """The part of an adapter's inputs that is dropped."""
+    dtype: str | None = None
+    """Short name of the dtype that the frozen model is kept in. None: the one that it is computed with in."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
+            raise ConfigError(f"lora.r={self.r!r}: a whole number from 1 on")
+        if self.targets is not None:
+            object.__setattr__(self, "targets", tuple(self.targets))
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora.dropout={self.dropout!r}: a number from 0 on, below 1")
+        if self.dtype is not None and self.dtype not in SHORT_NAMES.values():
+            raise ConfigError(f"lora.dtype={self.dtype!r}: one of {', '.join(SHORT_NAMES.values())}, or None")
+
+    @classmethod
+    def of(cls, asked: object) -> Adapters | None:
+        """From a rank, a mapping of the fields, or words: "16", "r=16,targets=q_proj+v_proj,dtype=fp32". None where
+        nothing is asked for, or rank 0. Raises ConfigError."""
+        if asked is None or isinstance(asked, cls):
+            return asked
+        if isinstance(asked, str):
+            asked = int(asked) if asked.isdecimal() else _entries(asked)
+        if isinstance(asked, Mapping):
+            known = [field.name for field in fields(cls)]
+            for name in asked:
+                if name not in known:
+                    raise ConfigError(f"lora: {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")
+            if "r" not in asked:
+                raise ConfigError(f"lora={dict(asked)!r} without a rank: add r, such as r=16")
+            return cls(**asked)
+        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+            raise ConfigError(
+                f"lora={asked!r}: a whole number from 0 on, or words such as 'r=16,targets=q_proj+v_proj'"
+            )
+        return cls(asked) if asked else None
+
+    @property
+    def words(self) -> str:
+        """As they are written on a command line."""
+        if self == Adapters(self.r):
+            return str(self.r)
+        given: dict[str, object] = {
+            "r": self.r,
+            "targets": None if self.targets is None else _BETWEEN_TARGETS.join(self.targets),
+            "dropout": self.dropout or None,
+            "dtype": self.dtype,
+        }
+        return ",".join(f"{name}={value}" for name, value in given.items() if value is not None)
+
+
+def _entries(words: str) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for entry in words.split(","):
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals:
+            raise ConfigError(
+                f"lora={words!r}: a rank, or r=16 and, with commas between, targets=q_proj+v_proj, dropout=0.1, "
+                "dtype=fp32"
+            )
+        try:
+            found[name] = _PARSED.get(name, str)(value)
+        except ValueError:
+            raise ConfigError(f"lora={words!r}: {name}={value} is no number") from None
+    return found
