@@ -233,3 +233,87 @@ def test_fabric(tmp_path: Path) -> None:
     other = our_fabric.ShardwiseStrategy(strategy="no_shard")
     assert script(other, tmp_path / "c", load=True) == found[6:]
     assert script("shardwise", tmp_path / "ddp.ckpt", load=True) == pytest.approx(stock[6:], rel=1e-5)
+
+
+def fabric_of(strategy: str, **options: Any) -> Any:
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy, **options)
+    fabric.launch()
+    return fabric
+
+
+@on_ranks(2, timeout_s=120)
+def test_fabric_loads_all_that_is_asked_for_or_nothing(tmp_path: Path) -> None:
+    fabric = fabric_of("shardwise")
+    model, optimizer = fabric.setup(linear := nn.Linear(4, 4), torch.optim.AdamW(linear.parameters()))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    fabric.save(tmp_path / "weights", {"model": model})
+    fabric.save(tmp_path / "all", {"model": model, "optimizer": optimizer, "step": 7})
+    with torch.no_grad():
+        model.weight.zero_()
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    for path, asked, missing in (("weights", state, "optimizer"), ("all", {**state, "epoch": 0}, "epoch")):
+        with pytest.raises(KeyError, match=f"contains a key '{missing}' that does not exist in the loaded checkpoint"):
+            fabric.load(tmp_path / path, asked)
+        assert not model.weight.full_tensor().any(), "written before it was known that something is missing"
+    assert fabric.load(tmp_path / "weights", state, strict=False) == {}
+    assert model.weight.full_tensor().any()
+    assert state["step"] == 0
+    assert fabric.load(tmp_path / "all", {"model": model}) == {"step": 7}
+
+
+class Encoder(Pieces):
+    def encode(self, ids: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(ids) * self.scale  # type: ignore[no-any-return]
+
+
+@on_ranks(2, timeout_s=120)
+def test_steps_and_marked_methods_of_a_module_in_fabric() -> None:
+    found = []
+    for strategy in ("ddp", "shardwise"):
+        fabric = fabric_of(strategy)
+        module = Encoder()
+        module.log = lambda *_, **__: None  # type: ignore[method-assign, assignment]
+        module, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+        for index, batch in enumerate(fabric.setup_dataloaders(batches(16))):
+            fabric.backward(module.training_step(batch, index))
+            optimizer.step()
+            optimizer.zero_grad()
+        module.mark_forward_method("encode")
+        module.eval()
+        with torch.no_grad():
+            found.append((module.losses, module.encode(batch["input_ids"]).tolist()))
+    assert len(found[0][0]) == 4
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    torch.testing.assert_close(torch.tensor(found[1][1]), torch.tensor(found[0][1]), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_model_that_generates_in_fabric() -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    model = fabric_of("shardwise").setup(llama().eval())
+    model.mark_forward_method("generate")
+    options = {"max_new_tokens": 2 + 2 * dist.get_rank(), "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), llama().eval().generate(ids, **options))
+
+
+# The loss's scale -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_scaler_keeps_its_options(tmp_path: Path) -> None:
+    asked = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=5)
+    plugin = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", asked)
+    trainer = trainer_of("shardwise", tmp_path, plugins=[plugin], gradient_clip_val=None, max_steps=1)
+    trainer.fit(Module(), batches(8))
+    kept = trainer.strategy.precision_plugin.scaler
+    assert kept.state_dict() == {**asked.state_dict(), "_growth_tracker": 1}
+    assert isinstance(kept, sw.GradScaler)
+    of_fabric = lightning.fabric.plugins.MixedPrecision("16-mixed", "cpu", asked)
+    fabric = fabric_of("shardwise", plugins=[of_fabric])
+    for turn in range(2):
+        model, optimizer = fabric.setup(linear := nn.Linear(4, 4), torch.optim.SGD(linear.parameters(), lr=0.1))
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        assert fabric.strategy.precision.scaler.state_dict()["_growth_tracker"] == turn + 1, "replaced"
+    assert fabric.strategy.precision.scaler.get_growth_factor() == 3.0

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
-    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 except ImportError as error:
     raise ModuleNotFoundError(
         "shardwise.integrations.fabric needs Lightning: pip install lightning", name=error.name
@@ -23,7 +23,6 @@ from shardwise.engine.lookup import engine_of
 from shardwise.errors import UsageError
 from shardwise.integrations import lightning_common
 from shardwise.model_tools.reduction import no_sync
-from shardwise.optim.scaler import GradScaler
 
 __all__ = ["ShardwiseStrategy"]
 
@@ -53,9 +52,18 @@ class ShardwiseStrategy(DDPStrategy):
         """Shard it. Every rank must call this."""
         lightning_common.shard_as(module, self._options, str(self.precision.precision))
         module.to(self.root_device)  # sharded parameters are there
-        if getattr(self.precision, "scaler", None) is not None:
-            self.precision.scaler = GradScaler(device=self.root_device.type)
-        return module
+        if (scaler := getattr(self.precision, "scaler", None)) is not None:
+            self.precision.scaler = lightning_common.scaler_for_shards(scaler, self.root_device)
+        return _Called(module)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Under the module's own names."""
+        state: dict[str, Any] = super().get_module_state_dict(_bare(module))
+        return state
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Under the module's own names."""
+        super().load_module_state_dict(_bare(module), state_dict, strict)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Sharding does, a shard at a time."""
@@ -99,7 +107,10 @@ class ShardwiseStrategy(DDPStrategy):
         if len(modules) != 1:
             raise UsageError(f"fabric.load: {path} holds one sharded module; the state to load has {len(modules)}")
         (module,) = modules.values()
-        rest = lightning_common.load_directory(path, module, list(optimizers.values()), strict, weights_only)
+        rest = lightning_common.load_rest(path, weights_only)
+        there = {*rest, *modules, *(optimizers if lightning_common.has_optimizer(path) else ())}
+        _validate_keys_for_strict_loading(state.keys(), there, strict)  # before anything is overwritten
+        lightning_common.load_directory(path, module, list(optimizers.values()), strict)
         for name, value in state.items():
             if name in modules or name in optimizers or name not in rest:
                 continue
@@ -110,14 +121,31 @@ class ShardwiseStrategy(DDPStrategy):
         return rest
 
 
+class _Called(nn.Module):
+    """Stands around a sharded module as DDP's wrapper would: so Fabric has methods that are marked as forwards, and
+    a LightningModule's steps, run inside the module's forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
 class _NoSync(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         return no_sync(module) if enabled else nullcontext()
 
 
+def _bare(value: Any) -> Any:
+    return value.module if isinstance(value, _Called) else value
+
+
 def _parts(state: Mapping[str, Any]) -> tuple[dict[str, nn.Module], dict[str, Optimizer]]:
     """The sharded modules of a state and their optimizers, by key."""
-    modules = {key: value for key, value in state.items() if isinstance(value, nn.Module) and engine_of(value)}
+    bare = {key: _bare(value) for key, value in state.items()}
+    modules = {key: value for key, value in bare.items() if isinstance(value, nn.Module) and engine_of(value)}
     ours = {id(parameter) for module in modules.values() for parameter in module.parameters()}
     optimizers = {
         key: value

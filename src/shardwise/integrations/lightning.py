@@ -29,7 +29,6 @@ from shardwise.engine.lookup import engine_of
 from shardwise.errors import UsageError
 from shardwise.integrations import lightning_common
 from shardwise.model_tools.reduction import no_sync
-from shardwise.optim.scaler import GradScaler
 from shardwise.sharded.parameter import ShardedParameter
 
 __all__ = ["ShardwiseStrategy"]
@@ -67,8 +66,8 @@ class ShardwiseStrategy(DDPStrategy):
         lightning_common.shard_as(_to_shard(module), self._options, str(self.precision_plugin.precision))
         self.model = module
         self.model.to(self.root_device)  # sharded parameters are there; Lightning remembers the device
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            self.precision_plugin.scaler = GradScaler(device=self.root_device.type)
+        if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
+            self.precision_plugin.scaler = lightning_common.scaler_for_shards(scaler, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -156,7 +155,8 @@ class ShardwiseStrategy(DDPStrategy):
         strict = self.lightning_module.strict_loading
         if lightning_common.is_directory_of_ours(path):
             optimizers = self._bare_optimizers()
-            return lightning_common.load_directory(path, self._sharded(), optimizers, strict, weights_only)
+            lightning_common.load_directory(path, self._sharded(), optimizers, strict)
+            return lightning_common.load_rest(path, weights_only)
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
         self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
         for optimizer, state in zip(self._bare_optimizers(), checkpoint.get("optimizer_states", ()), strict=False):

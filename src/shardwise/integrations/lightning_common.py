@@ -16,6 +16,7 @@ from shardwise.checkpoint.saving import save
 from shardwise.engine.lookup import engine_of
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.optim.scaler import GradScaler
 from shardwise.policy.precision import Precision
 
 OPTIONS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "timeout")
@@ -58,27 +59,48 @@ def sharded_in(module: nn.Module) -> nn.Module | None:
 
 def save_directory(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], rest: Mapping[str, Any]) -> None:
     """Write a shardwise checkpoint with the file of the rest in it. Every rank must call this."""
-    if len(optimizers) > 1:
-        raise UsageError(f"a checkpoint of a sharded model takes one optimizer; here are {len(optimizers)}")
+    optimizer = _only(optimizers)
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     if is_first and path.is_file():
         path.unlink()
-    save(path, module, optimizers[0] if optimizers else None, overwrite=True)
+    save(path, module, optimizer, overwrite=True)
     if is_first:
         torch.save(dict(rest), path / _REST)
 
 
-def load_directory(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
-    """Read what `save_directory` wrote; returns the rest. Every rank must call this."""
-    has_optimizer = any(path.glob("optimizer*.safetensors"))
-    load(path, module, optimizers[0] if optimizers and has_optimizer else None, strict=strict)
+def _only(optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    if len(optimizers) > 1:
+        raise UsageError(f"a checkpoint of a sharded model takes one optimizer; here are {len(optimizers)}")
+    return optimizers[0] if optimizers else None
+
+
+def load_directory(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool) -> None:
+    """Read of what `save_directory` wrote the shards, the optimizer's if they are there. Every rank must call this."""
+    load(path, module, _only(optimizers) if has_optimizer(path) else None, strict=strict)
+
+
+def load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read of what `save_directory` wrote the rest."""
     try:
         rest: dict[str, Any] = torch.load(path / _REST, map_location="cpu", weights_only=bool(weights_only))
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {_REST}: it is a checkpoint, but was not written by Lightning") from None
     return rest
+
+
+def has_optimizer(path: Path) -> bool:
+    """Whether an optimizer's state is in a directory."""
+    return any(path.glob("optimizer*.safetensors"))
+
+
+def scaler_for_shards(scaler: torch.amp.GradScaler, device: torch.device) -> GradScaler:
+    """One of ours with the options and the state of a scaler; itself if it is one of ours."""
+    if isinstance(scaler, GradScaler):
+        return scaler
+    found = GradScaler(device=device.type, enabled=scaler.is_enabled())
+    if scaler.is_enabled():
+        found.load_state_dict(scaler.state_dict())
+    return found
 
 
 def is_directory_of_ours(path: Path) -> bool:
