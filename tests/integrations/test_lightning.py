@@ -10,8 +10,10 @@ import lightning.pytorch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import shardwise as sw
@@ -183,6 +185,94 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
     module = Module(seed=5)  # from the file that DDP wrote
     trainer_of("shardwise", tmp_path).fit(module, batches(), ckpt_path=tmp_path / "ddp" / "step=3.ckpt")
     assert module.losses == pytest.approx(stock.losses, rel=1e-5)
+
+
+class Normed(lightning.pytorch.LightningModule):
+    """Sees what its batch norm is when training begins."""
+
+    def __init__(self, sharded: bool = False) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.seen = ""
+        if sharded:
+            sw.shard(self.model)
+
+    def on_train_start(self) -> None:
+        self.seen = type(self.model[1]).__name__
+        self.eval()  # torch synchronizes on accelerators alone
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self.model(torch.ones(2, 4)).sum()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_ranks(2, timeout_s=120)
+def test_batch_norms_are_synchronized_before_sharding(tmp_path: Path) -> None:
+    module = Normed()
+    for _ in range(2):  # the second time it is sharded already
+        trainer_of("shardwise", tmp_path, sync_batchnorm=True).fit(module, batches(8))
+        assert module.seen == "SyncBatchNorm"
+        assert isinstance(module.model[1].weight, sw.ShardedParameter)
+    trainer_of("shardwise", tmp_path).fit(plain := Normed(), batches(8))
+    assert plain.seen == "BatchNorm1d"
+    with pytest.raises(UsageError, match=r"'model.1' was sharded as a BatchNorm1d: call .*convert_sync_batchnorm"):
+        trainer_of("shardwise", tmp_path, sync_batchnorm=True).fit(Normed(sharded=True), batches(8))
+
+
+@on_ranks(2, timeout_s=120)
+def test_another_module_is_evaluated_from_a_checkpoint_after_a_fit(tmp_path: Path) -> None:
+    for strategy in ("shardwise", "ddp"):  # a directory, and a file
+        path = tmp_path / f"{strategy}.ckpt"
+        saving = trainer_of(strategy, tmp_path, max_steps=2)
+        saving.fit(Module(), batches())
+        saving.save_checkpoint(path)
+        expected = saving.validate(saving.lightning_module, batches(8), verbose=False)
+        trainer = trainer_of("shardwise", tmp_path, max_steps=1)
+        trainer.fit(Module(seed=3), batches())
+        for evaluate in (trainer.validate, trainer.validate):
+            (found,) = evaluate(Module(seed=5), batches(8), ckpt_path=path, verbose=False)
+            assert found == pytest.approx(expected[0], rel=1e-5)
+    plain = llama(seed=5)  # as docs/integrations.md has it
+    plain.load_state_dict(load_file(tmp_path / "shardwise.ckpt" / "model.safetensors"))
+
+
+class Elsewhere(lightning.pytorch.plugins.io.TorchCheckpointIO):
+    pass
+
+
+@on_ranks(2)
+def test_what_would_be_passed_over_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Elsewhere: ranks write a sharded model's checkpoint themselves"):
+        trainer_of("shardwise", tmp_path, plugins=[Elsewhere()]).fit(Module(), batches())
+    fabric = fabric_of("shardwise", plugins=[Elsewhere()])
+    with pytest.raises(UsageError, match="Elsewhere: ranks write a sharded model's checkpoint themselves"):
+        fabric.save(tmp_path / "model", {"model": fabric.setup(nn.Linear(4, 4))})
+    averages = [StochasticWeightAveraging(swa_lrs=1e-3), EMAWeightAveraging(decay=0.5)]
+    for callback in averages:
+        with pytest.raises(UsageError, match=r"WeightAveraging averages a copy .*AveragedModel\(module.model\)"):
+            trainer_of("shardwise", tmp_path, callbacks=[callback]).fit(Module(), batches())
+
+
+class Averaging(lightning.pytorch.Callback):
+    """As the message above has it."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.average = AveragedModel(module.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.average.update_parameters(module.model)
+
+
+@on_ranks(2, timeout_s=120)
+def test_an_average_of_ones_own(tmp_path: Path) -> None:
+    found = []
+    for strategy in ("ddp", "shardwise"):
+        trainer_of(strategy, tmp_path, callbacks=[callback := Averaging()]).fit(Module(), batches())
+        with torch.no_grad():
+            found.append(callback.average(**next(iter(batches()))).loss.item())
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 @on_ranks(2)

@@ -6,16 +6,19 @@ whose steps then run as its forward. A module that `configure_model` has sharded
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 try:
+    from lightning.pytorch import callbacks
+    from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.strategies.strategy import _ForwardRedirection
@@ -33,7 +36,9 @@ from shardwise.sharded.parameter import ShardedParameter
 
 __all__ = ["ShardwiseStrategy"]
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_AVERAGING = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
 
 
 class ShardwiseStrategy(DDPStrategy):
@@ -61,14 +66,20 @@ class ShardwiseStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Shard, then build the optimizers."""
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        lightning_common.check_checkpoint_io(self._checkpoint_io)
+        if is_fitting:
+            _check_callbacks(trainer.callbacks)
         self.accelerator.setup(trainer)
         module = self.precision_plugin.convert_module(self.lightning_module)
+        if is_fitting and self._layer_sync is not None:
+            module = _synchronized(module, self._layer_sync)
         lightning_common.shard_as(_to_shard(module), self._options, str(self.precision_plugin.precision))
         self.model = module
         self.model.to(self.root_device)  # sharded parameters are there; Lightning remembers the device
         if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
             self.precision_plugin.scaler = lightning_common.scaler_for_shards(scaler, self.root_device)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -153,13 +164,14 @@ class ShardwiseStrategy(DDPStrategy):
         """Read a directory of `save_checkpoint`'s, or the file of another strategy. Every rank must call this."""
         path = Path(self.broadcast(checkpoint_path))
         strict = self.lightning_module.strict_loading
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self._bare_optimizers() if is_fitting else []  # else of the module that was fitted last
         if lightning_common.is_directory_of_ours(path):
-            optimizers = self._bare_optimizers()
             lightning_common.load_directory(path, self._sharded(), optimizers, strict)
             return lightning_common.load_rest(path, weights_only)
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
         self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-        for optimizer, state in zip(self._bare_optimizers(), checkpoint.get("optimizer_states", ()), strict=False):
+        for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", ()), strict=False):
             optimizer.load_state_dict(state)
         return checkpoint
 
@@ -181,6 +193,32 @@ def _to_shard(module: nn.Module) -> nn.Module:
     with_parameters = [child for child in module.children() if next(child.parameters(), None) is not None]
     own = any(parameter is not None for parameter in module._parameters.values())
     return with_parameters[0] if len(with_parameters) == 1 and not own else module
+
+
+def _check_callbacks(given: Sequence[Callback]) -> None:
+    """Raise UsageError for those that average weights: their copy of the model is made before it is sharded."""
+    for callback in given:
+        if isinstance(callback, _AVERAGING):
+            raise UsageError(
+                f"{type(callback).__name__} averages a copy that Lightning makes before the model is sharded: in a "
+                "callback of your own make torch.optim.swa_utils.AveragedModel(module.model) in on_fit_start and call "
+                "its update_parameters in on_train_batch_end"
+            )
+
+
+def _synchronized(module: nn.Module, layer_sync: Any) -> nn.Module:
+    """The module with its batch norms synchronized, unless it is sharded already. They stay so: it is sharded with
+    them. Raises UsageError if it is sharded with others."""
+    if engine_of(module) is None:
+        converted: nn.Module = layer_sync.apply(module)
+        return converted
+    for name, below in module.named_modules():
+        if isinstance(below, _BatchNorm) and not isinstance(below, nn.SyncBatchNorm):
+            raise UsageError(
+                f"sync_batchnorm=True, but {name!r} was sharded as a {type(below).__name__}: call "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before sw.shard"
+            )
+    return module
 
 
 StrategyRegistry.register("shardwise", ShardwiseStrategy, description="Fully sharded data parallelism by shardwise")

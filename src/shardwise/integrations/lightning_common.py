@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 
@@ -101,6 +102,15 @@ def scaler_for_shards(scaler: torch.amp.GradScaler, device: torch.device) -> Gra
     if scaler.is_enabled():
         found.load_state_dict(scaler.state_dict())
     return found
+
+
+def check_checkpoint_io(plugin: object) -> None:
+    """Raise UsageError for a CheckpointIO plugin that writes elsewhere or otherwise than a file with torch."""
+    if plugin is not None and type(plugin) is not TorchCheckpointIO:
+        raise UsageError(
+            f"{type(plugin).__name__}: ranks write a sharded model's checkpoint themselves, not through a CheckpointIO "
+            "plugin, which would be passed over; leave it out"
+        )
 
 
 def is_directory_of_ours(path: Path) -> bool:
