@@ -13,11 +13,16 @@ import accelerate
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+)
+from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise as sw
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.integrations.accelerate import Accelerator, ShardwisePlugin
 from tests.engine.rig import on_ranks
 from tests.integrations.models import Tokens, fresh, llama
@@ -177,6 +182,59 @@ def test_what_an_fsdp_plugin_asks_for() -> None:
             accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=asked))
             expected = sw.Offload(params="cpu", optimizer="cpu") if asked else None
             assert accelerator.shardwise_plugin.offload == expected
+
+
+@on_ranks(2)
+def test_what_an_fsdp_plugin_asks_for_in_vain() -> None:
+    options = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecodrLayer"]}
+    with fresh(), pytest.raises(ConfigError, match=r"'LlamaDecodrLayer', .*; did you mean LlamaDecoderLayer"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options)).prepare(llama())
+    with fresh(), pytest.raises(UsageError, match=r"param_init_fn would not be called; .*reset_parameters\(\)"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(param_init_fn=lambda module: None))
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
+    with fresh(), pytest.raises(UsageError, match="comm_hook='power_sgd': DDP's hooks see no gradients"):
+        Accelerator(kwargs_handlers=[hook])
+
+
+@on_ranks(2)
+def test_a_model_compiled_before_it_is_prepared_is_saved(tmp_path: Path) -> None:
+    with fresh():
+        accelerator = Accelerator()
+        model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend="eager")
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        found = []
+        for turn in range(3):
+            if turn == 1:
+                accelerator.save_state(str(tmp_path))
+            loss = model(torch.ones(2, 4)).sum()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+            if len(found) == 2:
+                accelerator.load_state(str(tmp_path))
+        assert found[0] != found[1] == found[2]
+        names = {"0.weight", "0.bias", "1.weight", "1.bias"} if dist.get_rank() == 0 else set()
+        assert set(accelerator.get_state_dict(model)) == names
+
+
+@on_ranks(2)
+def test_a_backward_is_reduced_inside_no_sync_where_that_is_asked() -> None:
+    found = []
+    for kind in (accelerate.Accelerator, Accelerator):
+        with fresh():
+            torch.manual_seed(0)
+            accelerator = kind(mixed_precision="fp16")  # on CPUs nothing to Accelerate
+            model, optimizer = accelerator.prepare(linear := nn.Linear(4, 1), torch.optim.SGD(linear.parameters(), 0.1))
+            ranks_own = torch.full((2, 4), 1.0 + dist.get_rank())
+            with accelerator.no_sync(model):
+                first, second = model(ranks_own).sum(), model(2 * ranks_own).pow(2).sum()
+                accelerator.backward(first)
+                with accelerator.trigger_sync_in_backward(model):
+                    accelerator.backward(second)
+            optimizer.step()
+            found.append(model(ranks_own).sum().item())
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 @on_ranks(2)

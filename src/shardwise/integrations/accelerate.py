@@ -18,11 +18,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 
 try:
     import accelerate
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import DDPCommunicationHookType, DistributedType, FullyShardedDataParallelPlugin
 except ImportError as error:
     raise ModuleNotFoundError(
         "shardwise.integrations.accelerate needs Accelerate: pip install accelerate", name=error.name
@@ -35,7 +36,7 @@ from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
 from shardwise.integrations import fsdp_settings
 from shardwise.model_tools.activation_checkpointing import checkpoint_units
-from shardwise.model_tools.reduction import no_sync
+from shardwise.model_tools.reduction import no_sync, synced
 from shardwise.model_tools.unsharded import full_state_dict
 from shardwise.modules.wrapping import Units
 from shardwise.optim.clip import clip_grad_norm_
@@ -101,7 +102,11 @@ class ShardwisePlugin:
 
         Args:
             mixed_precision: the Accelerator's, where the plugin says nothing itself.
+
+        Raises ConfigError if the plugin names classes that the model has not.
         """
+        if isinstance(self.units, fsdp_settings.NamedClasses):
+            self.units.check_in(model)
         precision = self.precision
         if precision is None and mixed_precision in {"bf16", "fp16"}:
             precision = Precision(param=mixed_precision, reduce="fp32", master="fp32", cast_inputs=False)
@@ -153,6 +158,12 @@ class Accelerator(accelerate.Accelerator):
                 f"Accelerate is set up for {self.distributed_type.value}; shardwise's Accelerator works on plain "
                 "processes: choose multi-GPU, multi-CPU or FSDP in `accelerate config`, or start it with torchrun"
             )
+        hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+        if hook != DDPCommunicationHookType.NO:
+            raise UsageError(
+                f"comm_hook={hook.value!r}: DDP's hooks see no gradients of sharded models; to send fewer bits, "
+                'ShardwisePlugin(precision=sw.Precision(reduce="bf16"))'
+            )
         if self.scaler is not None:
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = GradScaler(device=self.device.type, **options)
@@ -167,7 +178,8 @@ class Accelerator(accelerate.Accelerator):
         `device_placement` has no effect: shards go to the rank's device. `evaluation_mode` makes no difference.
         """
         if engine_of(model) is None:
-            self.shardwise_plugin.shard(model, self.mixed_precision)
+            bare = model._orig_mod if isinstance(model, OptimizedModule) else model  # of torch.compile(model)
+            self.shardwise_plugin.shard(bare, self.mixed_precision if self.native_amp else "no")
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared  # not wrapped, which evaluation_mode sees to
 
@@ -187,8 +199,12 @@ class Accelerator(accelerate.Accelerator):
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Nothing to do: it is where backward runs that decides, not where forward ran."""
-        yield
+        """Backwards inside reduce, also inside `no_sync`, what it accumulated too."""
+        if engine_of(model) is None:
+            yield
+        else:
+            with synced(model):
+                yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         """Refused: every rank of a sharded model takes part in every step."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.foreign.fsdp import read_fsdp
 from shardwise.foreign.settings import Settings
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
+from shardwise.suggest import did_you_mean
 
 _PLUGIN = "fsdp_plugin"
 
@@ -35,12 +37,31 @@ def settings_of(plugin: Any) -> Settings:
     return read_fsdp({key: value for key, value in values.items() if value is not None}, _PLUGIN)
 
 
+@dataclass(frozen=True)
+class NamedClasses:
+    """Chooses a model's modules of some classes, by the names of these."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, fqn: str, module: nn.Module) -> bool:
+        return type(module).__name__ in self.names
+
+    def check_in(self, model: nn.Module) -> None:
+        """Raise ConfigError for a name that no module's class has."""
+        known = {type(module).__name__ for module in model.modules()}
+        for name in self.names:
+            if name not in known:
+                raise ConfigError(
+                    f"{_PLUGIN}: transformer_cls_names_to_wrap (transformer_layer_cls_to_wrap) names {name!r}, and "
+                    f"{type(model).__name__} has no module of that class{did_you_mean(name, known)}"
+                )
+
+
 def units_of(settings: Settings) -> Callable[[str, nn.Module], bool] | int | None:
     """Which modules would be wrapped: those of the named classes, those of a size, or None for automatic units."""
     if not isinstance(settings.units, list):
         return settings.units
-    names = frozenset(settings.units)
-    return lambda fqn, module: type(module).__name__ in names
+    return NamedClasses(tuple(settings.units))
 
 
 def precision_of(plugin: Any) -> Precision | None:
@@ -76,6 +97,11 @@ def ignored_in(model: nn.Module, asked: Iterable[nn.Module] | str | None) -> lis
 
 def check_honoured(plugin: Any) -> None:
     """Raise UsageError for what the engine does not have and a run would miss."""
+    if plugin.param_init_fn is not None and not plugin.sync_module_states:  # which makes one that initialises nothing
+        raise UsageError(
+            "fsdp_plugin: param_init_fn would not be called; modules on the meta device get their numbers from a "
+            "reset_parameters() of their own, or build the model on a real device"
+        )
     if callable(plugin.auto_wrap_policy) and not (plugin.transformer_cls_names_to_wrap or plugin.min_num_params):
         name = getattr(plugin.auto_wrap_policy, "__name__", "")
         if name not in {"transformer_auto_wrap_policy", "size_based_auto_wrap_policy"}:

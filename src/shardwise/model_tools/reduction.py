@@ -31,9 +31,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     the sum are errors. `model` is a sharded model, a module inside one, whose units alone accumulate, or a module
     around several.
     """
+    with synced(model, False):
+        yield
+
+
+@contextmanager
+def synced(model: nn.Module, wanted: bool = True) -> Iterator[None]:
+    """Backwards inside reduce gradients, or do not, whatever was said outside: also inside `no_sync`."""
     before = [(engine, unit, unit.gradients.reducing.now) for engine, unit in _units(model, True)]
     try:
-        sync_gradients(model, False)  # may raise half way
+        sync_gradients(model, wanted)  # may raise half way
         yield
     finally:
         for engine, unit, now in before:
