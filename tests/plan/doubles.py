@@ -119,11 +119,9 @@ def formula(job: Job, **more: Any) -> Any:
         "gathered_slots": (16 if job.strategy.keeps_params else 2) * GIB,
         "activations": int(kept * GIB * job.micro_batch * job.seq_len / 2048),
     }
-    ring = 0
     for kind in job.elsewhere:
-        ring += memory.pop(kind) // 8
-        memory[kind] = 0
-    return Formula(job, {**memory, "other": ring}, **more)
+        memory[kind] //= 8  # its ring
+    return Formula(job, memory, **more)
 
 
 def report(**arguments: Any) -> PlanReport:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
 from shardwise.policy.adapters import Adapters
-from shardwise.policy.places import Places
 
 if TYPE_CHECKING:
     from shardwise.plan.hardware.devices import Hardware
@@ -43,7 +42,7 @@ def options_of(path: Path, gpu: str | None = None) -> dict[str, Any]:
         )
     compute = parallel.param_dtype or _computed_in(model.dtype, find_device(gpu or parallel.hardware or USUAL_GPU))
     master = "fp32" if lora.r else model.dtype
-    places = Places.of({"params": config.offload.params, "optimizer": config.offload.optimizer})
+    places = config.offload.places
     inline = model.config if model.config is not None and "vocab_size" in model.config else None
     found = {
         "model": model.path or model.factory or inline,

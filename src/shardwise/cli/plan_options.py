@@ -207,7 +207,11 @@ def _units(given: str | None) -> int | frozenset[str] | None:
     words = words_of("--units", given)
     if words is None:
         return None
-    return (numbers_of("--units", given) or [])[0] if len(words) == 1 and words[0].isdecimal() else frozenset(words)
+    if len(words) > 1 or not words[0].isdecimal():
+        return frozenset(words)
+    if not int(words[0]):
+        raise PlanError("--units 0: a whole number from 1 on, or names of classes; leave it out for the usual")
+    return int(words[0])
 
 
 def _bytes(given: str | None) -> int | None:

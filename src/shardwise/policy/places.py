@@ -7,9 +7,14 @@ from dataclasses import dataclass, fields
 
 from shardwise.errors import ConfigError
 from shardwise.policy.offload import Offload
+from shardwise.suggest import did_you_mean
 
 _PLACES = ("cpu", "nvme")
 _NONE = "none"
+_KINDS = ("params", "optimizer")
+_MIB = 2**20
+_RING = {"ring_bytes": 1, "ring_mib": _MIB}
+"""Words for `ring_bytes`, and the bytes that one is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,36 +25,45 @@ class Places:
     """Of shards: None, the device; "cpu", the host's memory; "nvme", a file."""
     optimizer: str | None = None
     """Of optimizer state, likewise."""
+    ring_bytes: int | None = None
+    """Memory of a rank's device through which optimizer state comes to its step and goes back. None: the usual."""
 
     def __post_init__(self) -> None:
-        for known in fields(self):
-            place = getattr(self, known.name)
+        for name in _KINDS:
+            place = getattr(self, name)
             if place is not None and place not in _PLACES:
-                raise ConfigError(f"offload.{known.name}={place!r}: None, 'cpu' or 'nvme'")
+                raise ConfigError(f"offload.{name}={place!r}: None, 'cpu' or 'nvme'")
+        ring: object = self.ring_bytes
+        if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
+            raise ConfigError(f"offload.ring_bytes={ring!r}: a whole number from 1 on, or None")
 
     @classmethod
     def of(cls, asked: object) -> Places | None:
-        """From a `sw.Offload`, a mapping, or words: "optimizer=cpu", "params=cpu,optimizer=nvme", "cpu" or "nvme" for
-        both, "none". None where nothing lies elsewhere. Raises ConfigError."""
+        """From a `sw.Offload`, a mapping, or words: "optimizer=cpu", "params=cpu,optimizer=nvme,ring_mib=64", "cpu" or
+        "nvme" for both, "none". None where nothing lies elsewhere. Raises ConfigError."""
         if asked is None or asked == _NONE:
             return None
         if isinstance(asked, str):
-            asked = dict.fromkeys(("params", "optimizer"), asked) if asked in _PLACES else _entries(asked)
+            asked = dict.fromkeys(_KINDS, asked) if asked in _PLACES else _entries(asked)
         if isinstance(asked, Places | Offload):
-            found = cls(asked.params, asked.optimizer)
+            found = cls(asked.params, asked.optimizer, asked.ring_bytes)
         elif isinstance(asked, Mapping):
-            unknown = [name for name in asked if name not in {"params", "optimizer"}]
-            if unknown:
-                raise ConfigError(f"offload: {unknown[0]!r} is neither params nor optimizer")
+            known = [field.name for field in fields(cls)]
+            for name in asked:
+                if name not in known:
+                    raise ConfigError(f"offload: {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")
             found = cls(**{name: None if place == _NONE else place for name, place in asked.items()})
         else:
             raise ConfigError(f"offload={asked!r}: words such as 'params=cpu,optimizer=nvme', or sw.Offload(...)")
-        return None if found == cls() else found
+        return None if found.params is None and found.optimizer is None else found
 
     @property
     def words(self) -> str:
         """As they are written on a command line."""
-        given = {known.name: getattr(self, known.name) for known in fields(self)}
+        given = {name: getattr(self, name) for name in _KINDS}
+        if self.ring_bytes is not None:
+            whole, rest = divmod(self.ring_bytes, _MIB)
+            given |= {"ring_bytes": self.ring_bytes} if rest else {"ring_mib": whole}
         return ",".join(f"{name}={place}" for name, place in given.items() if place is not None)
 
     def refusal(self, on_cpu: bool) -> str:
@@ -65,8 +79,8 @@ class Places:
         return ""
 
 
-def _entries(words: str) -> dict[str, str]:
-    found = {}
+def _entries(words: str) -> dict[str, object]:
+    found: dict[str, object] = {}
     for entry in words.split(","):
         name, equals, place = (part.strip() for part in entry.partition("="))
         if not equals:
@@ -74,5 +88,10 @@ def _entries(words: str) -> dict[str, str]:
                 f"offload={words!r}: params=PLACE, optimizer=PLACE or both with a comma between, where PLACE is cpu, "
                 "nvme or none"
             )
-        found[name] = place
+        if name in _RING:
+            if not place.isdecimal():
+                raise ConfigError(f"offload={words!r}: {name}={place} is no number")
+            found["ring_bytes"] = int(place) * _RING[name]
+        else:
+            found[name] = place
     return found

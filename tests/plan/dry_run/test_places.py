@@ -24,6 +24,10 @@ from shardwise.policy.places import Places
         ("params=none,optimizer=nvme", Places(None, "nvme")),
         ({"params": "cpu"}, Places("cpu")),
         (sw.Offload(optimizer="nvme", path="x"), Places(None, "nvme")),
+        (sw.Offload(optimizer="nvme", path="x", ring_bytes=5), Places(None, "nvme", 5)),
+        ("optimizer=nvme,ring_mib=2", Places(None, "nvme", 2**21)),
+        ("optimizer=nvme,ring_bytes=2", Places(None, "nvme", 2)),
+        ("ring_mib=2", None),
     ],
 )
 def test_words(asked: Any, places: Places | None) -> None:
@@ -33,7 +37,10 @@ def test_words(asked: Any, places: Places | None) -> None:
     assert replace(job, micro_batch=2).offload == places
 
 
-@pytest.mark.parametrize("asked", ["disk", "params", "params=disk", "weights=cpu", 3, {"weights": "cpu"}])
+@pytest.mark.parametrize(
+    "asked",
+    ["disk", "params", "params=disk", "weights=cpu", "ring_mib=x", "ring_mib=0,params=cpu", 3, {"weights": "cpu"}],
+)
 def test_words_that_are_none(asked: Any) -> None:
     with pytest.raises(ConfigError, match="offload"):
         Job(offload=asked)

@@ -47,7 +47,7 @@ def test_where_nothing_fits_offload_is_tried_and_priced() -> None:
     assert "With --offload optimizer=cpu it would fit: " in shown
     assert "of the step waiting for that." in shown
     found = json.loads(json.dumps(answer.extra))["would_fit"]
-    assert found["job"]["offload"] == {"params": None, "optimizer": "cpu"}
+    assert found["job"]["offload"] == {"params": None, "optimizer": "cpu", "ring_bytes": None}
     assert found["host_bytes_per_node"] > 8 * 25_000_000
     with pytest.raises(PlanError, match="nothing fits 1 x h100-sxm-80gb"):
         answer.check_fits()
@@ -135,6 +135,9 @@ def test_a_run_with_offload_is_planned_with_it() -> None:
     config = training_config(resolve(WIDE), Job(gpu="cpu", gpus_per_node=1, offload="optimizer=nvme"), "x")  # type: ignore[arg-type]
     ranks: Any = SimpleNamespace(world_size=1)
     assert job_of(config, ranks, find_device("cpu")).offload == Places(None, "nvme")
+    ring = config.model_copy(update={"offload": config.offload.model_copy(update={"ring_mib": 3})})
+    assert job_of(ring, ranks, find_device("cpu")).offload == Places(None, "nvme", 3 * 2**20)
+    assert training_config(resolve(WIDE), job_of(ring, ranks, find_device("cpu")), "x").offload == ring.offload
     muon = config.model_copy(update={"train": config.train.model_copy(update={"optimizer": "muon"})})
     with pytest.raises(ConfigError, match="owners keep whole matrices' state"):
         job_of(muon, ranks, find_device("cpu"))
@@ -156,5 +159,5 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     asked = [str(tmp_path / "config.json"), "--gpus", "1", "--seq-len", "16", "--micro-batch", "2"]
     assert run(["plan", *asked, "--activation-checkpointing", "none", "--offload", "cpu", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu"}
+    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu", "ring_bytes": None}
     assert plain["exposed_offload_s"] > 0

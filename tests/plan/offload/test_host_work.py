@@ -86,7 +86,8 @@ def forecast(offload: str | None, **more: Any) -> Forecast:
 def test_a_step_waits_for_copies_and_says_how_long() -> None:
     usual, small = forecast(None), forecast("cpu")
     assert (usual.exposed_offload_s, usual.host_bytes_per_rank, usual.disk_bytes_per_rank) == (0.0, 0, 0)
-    assert small.memory["optimizer"] == small.memory["param_shards"] == 0
+    assert small.memory["optimizer"] == 64 * 2**20  # the ring
+    assert small.memory["param_shards"] == 4 * 2**16  # four times the largest slice
     assert small.exposed_offload_s > 0
     whole = small.compute_s + small.exposed_comm_s + small.exposed_offload_s + small.timeline.late_s
     assert whole == pytest.approx(small.step_time_s)
@@ -94,7 +95,7 @@ def test_a_step_waits_for_copies_and_says_how_long() -> None:
     slower = replace(find_device("h100-sxm-80gb"), node={"link_bytes_per_s": Figure(1e8, "a test")})
     assert forecast("cpu", gpu=slower).step_time_s > 2 * small.step_time_s
     plain = small.to_dict()
-    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu"}
+    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu", "ring_bytes": None}
     assert plain["host_bytes_per_node"] == 2 * plain["host_bytes_per_rank"] > 0
 
 

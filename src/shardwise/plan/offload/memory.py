@@ -20,7 +20,7 @@ _RING_BUFFERS = 4
 """This and what follows are the engine's (`offload.portions`, `files.direct`), whose modules bring torch along."""
 _PAGE_BYTES = 4096
 _LEAST_RING_BYTES = 64 * 2**20
-_SLOTS_BLOCK, _RING_BLOCK = -2_000_001, -2_000_002
+_FIRST_BLOCK = -2_000_001
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,25 @@ def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
     if not moved:
         return Offloaded(events, inputs)
     by_kind: Counter[str] = Counter()
-    largest_state = 0
+    largest_state = slots = 0
     for event in events:
         if isinstance(event, Allocate) and event.phase is StepPhase.SETUP:
             by_kind[event.kind] += event.nbytes
             largest_state = max(largest_state, event.nbytes if event.kind == "optimizer" else 0)
     trained, states = sum(facts.unit_trained_bytes.values()), by_kind["optimizer"]
-    ring = slots = 0
+    rings: dict[str, int] = {}  # by kind, as `sw.memory` counts them
     if "optimizer" in moved and states:
-        of_largest = round_up(largest_state * max(1, round(states / max(1, trained))), _PAGE_BYTES)
-        ring += max(_RING_BUFFERS * of_largest, _LEAST_RING_BYTES)
+        rings["optimizer"] = _state_ring_bytes(job, largest_state * max(1, round(states / max(1, trained))))
     if "param_shards" in moved:
-        ring += _RING_BUFFERS * round_up(max(facts.unit_shard_bytes.values(), default=0), _PAGE_BYTES)
+        rings["param_shards"] = _slice_ring_bytes(facts)
         if job.shard_ranks == 1:
             slots = max(0, _slots_bytes(facts, job) - by_kind["gathered_slots"])
-    added = ((_SLOTS_BLOCK, slots, "gathered_slots"), (_RING_BLOCK, ring, "other"))
-    first = (Allocate(block, size, kind, "", StepPhase.SETUP) for block, size, kind in added if size)
+    added = [(slots, "gathered_slots"), *((size, kind) for kind, size in rings.items())]
+    first = (
+        Allocate(_FIRST_BLOCK - number, size, kind, "", StepPhase.SETUP)
+        for number, (size, kind) in enumerate(added)
+        if size
+    )
     at = {place: sum(by_kind[kind] for kind in moved if moved[kind] == place) for place in ("cpu", "nvme")}
     stepped = states * ("optimizer" in moved) + trained * ("param_shards" in moved)
     return Offloaded((*first, *_without(events, moved)), at["cpu"] + inputs, at["nvme"], stepped)
@@ -99,6 +102,31 @@ def _without(events: Iterable[StepEvent], kinds: Collection[str]) -> Iterator[St
             gone.add(event.block)
         elif not (isinstance(event, Free) and event.block in gone):
             yield event
+
+
+def _state_ring_bytes(job: Job, largest_bytes: int) -> int:
+    """Of a number of bytes that is asked for, what makes whole buffers, and never less than the engine takes.
+
+    Args:
+        job: the job.
+        largest_bytes: of the largest parameter's state.
+    """
+    least = _RING_BUFFERS * round_up(largest_bytes, _PAGE_BYTES)
+    asked = None if job.offload is None else job.offload.ring_bytes
+    if asked is None:
+        return max(least, _LEAST_RING_BYTES)
+    whole = _RING_BUFFERS * _PAGE_BYTES
+    return max(least, asked // whole * whole)
+
+
+def _slice_ring_bytes(facts: Facts) -> int:
+    """Each buffer is as large as the largest slice, and there are no more of them than slices. A unit's frozen
+    parameters and its trained ones lie in slices of their own."""
+    slices = []
+    for unit, nbytes in facts.unit_shard_bytes.items():
+        trained = facts.unit_trained_bytes.get(unit, 0)
+        slices += [size for size in (trained, nbytes - trained) if size]
+    return min(_RING_BUFFERS, len(slices)) * round_up(max(slices, default=0), _PAGE_BYTES)
 
 
 def _slots_bytes(facts: Facts, job: Job) -> int:

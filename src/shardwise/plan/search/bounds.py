@@ -205,12 +205,13 @@ def _states_bytes(known: Forecast, job: Job, at_its_peak: bool) -> float:
     if job.optimizer != "muon" or (known.job.shard_ranks, known.job.replicas) == (job.shard_ranks, job.replicas):
         kinds.append("optimizer")  # Muon's is of whole matrices, more or fewer of them on a rank
     elsewhere = job.elsewhere
-    slices = sum(memory[kind] for kind in kinds) * known.job.shard_ranks / job.shard_ranks
+    larger = known.job.shard_ranks / job.shard_ranks
+    slices = sum(memory[kind] * (min(1.0, larger) if kind in elsewhere else larger) for kind in kinds)  # or rings
     own_copy = job.shard_ranks > 1 or (job.precision.param or job.precision.master) != job.precision.master
     has_slots = own_copy or "param_shards" in elsewhere
     gathered = sum(known.recording.facts.unit_bytes.values()) if job.strategy.keeps_params and has_slots else 0
     besides = 0
     if at_its_peak:
         gathered = max(gathered, memory["gathered_slots"])
-        besides = (memory["reduce_slots"] if own_copy else 0) + (memory["other"] if elsewhere else 0)  # rings
+        besides = memory["reduce_slots"] if own_copy else 0
     return _PADDING * (slices + gathered + besides)

@@ -105,7 +105,9 @@ def _offload(job: Job) -> dict[str, Any]:
     if job.offload is None:
         return {}
     path = OFFLOAD_PATH if "nvme" in {job.offload.params, job.offload.optimizer} else None
-    return {"offload": {"params": job.offload.params, "optimizer": job.offload.optimizer, "path": path}}
+    ring_mib = None if job.offload.ring_bytes is None else max(1, job.offload.ring_bytes // 2**20)
+    places = {"params": job.offload.params, "optimizer": job.offload.optimizer}
+    return {"offload": {**places, "path": path, "ring_mib": ring_mib}}
 
 
 def _lora(job: Job) -> dict[str, Any]:

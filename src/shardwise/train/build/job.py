@@ -45,7 +45,7 @@ def arguments_of(config: Config, ranks: Ranks, hardware: Hardware) -> dict[str, 
         "compile": train.compile,
         "optimizer": train.optimizer,
         "optimizer_in_backward": train.optimizer_in_backward,
-        "offload": {"params": config.offload.params, "optimizer": config.offload.optimizer},
+        "offload": config.offload.places,
     }
     return arguments if parallel.strategy == "auto" else {**arguments, "strategy": parallel.strategy}
 

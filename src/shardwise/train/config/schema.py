@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from shardwise.errors import ConfigError, MeshError
+from shardwise.policy.places import Places
 from shardwise.policy.strategy import LEAST_SLOTS
 from shardwise.suggest import divisors
 
@@ -247,6 +248,12 @@ class OffloadConfig(Section):
     def on_disk(self) -> str | None:
         """The key of something that is."""
         return next((key for key in ("params", "optimizer") if getattr(self, key) == "nvme"), None)
+
+    @property
+    def places(self) -> Places | None:
+        """As plans have them; None where everything is on the device."""
+        ring_bytes = None if self.ring_mib is None else self.ring_mib * 2**20
+        return Places.of({"params": self.params, "optimizer": self.optimizer, "ring_bytes": ring_bytes})
 
 
 class LogConfig(Section):
