@@ -27,6 +27,7 @@ from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.checkpoint.ranks.file_barrier import FileBarrier
 from shardwise.checkpoint.staging import HostMemory
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError
 from shardwise.files.direct import PAGE_BYTES
 from tests.checkpoint.states import build, everything, same, step
@@ -139,7 +140,7 @@ def test_the_thread_uses_no_collective(tmp_path: Path) -> None:
     with recording():
         model, optimizer = build(CASE)
     step(model, optimizer, 0)
-    engine = sw.checkpoint.saving.require_engine(model)  # type: ignore[attr-defined]
+    engine = require_engine(model)
     with held() as opened:
         save(tmp_path / "c", model, optimizer)
         before = len(events(engine))

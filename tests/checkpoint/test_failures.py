@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import latest, saving, verify
+from shardwise.checkpoint import latest, verify
 from shardwise.checkpoint.publish import writing
+from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError, MismatchError, UsageError
 from tests.checkpoint.states import build, everything, same, step
 from tests.engine.cases import Case
@@ -223,7 +224,7 @@ def test_no_collective_carries_weights(tmp_path: Path) -> None:
     with recording():
         model, optimizer = build(CASE)
     step(model, optimizer, 0)
-    engine = saving.require_engine(model)
+    engine = require_engine(model)
     before = len(events(engine))
     sw.checkpoint.save(tmp_path / "c", model, optimizer)
     sw.checkpoint.load(tmp_path / "c", model, optimizer)

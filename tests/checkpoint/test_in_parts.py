@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.checkpoint.format import optimizer_state
+from shardwise.checkpoint.format.local_tensor import piece_of
+from shardwise.checkpoint.staging import HostMemory
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.sharded.parameter import ShardedParameter
 from tests.checkpoint.states import everything, same, step
+from tests.engine.cases import Case
 from tests.engine.rig import Net, adamw, on_ranks
+from tests.offload.test_on_disk import shared_folder
+from tests.ranks import RankPools
 
 
 class Pair(nn.Module):
@@ -134,3 +140,92 @@ def test_a_parameter_that_an_optimizer_has_twice_is_refused_by_name(tmp_path: Pa
     with pytest.raises(UsageError, match=r"has the parameter 'two\.leave\.weight' twice"):
         sw.checkpoint.save(tmp_path / "c", model, optimizer)
     assert list(tmp_path.iterdir()) == []
+
+
+# All engines, not the first one ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["params", "optimizer"])
+@on_ranks(2)
+def test_what_rests_elsewhere_in_any_part_is_not_saved_asynchronously(tmp_path: Path, place: str) -> None:
+    model = Pair()
+    sw.shard(model.one)
+    sw.shard(model.two, offload=sw.Offload(path=shared_folder(), **{place: "nvme"}))
+    optimizer = adamw(model.parameters())
+    take(model, optimizer)
+    with pytest.raises(UsageError, match="asynchronous=True with parameters or optimizer state offloaded"):
+        sw.checkpoint.save(tmp_path / "c", model, optimizer, asynchronous=True)
+    weight = model.two.leave.weight
+    resting = weight if place == "params" else optimizer.state[weight]["exp_avg"]
+    with pytest.raises(UsageError, match="'resting' is offloaded and cannot be copied"):
+        HostMemory().copy([piece_of(("resting",), resting)])
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    other, fresh = build(nets, seed=50)
+    sw.checkpoint.load(tmp_path / "c", other, fresh)
+    same(everything(other, fresh), everything(model, optimizer))
+
+
+@on_ranks(2)
+def test_inside_an_unsharded_part_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
+    model, optimizer = saved(tmp_path / "c")
+    for part in (model.one, model.two):
+        with sw.unsharded(part):
+            for call in (sw.checkpoint.load, sw.checkpoint.load_pretrained):
+                with pytest.raises(UsageError, match=r"inside a forward, a backward or sw\.unsharded"):
+                    call(tmp_path / "c", model)
+            with pytest.raises(UsageError, match=r"inside a forward, a backward or sw\.unsharded"):
+                sw.checkpoint.save(tmp_path / "d", model, optimizer)
+
+
+@on_ranks(2)
+def test_a_part_that_is_held_unsharded_is_saved_and_gets_what_is_loaded(tmp_path: Path) -> None:
+    model, optimizer = build(nets)
+    x = torch.ones(2, 4)
+    sw.unshard(model.two)
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    with torch.no_grad():
+        expected = model(x)
+        for load in (sw.checkpoint.load, sw.checkpoint.load_pretrained):
+            other, _ = build(nets, seed=50)
+            sw.unshard(other.two)
+            load(tmp_path / "c", other)
+            assert torch.equal(other(x), expected)
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [("full_shard", "no_shard", 2), ("no_shard", "full_shard", 2), ("no_shard", "hybrid_shard", 4)],
+    ids=str,
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_parts_under_several_strategies(
+    strategies: tuple[str, str, int], asynchronous: bool, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(strategies[2]).run(_under_several_strategies, strategies, asynchronous, tmp_path)
+
+
+def _under_several_strategies(strategies: tuple[str, str, int], asynchronous: bool, path: Path) -> None:
+    one, two, world_size = strategies
+
+    def each(model: nn.Module) -> None:
+        Case(one, world_size).shard(model.one)
+        Case(two, world_size).shard(model.two)
+
+    model, optimizer = saved(path / "c", each, asynchronous=asynchronous)
+    sw.checkpoint.wait(model)
+    sw.checkpoint.verify(path / "c")
+    other, fresh = build(each, seed=50)
+    sw.checkpoint.load(path / "c", other, fresh)
+    same(everything(other, fresh), everything(model, optimizer))
+
+
+@on_ranks(2)
+def test_parts_over_different_ranks_are_refused(tmp_path: Path) -> None:
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "shard"))["shard"]
+    for one, two in ((None, alone), (alone, None)):
+        model = Pair()
+        sw.shard(model.one, mesh=one)
+        sw.shard(model.two, mesh=two)
+        for call in (sw.checkpoint.save, sw.checkpoint.load, sw.checkpoint.load_pretrained):
+            with pytest.raises(UsageError, match=r"parts of this model are sharded over different ranks .*by itself"):
+                call(tmp_path / "c", model)

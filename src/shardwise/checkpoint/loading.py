@@ -22,8 +22,8 @@ from shardwise.checkpoint.io.storage import Location, check_location
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import find, find_adapter
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
-from shardwise.checkpoint.ranks.consensus import Peers
-from shardwise.engine.lookup import require_engine, shard_stores
+from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
+from shardwise.engine.lookup import engines_of, shard_stores
 from shardwise.engine.setup.torch_patches import with_state
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import adapter_names
@@ -81,9 +81,9 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     reads only its own bytes.
     """
     check_location(path, "sw.checkpoint.load(path, model, ...)")
-    engine = require_engine(model)
-    peers = Peers(engine.mesh)
-    shards, states = shard_stores(engine), [] if optimizer is None else stores_of(optimizer)
+    engines = engines_of(model)
+    peers = Peers(mesh_of(engines))
+    shards, states = shard_stores(*engines), [] if optimizer is None else stores_of(optimizer)
     wait_for_last_save(peers)
     doing = f"{os.fspath(path)} cannot be loaded"
     with peers.together(doing):
@@ -103,7 +103,8 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
         rows = per_rank_buffers.own_rows(wanted, reading.by_rank_files.tensors, peers)
     peers.agree(f"{reading.contents.manifest}|{strict}|{_describe(model, optimizer)}", _DISAGREE)
     with peers.together(doing):
-        engine.reshard_all()
+        for engine in engines:
+            engine.reshard_all()
         with _written_anew(shards, states, optimizer):
             done = reading.read(rows, shards, states, peers.reads_alone)
         give_extra_state(model, [piece for piece, _ in matched.wanted])
@@ -112,7 +113,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             with_state.add(optimizer)
             random = reading.training["rng"]
             if len(random) == peers.world_size and random[peers.rank]:  # JAX's processes have none
-                random_state.restore(random[peers.rank], engine.mesh.device)
+                random_state.restore(random[peers.rank], peers.device)
     mib, direct_mib = sum(read.read_bytes for read in done) / 2**20, sum(read.direct_bytes for read in done) / 2**20
     _log.info("%s: rank %d read %.1f MiB, %.1f of them past the page cache", path, peers.rank, mib, direct_mib)
     return reading.result()

@@ -23,8 +23,8 @@ from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.names.transformers_names import find_base, is_transformers
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
-from shardwise.checkpoint.ranks.consensus import Peers
-from shardwise.engine.lookup import require_engine
+from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
+from shardwise.engine.lookup import engines_of
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import base_names, base_of
 from shardwise.modules.deferred_init.materialize import left_blank
@@ -79,8 +79,8 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     Each rank reads the bytes of its own elements and no others, in place where dtypes agree, else 32 MiB at a time.
     """
     check_location(path, "sw.checkpoint.load_pretrained(path, model)")
-    engine = require_engine(model)
-    peers = Peers(engine.mesh)
+    engines = engines_of(model)
+    peers = Peers(mesh_of(engines))
     wait_for_last_save(peers)
     where = os.fspath(path)
     with peers.together(f"{where} cannot be loaded"):
@@ -98,7 +98,8 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
         class_name = type(base_of(model)).__name__
         warnings.warn(f"{where} was written by another class than {class_name}: {heads}", stacklevel=3)
     with peers.together(f"{where} cannot be loaded"):
-        engine.reshard_all()
+        for engine in engines:
+            engine.reshard_all()
         read = tensor_files.read(weights.opened, weights.files, matched.wanted)  # next time from the cache
         give_extra_state(model, [piece for piece, _ in matched.wanted])
     return Pretrained(

@@ -27,10 +27,10 @@ from shardwise.checkpoint.names.transformers_names import is_transformers
 from shardwise.checkpoint.publish.target import FileSet, Target
 from shardwise.checkpoint.publish.writing import Writing, check_arguments, publish, take_along, target_at
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
-from shardwise.checkpoint.ranks.consensus import Peers
+from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.checkpoint.staging import HostMemory
 from shardwise.engine.engine import Engine
-from shardwise.engine.lookup import require_engine, shard_stores
+from shardwise.engine.lookup import engines_of, shard_stores
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.modules.adapters import adapter_config
@@ -88,14 +88,15 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     No weights travel between ranks: each writes the byte ranges of its own fragments, replicas sharing the work.
     """
     check_location(path, "sw.checkpoint.save(path, model, ...)")
-    engine = require_engine(model)
-    peers = Peers(engine.mesh)
+    engines = engines_of(model)
+    peers = Peers(mesh_of(engines))
     wait_for_last_save(peers)
     with peers.together("the checkpoint cannot be saved"):
         check_arguments(step, extra, max_file_bytes)
-        give_up_interrupted(engine)
-        engine.reducer.steps.check()
-        shards, states = shard_stores(engine), [] if optimizer is None else stores_of(optimizer)
+        for engine in engines:
+            give_up_interrupted(engine)
+            engine.reducer.steps.check()
+        shards, states = shard_stores(*engines), [] if optimizer is None else stores_of(optimizer)
         for shard_store in shards:
             shard_store.medium.check()
         if optimizer is not None:
@@ -115,7 +116,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     rows = per_rank_buffers.differing(whole, peers)
     if rows:
         writing.file_sets.append(FileSet(tensor_files.files_for(per_rank_buffers.STEM, rows, max_file_bytes), rows))
-    publish(writing, peers, _host_memory.setdefault(engine, HostMemory()).copy if asynchronous else None)
+    publish(writing, peers, _host_memory.setdefault(engines[0], HostMemory()).copy if asynchronous else None)
 
 
 def wait(model: nn.Module) -> None:
@@ -123,7 +124,7 @@ def wait(model: nn.Module) -> None:
 
     Raises CheckpointError if the last one failed. On every rank, whichever failed.
     """
-    wait_for_last_save(Peers(require_engine(model).mesh))
+    wait_for_last_save(Peers(mesh_of(engines_of(model))))
 
 
 def _prepare(
@@ -149,9 +150,8 @@ def _prepare(
     for file_set in file_sets:
         documents.update(file_set.files.index)
     document = None if state is None else state.document
-    device = require_engine(model).mesh.device
     whole = [piece for found in pieces.values() for piece in found if piece.is_whole]
-    return Writing(target, file_sets, {"optimizer": document}, random_state.capture(device), documents), whole
+    return Writing(target, file_sets, {"optimizer": document}, random_state.capture(peers.device), documents), whole
 
 
 def _names(model: nn.Module, pieces: list[Piece]) -> dict[str, bytes]:

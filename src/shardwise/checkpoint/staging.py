@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from shardwise import accelerators
-from shardwise.checkpoint.format.local_tensor import Piece, PieceInFewBits
+from shardwise.checkpoint.format.local_tensor import Piece, PieceAtRest, PieceInFewBits, StateAtRest
+from shardwise.errors import UsageError
 from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.layout.flat import round_up
 
@@ -41,7 +42,12 @@ class HostMemory:
         Returns:
             The same pieces with their elements in this memory; those of frozen parameters that are kept in few bits as
             they are. All of them are there on return: later writes to the tensors do not change them.
+
+        Raises UsageError for a piece that rests elsewhere than in memory, and would be written over there.
         """
+        for piece in pieces:
+            if isinstance(piece, (PieceAtRest, StateAtRest)):
+                raise UsageError(f"{piece.name!r} is offloaded and cannot be copied: save it with asynchronous=False")
         starts, nbytes = [], 0
         moving = [not isinstance(piece, PieceInFewBits) for piece in pieces]  # those are frozen, and decoded as written
         for piece, moves in zip(pieces, moving, strict=True):

@@ -75,9 +75,9 @@ def units_at(engine: Engine, module: nn.Module, recurse: bool = True) -> list[Un
     ]
 
 
-def shard_stores(engine: Engine) -> list[ShardStore]:
-    """What has shards of its units that rest elsewhere than on the device."""
-    homes = (group.home for unit in engine.units for group in unit.groups)
+def shard_stores(*engines: Engine) -> list[ShardStore]:
+    """What has shards of their units that rest elsewhere than on the device."""
+    homes = (group.home for engine in engines for unit in engine.units for group in unit.groups)
     return list(dict.fromkeys(home.store for home in homes if home is not None))
 
 

@@ -68,11 +68,14 @@ class Piece:
 
         Replicas share the work.
         """
-        if (peers.replicas == 1 or self.ranks == peers.world_size) and not self.is_whole:
+        if self.ranks == peers.world_size and not self.is_whole:
             return self if self.tensor.numel() else None
-        elements = share(self.held, peers.replicas, peers.replica)
         if self.is_whole:
             elements = self.held if peers.is_first else Range(0, 0)
+        elif self.ranks == 1:  # every rank is a replica, whatever other tensors are cut into
+            elements = share(self.held, peers.world_size, peers.rank)
+        else:
+            elements = share(self.held, peers.replicas, peers.replica)
         if not elements.length:
             return None
         flat = self.tensor.reshape(-1)[elements.start - self.start : elements.stop - self.start]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.format.local_tensor import Piece, piece_of
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import places_to_write, stored_first
-from shardwise.engine.lookup import require_engine
+from shardwise.engine.lookup import engines_of
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.modules.adapters import adapter_names
@@ -72,8 +72,7 @@ def _taker_of_extra_state(model: nn.Module, name: str) -> nn.Module | None:
 
 def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str], Tensor]]:
     """The state_dict's tensors, each once, with its names, the one that is stored first."""
-    engine = require_engine(model)
-    if not give_up_interrupted(engine) or engine.is_suspended:
+    if any(engine.is_suspended or not give_up_interrupted(engine) for engine in engines_of(model)):
         raise UsageError(
             "sw.checkpoint inside a forward, a backward or sw.unsharded of the same model: leave that first"
         )

@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from shardwise.checkpoint.ranks.agreement import Agreement
+from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
 from shardwise.errors import UsageError
+
+
+def mesh_of(engines: Sequence[Engine]) -> Mesh:
+    """The mesh over whose ranks a model of these engines is saved and loaded: one with several shards and replicas, if
+    any is such.
+
+    Raises UsageError where engines are over other ranks, or over the same in several shards and replicas each.
+    """
+    meshes = [engine.mesh for engine in engines]
+    chosen = next((mesh for mesh in meshes if not _is_one_group(mesh)), meshes[0])
+    for mesh in meshes:
+        fits = mesh.world_size == chosen.world_size and _is_one_group(mesh) and _ranks(mesh) >= _ranks(chosen)
+        if mesh.spans != chosen.spans and not fits:
+            raise UsageError(
+                f"parts of this model are sharded over different ranks ({chosen.describe()}, {mesh.describe()}; with "
+                f"this rank {sorted(_ranks(chosen))}, {sorted(_ranks(mesh))}): save and load each part by itself"
+            )
+    return chosen
+
+
+def _is_one_group(mesh: Mesh) -> bool:
+    """Whether its ranks are all shards, or all replicas."""
+    return 1 in {mesh.shard.world_size, mesh.replicate.world_size}
+
+
+def _ranks(mesh: Mesh) -> set[int]:
+    """Of the two groups that this rank is in."""
+    return {rank for group in mesh.spans for rank in group}
 
 
 class Peers(Agreement):
@@ -19,6 +49,7 @@ class Peers(Agreement):
         self._mesh = mesh
         self.replicas = mesh.replicate.world_size
         self.replica = mesh.replicate.rank
+        self.device = mesh.device
         if mesh.is_dry and mesh.world_size > 1:
             raise UsageError("a dry run has no weights: checkpoints are saved and loaded by real ranks")
 
