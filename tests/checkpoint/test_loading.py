@@ -207,3 +207,36 @@ def test_an_expanded_buffer_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"'beside' of shape \(4,\) is expanded"):
             load(tmp_path / "c", model)
     same(everything(model, adamw(model.parameters())), before)
+
+
+class TwoEnds(nn.Module):
+    """An embedding and a head, of one tensor or two."""
+
+    def __init__(self, tied: bool, rows: int = 10) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 8), nn.Linear(8, rows, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@on_ranks(2)
+def test_two_tensors_are_not_loaded_into_one(tmp_path: Path) -> None:
+    for rows, message in (
+        (10, r"different numbers for 'embed\.weight' and 'head\.weight', which the model ties"),
+        (20, r"of another shape: head\.weight \(here \(10, 8\), stored \(20, 8\)\)"),
+    ):
+        sw.checkpoint.save(tmp_path / str(rows), sw.shard(TwoEnds(False, rows)))
+        model = sw.shard(TwoEnds(True))
+        before = sw.full_state_dict(model, rank0_only=False)
+        with pytest.raises(CheckpointError, match=message):
+            sw.checkpoint.load(tmp_path / str(rows), model)
+        same(sw.full_state_dict(model, rank0_only=False), before)
+    assert sw.checkpoint.load(tmp_path / "20", model, strict=False).wrong_shape == (
+        "head.weight (here (10, 8), stored (20, 8))",
+    )
+    plain = TwoEnds(False)
+    plain.head.weight = nn.Parameter(plain.embed.weight.detach().clone())
+    twice = sw.shard(plain)
+    sw.checkpoint.save(tmp_path / "equal", twice)
+    sw.checkpoint.load(tmp_path / "equal", model)
+    same(sw.full_state_dict(model, rank0_only=False), sw.full_state_dict(twice, rank0_only=False))

@@ -155,12 +155,18 @@ def test_a_file_that_may_not_be_written_is_told_first(capsys: Printed, monkeypat
     assert capsys.readouterr().err.startswith("error: cannot write plan.html: it may not be written to")
 
 
-def test_a_plan_that_the_trainer_cannot_run_is_shown_all_the_same(capsys: Printed) -> None:
-    asked = ["--gpus", "1", "--optimizer", "sgd", "--config", "run.toml"]
-    assert run(["plan", "config.json", *asked, *FIXED[2:]]) == 2
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--optimizer", "sgd"], "`shardwise train` has adamw, adamw-bf16, adamw-8bit and muon, not sgd"),
+        (["--loss", "chunked"], "`shardwise train` takes the model's own loss, not 'chunked'"),
+    ],
+)
+def test_a_plan_that_the_trainer_cannot_run_is_shown_all_the_same(asked: list[str], said: str, capsys: Printed) -> None:
+    assert run(["plan", "config.json", "--gpus", "1", *asked, "--config", "run.toml", *FIXED[2:]]) == 2
     shown = capsys.readouterr()
     assert shown.out.startswith("config.json: ")
-    assert "`shardwise train` has adamw, adamw-bf16, adamw-8bit and muon, not sgd" in shown.err
+    assert said in shown.err
     assert not Path("run.toml").exists()
 
 

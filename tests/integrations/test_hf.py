@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 import shardwise as sw
@@ -198,3 +199,31 @@ def test_adapters(tmp_path: Path) -> None:
     trained = weights(again.model)
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, trained[name]), name
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
+@on_ranks(2, timeout_s=120)
+def test_prompts_are_saved_and_go_on(tmp_path: Path, kind: str) -> None:
+    """PEFT computes what it saves of them with the model's own modules."""
+
+    def prompted() -> nn.Module:
+        model = llama(0)
+        torch.manual_seed(1)
+        found: nn.Module = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        return found
+
+    with fresh():
+        trainer = trainer_of(Trainer, tmp_path / "run", prompted(), save_strategy="steps", save_steps=3)
+        trainer.train()
+    losses = losses_of(trainer)
+    with sw.unsharded(trainer.model):
+        expected = trainer.model.get_prompt_embedding_to_save("default")
+    trainer.save_model(str(tmp_path / "final"))
+    dist.barrier()
+    saved = load_file(tmp_path / "final" / "adapter_model.safetensors")
+    assert torch.equal(saved["prompt_embeddings"], expected)
+    if kind == "PromptTuningConfig":  # of an encoder PEFT saves its outputs alone, to which nobody can go on
+        with fresh():
+            again = trainer_of(Trainer, tmp_path / "again", prompted())
+            again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+        assert losses_of(again) == losses

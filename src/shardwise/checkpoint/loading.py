@@ -18,6 +18,7 @@ from shardwise.checkpoint.format.local_tensor import DTYPES, piece_of
 from shardwise.checkpoint.format.matching import Matched, Wanted, match, shown
 from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.format.ties import check_ties
 from shardwise.checkpoint.io.storage import Location, check_location
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import find, find_adapter
@@ -94,6 +95,8 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
         if strict:
             matched.raise_differences(reading.contents, "strict=False loads what fits and reports the rest")
         matched.check_dtypes(reading.contents, reading.model_files.tensors)
+        if strict:
+            check_ties(reading.contents, reading.contents, reading.model_files, matched)
         for store in shards:
             store.notice_failures()
         weights_failed = any(store.medium.has_failed for store in shards)

@@ -20,6 +20,7 @@ from shardwise.checkpoint.format.hugging_face import INDEX, SINGLE, weights_of
 from shardwise.checkpoint.format.matching import Matched, match, shown
 from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.tensor_files import TensorFiles
+from shardwise.checkpoint.format.ties import check_ties
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.names.transformers_names import find_base, is_transformers
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
@@ -91,7 +92,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
         if strict:
             matched.raise_differences(where, "strict=False loads what fits and reports the rest")
         matched.check_dtypes(where, weights.files.tensors)
-        compared_bytes = _check_ties(weights, matched)
+        compared_bytes = check_ties(where, weights.opened, weights.files, matched)
     headers = [(name, file.nbytes, file.header) for name, file in weights.files.files.items()]
     peers.agree(f"{headers}|{weights.sums}|{strict}", _DISAGREE)
     if heads and peers.is_first:
@@ -247,25 +248,3 @@ def _in_base(model: Any, name: str) -> bool:
     base = getattr(model, prefix, model) if prefix else model
     inside = base is not model and name.startswith(f"{prefix}.")
     return inside or name.removeprefix(f"{prefix}.").split(".")[0] in dict(base.named_children())
-
-
-def _check_ties(weights: _Weights, matched: Matched) -> int:
-    """A tensor that is tied here, and stored under several names, has to be the same under all of them.
-
-    Returns the bytes that were staged at most to compare them.
-    """
-    staged_bytes = 0
-    for piece, others in matched.also:
-        own = [place for held, place in matched.wanted if held is piece]
-        values = []
-        for places in (own, others):
-            twin = piece.with_tensor(torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device="cpu"))
-            read = tensor_files.read(weights.opened, weights.files, [(twin, place) for place in places])
-            values.append(twin.tensor)
-            staged_bytes = max(staged_bytes, read.peak_staged_bytes + 2 * twin.tensor.nbytes)
-        if not torch.equal(*values):
-            raise CheckpointError(
-                f"{weights.directory} holds different numbers for {own[0].name!r} and {others[0].name!r}, which the "
-                "model ties: build it with tie_word_embeddings=False"
-            )
-    return staged_bytes

@@ -14,7 +14,7 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from shardwise.checkpoint.saving import save
 from shardwise.engine.lookup import engine_of
 from shardwise.errors import ConfigError
 from shardwise.integrations.accelerate import Accelerator, ShardwisePlugin, fsdp_not_asked
-from shardwise.model_tools.unsharded import full_state_dict
+from shardwise.model_tools.unsharded import full_state_dict, unsharded
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.suggest import did_you_mean
 
@@ -113,8 +113,9 @@ class ShardwiseTrainerMixin:
         elif self._is_saving_checkpoint and not _is_peft(self.model):
             self._save_shards(where)
         else:
-            state = _adapters_of(self.model) if _is_peft(self.model) else full_state_dict(self.model)
-            self._save(where, state_dict=state)  # type: ignore[attr-defined]
+            with _whole_prompts(self.model):
+                state = _adapters_of(self.model) if _is_peft(self.model) else full_state_dict(self.model)
+                self._save(where, state_dict=state)  # type: ignore[attr-defined]
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(  # type: ignore[attr-defined]
                     commit_message="Model save", revision=self.args.hub_revision
@@ -197,6 +198,13 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
 def _is_peft(model: nn.Module) -> bool:
     peft = sys.modules.get("peft")  # whoever has such a model has imported it
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _whole_prompts(model: Any) -> AbstractContextManager[None]:
+    """Inside, a PeftModel's prompts are whole: PEFT computes what it saves of them with the modules that it finds, and
+    not from a state_dict. Every rank must call this."""
+    learns_prompts = _is_peft(model) and any(config.is_prompt_learning for config in model.peft_config.values())
+    return unsharded(model.prompt_encoder) if learns_prompts else nullcontext()
 
 
 def _adapters_of(model: Any) -> dict[str, Any]:

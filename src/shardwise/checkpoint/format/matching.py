@@ -90,8 +90,11 @@ def match(model: nn.Module, stored: Mapping[str, StoredTensor], find: Find = fin
         elif matched.fits(piece, found.shapes[names[0]]):
             _check_writable(piece)
             matched.wanted += [(piece, place) for place in found.places[names[0]]]
-            same = [name for name in names[1:] if found.shapes[name] == piece.shape]
-            matched.also += [(piece, found.places[name]) for name in same]
+            for name in names[1:]:
+                if found.shapes[name] == piece.shape:
+                    matched.also.append((piece, found.places[name]))
+                else:
+                    matched.wrong_shape.append(f"{name} (here {piece.shape}, stored {found.shapes[name]})")
     return matched
 
 

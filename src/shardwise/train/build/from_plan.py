@@ -124,6 +124,11 @@ def _listed(names: tuple[str, ...] | None) -> list[str] | None:
 def _check_job(job: Job) -> None:
     if job.engine != "shardwise":
         raise PlanError(f"--config writes a configuration for shardwise, and the plan is for engine={job.engine!r}")
+    if job.loss != "model":
+        raise PlanError(
+            f"`shardwise train` takes the model's own loss, not {job.loss!r}: plan without --loss, or train with "
+            "sw.shard in a script of your own"
+        )
     if job.optimizer not in {"adamw", "adamw-bf16", "adamw-8bit", "muon"}:
         raise PlanError(
             f"`shardwise train` has adamw, adamw-bf16, adamw-8bit and muon, not {job.optimizer}: plan with --optimizer "
