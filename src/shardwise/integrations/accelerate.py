@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 
 try:
@@ -178,7 +177,7 @@ class Accelerator(accelerate.Accelerator):
         `device_placement` has no effect: shards go to the rank's device. `evaluation_mode` makes no difference.
         """
         if engine_of(model) is None:
-            bare = model._orig_mod if isinstance(model, OptimizedModule) else model  # of torch.compile(model)
+            bare: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile(model)
             self.shardwise_plugin.shard(bare, self.mixed_precision if self.native_amp else "no")
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared  # not wrapped, which evaluation_mode sees to

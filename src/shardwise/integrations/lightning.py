@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 try:
@@ -213,7 +212,7 @@ def _synchronized(module: nn.Module, layer_sync: Any) -> nn.Module:
         converted: nn.Module = layer_sync.apply(module)
         return converted
     for name, below in module.named_modules():
-        if isinstance(below, _BatchNorm) and not isinstance(below, nn.SyncBatchNorm):
+        if isinstance(below, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             raise UsageError(
                 f"sync_batchnorm=True, but {name!r} was sharded as a {type(below).__name__}: call "
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before sw.shard"
