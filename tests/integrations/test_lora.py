@@ -435,3 +435,14 @@ def test_adapters_are_not_unmerged_inside_a_forward() -> None:
         with sw.unsharded(model, writeback=True):
             model.merge_adapter()
         assert_close(copy.deepcopy(model)(tokens).logits, merged)
+
+
+@on_ranks(2)
+def test_what_is_trained_beside_an_adapter_is_not_left_out(tmp_path: Path) -> None:
+    sw.checkpoint.save(tmp_path / "saved", sw.shard(adapted("cpu", bias="all")), adapter=True)
+    model = adapted("cpu")
+    model.base_model.model.model.norm.requires_grad_(True)
+    sw.shard(model)
+    with pytest.raises(UsageError, match=r"'base_model\.model\.model\.norm\.weight' is trained besides"):
+        sw.checkpoint.save(tmp_path / "refused", model, adapter=True)
+    assert not (tmp_path / "refused").exists()

@@ -36,10 +36,20 @@ def pieces_to_write(model: nn.Module) -> list[Piece]:
 def adapter_to_write(model: nn.Module) -> list[Piece]:
     """What `pieces_to_write` has of the model's adapter, with places in PEFT's files.
 
-    Raises UsageError as that does, and where the model has not exactly one adapter.
+    Raises UsageError as that does, where the model has not exactly one adapter, and where something is trained that is
+    no part of it.
     """
     theirs = adapter_names(model)
-    kept = [(names, tensor) for names, tensor in _tensors(model, set()) if names[0] in theirs]
+    tensors = _tensors(model, set())
+    kept = [(names, tensor) for names, tensor in tensors if names[0] in theirs]
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    left_out = [names[0] for names, _ in tensors if names[0] not in theirs and not trained.isdisjoint(names)]
+    if left_out:
+        more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        raise UsageError(
+            f"adapter=True saves what PEFT's files hold, and {left_out[0]!r}{more} is trained besides: list its module "
+            "in the adapter's modules_to_save, freeze it, or leave adapter out"
+        )
     return [piece_of(names, tensor, (Place.whole(theirs[names[0]], tuple(tensor.shape)),)) for names, tensor in kept]
 
 
