@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from shardwise.errors import ConfigError
 from shardwise.policy.precision import SHORT_NAMES
-from shardwise.suggest import did_you_mean
+from shardwise.policy.words import check_names, entries
 
 _BETWEEN_TARGETS = "+"
 _PARSED: dict[str, Callable[[str], object]] = {
@@ -29,7 +29,7 @@ class Adapters:
     dropout: float = 0.0
     """The part of an adapter's inputs that is dropped."""
     dtype: str | None = None
-    """Short name of the dtype that the frozen model is kept in. None: the one that it is computed with in."""
+    """Short name of the dtype that the frozen model is kept in. None: the one that it computes in."""
 
     def __post_init__(self) -> None:
         if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
@@ -50,10 +50,7 @@ class Adapters:
         if isinstance(asked, str):
             asked = int(asked) if asked.isdecimal() else _entries(asked)
         if isinstance(asked, Mapping):
-            known = [field.name for field in fields(cls)]
-            for name in asked:
-                if name not in known:
-                    raise ConfigError(f"lora: {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")
+            check_names("lora", asked, [field.name for field in fields(cls)])
             if "r" not in asked:
                 raise ConfigError(f"lora={dict(asked)!r} without a rank: add r, such as r=16")
             return cls(**asked)
@@ -79,13 +76,10 @@ class Adapters:
 
 def _entries(words: str) -> dict[str, object]:
     found: dict[str, object] = {}
-    for entry in words.split(","):
-        name, equals, value = (part.strip() for part in entry.partition("="))
-        if not equals:
-            raise ConfigError(
-                f"lora={words!r}: a rank, or r=16 and, with commas between, targets=q_proj+v_proj, dropout=0.1, "
-                "dtype=fp32"
-            )
+    refusal = (
+        f"lora={words!r}: a rank, or r=16 and, with commas between, targets=q_proj+v_proj, dropout=0.1, dtype=fp32"
+    )
+    for name, value in entries(words, refusal):
         try:
             found[name] = _PARSED.get(name, str)(value)
         except ValueError:

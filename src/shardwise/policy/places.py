@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from shardwise.errors import ConfigError
 from shardwise.policy.offload import Offload
-from shardwise.suggest import did_you_mean
+from shardwise.policy.words import check_names, entries
 
 _PLACES = ("cpu", "nvme")
 _NONE = "none"
@@ -48,10 +48,7 @@ class Places:
         if isinstance(asked, Places | Offload):
             found = cls(asked.params, asked.optimizer, asked.ring_bytes)
         elif isinstance(asked, Mapping):
-            known = [field.name for field in fields(cls)]
-            for name in asked:
-                if name not in known:
-                    raise ConfigError(f"offload: {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")
+            check_names("offload", asked, [field.name for field in fields(cls)])
             found = cls(**{name: None if place == _NONE else place for name, place in asked.items()})
         else:
             raise ConfigError(f"offload={asked!r}: words such as 'params=cpu,optimizer=nvme', or sw.Offload(...)")
@@ -81,13 +78,8 @@ class Places:
 
 def _entries(words: str) -> dict[str, object]:
     found: dict[str, object] = {}
-    for entry in words.split(","):
-        name, equals, place = (part.strip() for part in entry.partition("="))
-        if not equals:
-            raise ConfigError(
-                f"offload={words!r}: params=PLACE, optimizer=PLACE or both with a comma between, where PLACE is cpu, "
-                "nvme or none"
-            )
+    refusal = f"offload={words!r}: params=PLACE, optimizer=PLACE or both with a comma between, where PLACE is cpu, nvme or none"
+    for name, place in entries(words, refusal):
         if name in _RING:
             if not place.isdecimal():
                 raise ConfigError(f"offload={words!r}: {name}={place} is no number")

@@ -1,0 +1,24 @@
+"""Settings as words: "name=value,name=value", and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from shardwise.errors import ConfigError
+from shardwise.suggest import did_you_mean
+
+
+def entries(words: str, refusal: str) -> Iterator[tuple[str, str]]:
+    """Name and value of each entry. Raises ConfigError, with `refusal`, for an entry without a value."""
+    for entry in words.split(","):
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals:
+            raise ConfigError(refusal)
+        yield name, value
+
+
+def check_names(what: str, asked: Iterable[str], known: Collection[str]) -> None:
+    """Raise ConfigError for a name that is not known."""
+    for name in asked:
+        if name not in known:
+            raise ConfigError(f"{what}: {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")
