@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import UsageError
 from shardwise.foreign.fsdp import read_fsdp
 from shardwise.foreign.settings import Settings
+from shardwise.model_tools.classes import classes_named
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
-from shardwise.suggest import did_you_mean
 
 _PLUGIN = "fsdp_plugin"
 
@@ -48,13 +48,7 @@ class NamedClasses:
 
     def check_in(self, model: nn.Module) -> None:
         """Raise ConfigError for a name that no module's class has."""
-        known = {type(module).__name__ for module in model.modules()}
-        for name in self.names:
-            if name not in known:
-                raise ConfigError(
-                    f"{_PLUGIN}: transformer_cls_names_to_wrap (transformer_layer_cls_to_wrap) names {name!r}, and "
-                    f"{type(model).__name__} has no module of that class{did_you_mean(name, known)}"
-                )
+        classes_named(model, self.names, f"{_PLUGIN}: transformer_cls_names_to_wrap (transformer_layer_cls_to_wrap)")
 
 
 def units_of(settings: Settings) -> Callable[[str, nn.Module], bool] | int | None:

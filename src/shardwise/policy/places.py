@@ -78,7 +78,10 @@ class Places:
 
 def _entries(words: str) -> dict[str, object]:
     found: dict[str, object] = {}
-    refusal = f"offload={words!r}: params=PLACE, optimizer=PLACE or both with a comma between, where PLACE is cpu, nvme or none"
+    refusal = (
+        f"offload={words!r}: params=PLACE, optimizer=PLACE or both with a comma between, where PLACE is cpu, nvme "
+        "or none"
+    )
     for name, place in entries(words, refusal):
         if name in _RING:
             if not place.isdecimal():
