@@ -187,7 +187,10 @@ def test_what_an_fsdp_plugin_asks_for() -> None:
 @on_ranks(2)
 def test_what_an_fsdp_plugin_asks_for_in_vain() -> None:
     options = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecodrLayer"]}
-    with fresh(), pytest.raises(ConfigError, match=r"'LlamaDecodrLayer', .*; did you mean LlamaDecoderLayer"):
+    with (
+        fresh(),
+        pytest.raises(ConfigError, match=r"no module of class 'LlamaDecodrLayer'; did you mean LlamaDecoderLayer"),
+    ):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options)).prepare(llama())
     with fresh(), pytest.raises(UsageError, match=r"param_init_fn would not be called; .*reset_parameters\(\)"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(param_init_fn=lambda module: None))
