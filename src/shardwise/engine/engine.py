@@ -12,7 +12,6 @@ keep its state.
 from __future__ import annotations
 
 import enum
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from shardwise.engine.control import Control, Moment
+from shardwise.engine.forwards import Forwards
 from shardwise.engine.frozen import warn_of_frozen
 from shardwise.engine.loans import Loans
 from shardwise.engine.mesh import Mesh
@@ -94,8 +94,8 @@ class Engine:
         self.reducer = Reducer(mesh, self.control, strategy.keeps_grads)
         self.loans = Loans(self.unsharder, self.schedule, partial(self._use, again=False))
         self.saved = SavedTensors(self.unsharder.slots, self._on_enter, self._unshard_on_demand)
-        self.depth = 0
-        """Units whose forward is under way."""
+        self.forwards = Forwards()
+        """Under way, of units."""
         self.backward = Backward.NONE
         self.is_suspended = False
         """`sw.unsharded` is inside: modules hold full parameters and the hooks stand still."""
@@ -171,7 +171,7 @@ class Engine:
     @property
     def runs_model(self) -> bool:
         """Whether a forward is under way, or a backward, which may recompute one."""
-        return self.depth > 0 or self.backward is Backward.RUNNING
+        return not self.forwards.are_over or self.backward is Backward.RUNNING
 
     # Forward --------------------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class Engine:
         recompute = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled():
             self.saved.check()
-        if not recompute and (unit is self.root or not self.depth):
+        if not recompute and (unit is self.root or not self.forwards.surround(unit)):
             self._begin_step(unit)
         if self.refuses_autocast:
             check_autocast(self.mesh.device.type, unit.parameters.compute_dtypes)
@@ -207,7 +207,7 @@ class Engine:
             forward.begin(call)
         place = forward, call
         self.saved.enter(place)
-        self.depth += 1
+        self.forwards.begin(unit)
         if not recompute or not unit.calls.in_backward:  # else it is unsharded, and ranks may not all recompute
             self.schedule.record(Event(Phase.FORWARD, unit.index))
         unit.calls.begin_forward(call)
@@ -237,9 +237,19 @@ class Engine:
         call = unit.calls.end_forward()
         if call is None:
             return output  # a user's pre-forward hook raised before ours ran
+        try:
+            output = self._end_forward(unit, call, output)
+        except KeyboardInterrupt:
+            raise  # in the middle of it: the next forward clears up
+        except BaseException:
+            self.forwards.pop()
+            raise
+        self.forwards.pop()
+        return output
+
+    def _end_forward(self, unit: Unit, call: Call[Unit], output: object) -> object:
         place = self.saved.leave()
-        self.depth -= 1
-        failure = sys.exception() if output is None else None
+        failure = call.error if output is None else None
         if failure is not None:
             self.saved.explain(failure)
         if unit.settings.output is not None:
@@ -257,7 +267,7 @@ class Engine:
     def _exit_forward(self, call: Call[Unit], lent: Sequence[Call[Unit]], failure: BaseException | None) -> None:
         """Agree with the other ranks, if this was an outermost forward, and let go of the unit and what was `lent`."""
         try:
-            if not self.depth and not call.recompute:
+            if len(self.forwards) == 1 and not call.recompute:
                 self.unsharder.settle()
                 self._compare(failure)
         except BaseException:
@@ -417,7 +427,7 @@ class Engine:
     def lend(self, unit: Unit) -> bool:
         """An operation needs whole parameters of the unit, outside a call of it. Returns whether they can be had: in a
         forward or a backward of the model."""
-        if self.saved.innermost is not None and not self.is_suspended:
+        if self.saved.innermost is not None and not self.forwards.are_over and not self.is_suspended:
             self.loans.read(unit, self.saved.innermost)
         elif self.backward is Backward.RUNNING:
             self._unshard_on_demand(unit)
@@ -497,7 +507,7 @@ class Engine:
         """Give up a backward or a forward that raised. Only between steps; every rank does so at the same point."""
         if self.backward is not Backward.NONE:
             self._abandon_backward()
-        if self.depth:
+        if self.forwards:
             self._abandon_forward()
 
     def _abandon_backward(self) -> None:
@@ -507,10 +517,11 @@ class Engine:
         self.reshard_all()
 
     def _abandon_forward(self) -> None:
-        self.depth = 0
+        self.forwards.clear()
         for unit in self.units:
             unit.calls.forget_forward()
         self.reshard_all()
+        self.unsharder.settle()
 
     def reshard_all(self) -> None:
         """Take every slot back. Only between steps."""

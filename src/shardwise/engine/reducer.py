@@ -170,6 +170,8 @@ class Reducer:
         self._in_flight.finish_all()
         for unit in units:
             unit.gradients.abandon()
+        for slot in self.slots.all:
+            slot.free()
         self.steps.abandon(units)
 
     def _flush(self) -> None:
@@ -195,6 +197,7 @@ class Reducer:
                 # Units whose gradients are still incomplete hold them all: reduce the first one's in part.
                 victim = choices[0].holder
                 assert victim is not None
+                assert victim.gradients.slot is not None, "a reduce slot is lost"
                 self.reduce(victim)
 
     # Reductions -------------------------------------------------------------------------------------------------

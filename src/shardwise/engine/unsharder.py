@@ -18,8 +18,9 @@ from shardwise.comm.protocol import BufferKind
 from shardwise.engine.control import Control
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.schedule import Phase, Schedule
-from shardwise.engine.units.arena import SLOT_ALIGN_BYTES, Arena, Slot, size_classes
+from shardwise.engine.units.arena import Arena, Slot
 from shardwise.engine.units.parameters import ParameterState
+from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES, size_classes
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import ConfigError
 from shardwise.layout.flat import round_up
@@ -208,9 +209,13 @@ class Unsharder:
             self._mesh.secondary.settle()
 
     def reshard_all(self, units: Sequence[Unit]) -> None:
-        """Take every slot back."""
+        """Take every slot back, one that an interrupt left to nobody as well."""
         for unit in units:
             self.reshard(unit)
+        for slot in self.all_slots:
+            if slot.holder is not None:
+                slot.collectives.release(slot.buffer)
+                slot.free()
 
 
 def _sizes(units: Sequence[Unit]) -> list[tuple[Unit, int]]:

@@ -57,14 +57,14 @@ def reshard(module: nn.Module) -> None:
 
 
 def _hold(engine: Engine, units: Sequence[Unit]) -> None:
-    if not engine.depth:
+    if engine.forwards.are_over:
         engine.clear_up()
         engine.unsharder.begin(engine.units)
         engine.follow_requires_grad()
     engine.allocate()
     with torch.inference_mode(False), torch.no_grad():  # slots may be allocated, and outlive both
         engine.loans.hold(units)
-    if not engine.depth:  # else ranks compare when the outermost forward is over
+    if engine.forwards.are_over:  # else ranks compare when the outermost forward is over
         engine.unsharder.settle()
         if engine.control.has_news:
             engine.control.agree(Moment.BY_HAND)

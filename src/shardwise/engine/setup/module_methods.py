@@ -49,9 +49,9 @@ def tell_transformers(model: nn.Module, engine: Engine) -> None:
 
 
 def give_up_interrupted(engine: Engine) -> bool:
-    """Clear up after a backward that raised. Every rank must do so at the same point. Returns whether the engine is now
-    between steps: False inside a forward or backward."""
-    if engine.depth or torch._C._current_graph_task_id() != -1:
+    """Clear up after a forward that was interrupted or a backward that raised. Every rank must do so at the same point.
+    Returns whether the engine is now between steps: False inside a forward or backward."""
+    if not engine.forwards.are_over or torch._C._current_graph_task_id() != -1:
         return False
     engine.clear_up()
     engine.show_sharded()  # where units are held by hand
@@ -70,7 +70,11 @@ def _is_between_steps(module: nn.Module) -> bool:
 
 
 def _before_saving(module: nn.Module, *_: object) -> None:
-    _is_between_steps(module)
+    if not _is_between_steps(module):
+        raise UsageError(
+            f"state_dict of {type(module).__name__} inside a forward or backward of the sharded model, where modules "
+            "hold copies in the dtype that they compute in: leave that first"
+        )
 
 
 def _before_loading(module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *_: object) -> None:

@@ -10,6 +10,7 @@ which they all made alike."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
@@ -23,7 +24,7 @@ class Call(Generic[U]):
     Its backward is *not begun*, *open* or over; it can be open again in another backward of a retained graph.
     """
 
-    __slots__ = ("begin", "end", "has_backward", "is_first", "is_open", "recompute", "unit")
+    __slots__ = ("_handled", "begin", "end", "has_backward", "is_first", "is_open", "recompute", "unit")
 
     def __init__(self, unit: U, recompute: bool) -> None:
         self.unit = unit
@@ -39,6 +40,13 @@ class Call(Generic[U]):
         """No earlier call of the same unit in this pass has a backward: when this call's is over, so is the unit's."""
         self.is_open = False
         """Its backward has begun and is not over."""
+        self._handled = id(sys.exception())
+        """What is handled around the call. Its identity: the call may be kept for long."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the call raised, asked in its last hook."""
+        return None if id(sys.exception()) == self._handled else sys.exception()
 
     def begin_at(self, moment: int) -> None:
         """It begins, in grad mode."""
@@ -77,6 +85,11 @@ class UnitCalls(Generic[U]):
     def in_forward(self) -> bool:
         """Whether a forward of the unit is under way."""
         return bool(self._forward)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the innermost forward raised, asked in its last hook."""
+        return self._forward[-1].error if self._forward else None
 
     @property
     def in_backward(self) -> bool:

@@ -273,3 +273,5 @@ class UnitGradients:
         self.apart = None
         for group in self.groups:
             group.gradients.end_backward()
+            for leaf in group.leaves:
+                leaf.grad = None  # which an interrupt may have kept from its hook

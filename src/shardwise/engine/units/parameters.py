@@ -211,8 +211,8 @@ class UnitParameters:
 
     def unshard(self, slot: Slot[Any], label: int) -> None:
         """Write this rank's slices, cast, to their final places in `slot` and start the all_gather. Collective."""
-        self._move(ParameterState.UNSHARDING)
         self.slot = slot
+        self._move(ParameterState.UNSHARDING)
         self._unsharded_version = self.version  # before the slices are read: a write from here on makes them stale
         self._note_writes(self._unsharded_version)
         slices = self.slices_for(slot)
@@ -238,9 +238,9 @@ class UnitParameters:
     def show_unsharded(self) -> None:
         """Let modules hold the full parameters."""
         self.writes.begin()
+        self._move(ParameterState.IN_USE)  # first: where this is interrupted, all are shown the other way again
         for group in self.groups:
             group.show_leaves()
-        self._move(ParameterState.IN_USE)
 
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters again."""
@@ -258,13 +258,13 @@ class UnitParameters:
         so the storage is theirs and the slot goes on with another."""
         slot = self.slot
         assert slot is not None
-        self._move(ParameterState.SHARDED)
         is_referenced = slot.is_referenced  # while the leaves still point there, as when references were expected
         for group in self.groups:
             group.point_at_placeholders()
         if is_referenced:
             self._views.pop(id(slot), None)
             slot.retire_storage()
+        self._move(ParameterState.SHARDED)
         self.slot = None
         return slot, is_referenced
 

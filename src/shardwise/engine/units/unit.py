@@ -6,7 +6,6 @@ objects of their own: `parameters`, `gradients` and `calls`.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -233,5 +232,5 @@ class Unit:
         assert self.listener is not None
         if output is None:
             dtypes = {group.dtypes.compute for group in self.groups}
-            explain(sys.exception(), self.fqn, module, dtypes, (args, kwargs))
+            explain(self.calls.error, self.fqn, module, dtypes, (args, kwargs))
         return self.listener.post_forward(self, output)

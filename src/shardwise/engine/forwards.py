@@ -1,0 +1,48 @@
+"""Forwards of units that are under way, and whether they still are.
+
+torch calls a module's forward hooks when its forward raised an Exception, and not after a KeyboardInterrupt: then
+nothing reports that a call is over. What tells is the frame that called the hooks: it is on no thread's stack any more.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from shardwise.engine.units.unit import Unit
+
+_NOT_THE_CALLER = ("shardwise.", "torch._")
+"""Modules whose frames lie between the one that called a hook and whoever asks."""
+
+
+class Forwards(list[tuple[Unit, FrameType]]):
+    """Of one engine, outermost first: each unit, and the frame that called its hooks."""
+
+    def begin(self, unit: Unit) -> None:
+        """A forward begins. Called in its hook."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THE_CALLER):
+            frame = frame.f_back
+        self.append((unit, frame))
+
+    @property
+    def are_over(self) -> bool:
+        """Whether none is under way, as far as its end was reported or its caller is gone."""
+        return not self or not _is_running(self[0][1])
+
+    def surround(self, unit: Unit) -> bool:
+        """Whether a forward of the unit that begins now is inside another one. Frames are looked for only where the
+        calls do not tell: the innermost one is that of a unit around this one, unless it was interrupted."""
+        return bool(self) and (self[-1][0] in unit.ancestors or not self.are_over)
+
+
+def _is_running(frame: FrameType) -> bool:
+    if _is_below(frame, sys._getframe(1)):
+        return True
+    return any(_is_below(frame, top) for top in sys._current_frames().values())  # of a thread that calls blocks
+
+
+def _is_below(frame: FrameType, top: FrameType | None) -> bool:
+    while top is not None and top is not frame:
+        top = top.f_back
+    return top is not None
