@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +178,24 @@ def test_a_model_that_was_adopted_is_copied_with_its_new_root_alone() -> None:
     with pytest.raises(UsageError, match="cannot be deep-copied"):
         copy.deepcopy(model.blocks[0])
     squares(copy.deepcopy(model), batch(0)).backward()
+
+
+@on_ranks(2)
+def test_a_copy_that_is_dropped_leaves_no_memory_behind() -> None:
+    """Buffers of CPU ranks are files that every rank has mapped; the copy's mesh, which made them, is the model's."""
+    twins = Twins(Net)
+    twins.train(1)
+
+    def segments() -> int:
+        return sum("shardwise" in str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+
+    gc.collect()
+    before = segments()
+    for _ in range(3):
+        second = copy.deepcopy(twins)
+        second.train(1)
+        assert segments() > before
+        del second
+        gc.collect()
+        assert segments() == before
+    twins.train(1)

@@ -8,13 +8,17 @@ import sys
 import textwrap
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
+from shardwise.engine.lookup import require_engine
 from shardwise.engine.mesh import build_mesh
 from shardwise.errors import MeshError
 from shardwise.policy.strategy import Strategy
+from tests.engine.rig import on_ranks
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
@@ -60,3 +64,33 @@ def test_a_script_under_torchrun_that_forgets_the_process_group_ends() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
     assert ended.returncode != 0
     assert "WORLD_SIZE=2 are set, as torchrun sets them, but there is no process group" in ended.stderr
+
+
+@on_ranks(4)
+def test_ranks_outside_the_mesh_need_not_know_of_a_smaller_group() -> None:
+    """`new_group` is collective over all ranks, unless it is told that its members alone call it."""
+    first = dist.new_group([0, 1, 2])
+    single = dist.new_group([0, 2])
+    if dist.get_rank() == 3:
+        return
+    for group, size in ((first, 3), (single, 2)):
+        if dist.get_rank() in dist.get_process_group_ranks(group):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            mesh = DeviceMesh.from_group(group, "cpu")
+            sw.shard(model, mesh=mesh, units=[nn.Linear], reshard_after_forward=1 if size == 2 else True)
+            model(torch.ones(1, 4)).sum().backward()
+
+
+@on_ranks(5)
+def test_a_smaller_group_inside_a_mesh_of_some_ranks() -> None:
+    group = dist.new_group([0, 1, 2, 3])
+    if dist.get_rank() == 4:
+        return
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sw.shard(model, mesh=DeviceMesh.from_group(group, "cpu"), units=[nn.Linear], reshard_after_forward=2)
+    mesh = require_engine(model).mesh
+    assert mesh.secondary is not None
+    assert mesh.secondary.world_size == 2
+    model(torch.ones(1, 4)).sum().backward()

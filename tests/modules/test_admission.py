@@ -282,3 +282,20 @@ def test_a_container_whose_modules_are_all_units_trains() -> None:
     model = sw.shard(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
     model[1](model[0](torch.ones(1, 2))).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_who_else_refers_to_such_a_parameter_computes_with_the_one_that_trains() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Tagged(torch.eye(4))
+            self.again = [self.weight]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.again[0]
+
+    model = Listed()
+    sw.shard(model, precision=sw.Precision(param="bf16", reduce="fp32"))
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad.full_tensor().any()
+    assert model.again[0].tag == "tagged"

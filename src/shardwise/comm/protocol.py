@@ -39,9 +39,9 @@ class BufferKind(enum.Enum):
     """Gradients: every rank writes all of it, every rank reads its own slice of everybody's."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Buffer:
-    """Memory that collectives work in, in place. Allocated once, by `Collectives.allocate`."""
+    """Memory that collectives work in, in place. Allocated once, by `Collectives.allocate`; kept by its holders."""
 
     bytes: Tensor
     """1-D uint8, local. Its storage starts on a 64-byte boundary and belongs to this buffer alone."""

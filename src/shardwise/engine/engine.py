@@ -291,13 +291,15 @@ class Engine:
     def _leave_forward(self, unit: Unit, call: Call[Unit]) -> None:
         if unit.parameters.state is ParameterState.IN_USE:
             unit.parameters.show_sharded()
-        written = unit.parameters.written_in_place()
+        written = self.written_in_place(unit)
         if written is not None:
             self.unsharder.reshard(unit)
+            what = (
+                "and replicas would come to differ" if unit.parameters.is_pinned else "a gathered copy, which is lost"
+            )
             raise UsageError(
-                f"the forward of unit {unit.fqn!r} wrote parameter {written!r} in place: a gathered copy, so it would "
-                "be lost. Write parameters outside forward, in sw.unsharded(model, writeback=True), or make what "
-                "changes a buffer"
+                f"the forward of unit {unit.fqn!r} wrote parameter {written!r} in place, {what}. Write parameters "
+                "outside forward, in sw.unsharded(model, writeback=True), or make what changes a buffer"
             )
         if unit.keeps_params or call.recompute:
             return
@@ -308,6 +310,11 @@ class Engine:
         if wants_backward:
             unit.parameters.store_secondary()
         self.unsharder.reshard(unit)
+
+    def written_in_place(self, unit: Unit) -> str | None:
+        """A parameter that modules have written in the slot; None where this rank has no other's copy."""
+        is_own = unit.parameters.is_pinned and self.mesh.world_size == 1
+        return None if is_own else unit.parameters.written_in_place()
 
     def _follows_itself(self, unit: Unit) -> bool:
         """Whether the unit is the next that is needed: its own backward, apart from those of the units around it; or

@@ -185,14 +185,9 @@ def _subgroup(parent: dist.ProcessGroup | None, parent_size: int, size: int) -> 
             f"use one of {[n for n in range(1, parent_size) if parent_size % n == 0]}"
         ) from None
     ranks = dist.get_process_group_ranks(parent)
-    if parent is not dist.group.WORLD:
-        return _own_group_within(parent, [[ranks[i] for i in group] for group in positions])
-    return _own_group([[ranks[i] for i in group] for group in positions])
-
-
-def _own_group_within(parent: dist.ProcessGroup | None, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """As `_own_group` where ranks have different parents: everybody creates all parents' groups, in rank order."""
-    gathered: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [tuple(group) for group in groups])
-    every = sorted({group for part in gathered for group in part})  # type: ignore[attr-defined]
-    return _own_group(every)
+    groups = [[ranks[i] for i in group] for group in positions]
+    if parent is dist.group.WORLD:
+        return _own_group(groups)
+    # Its members alone create it: ranks outside the parent need not call sw.shard at all.
+    own = next(group for group in groups if dist.get_rank() in group)
+    return dist.new_group(own, use_local_synchronization=True) if size > 1 else None

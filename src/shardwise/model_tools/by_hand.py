@@ -72,7 +72,7 @@ def _hold(engine: Engine, units: Sequence[Unit]) -> None:
 
 def _give_back(engine: Engine, units: Sequence[Unit]) -> str | None:
     """Returns the name of a parameter that was written meanwhile, if that is lost."""
-    written = [unit.parameters.written_in_place() for unit in units if unit.calls.is_held]
+    written = [engine.written_in_place(unit) for unit in units if unit.calls.is_held]
     engine.loans.let_go(units)
     for unit in units:
         engine.unsharder.reshard(unit)

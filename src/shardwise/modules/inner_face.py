@@ -16,9 +16,9 @@ def placeholder_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
 
 
 def leaf_of(original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
-    """The leaf that modules compute with: the user's own parameter, so its hooks and attributes stay, unless it cannot
-    change device."""
-    if original.device == placeholder.device and type(original) is nn.Parameter:
+    """The leaf that modules compute with: the user's own parameter, so its hooks and attributes stay, and whoever else
+    refers to it computes with the same one, unless it cannot change device."""
+    if original.device == placeholder.device and issubclass(type(original), nn.Parameter):  # no fake tensor
         original.data = placeholder
         original.grad = None
         return original

@@ -269,8 +269,8 @@ class UnitParameters:
         return slot, is_referenced
 
     def written_in_place(self) -> str | None:
-        """A parameter that was written since modules were let hold it; None where that is no loss."""
-        return None if self.is_pinned else self.writes.found()
+        """A parameter that was written since modules were let hold it."""
+        return self.writes.found()
 
     def _views_of(self, slot: Slot[Any] | None) -> list[list[Tensor]]:
         """The full parameters in a slot, by group; cached."""

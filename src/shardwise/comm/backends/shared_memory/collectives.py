@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -65,6 +66,8 @@ class ShmCollectives(NoStreams):
         self.process_group: dist.ProcessGroup | None = group
         self._watch = Watch(group, timeout_s(group))
         self._shared: dict[int, _SharedBuffer] = {}
+        """By index, until it is dropped or nobody holds its `Buffer` any more."""
+        self._held: dict[int, weakref.ref[Buffer]] = {}
         self._allocated = 0
         self._reduce_buffers: dict[int, _SharedBuffer] = {}  # by the address of this rank's own memory
         self._scattering: list[_Deferred] = []
@@ -125,6 +128,7 @@ class ShmCollectives(NoStreams):
 
     def drop(self, buffer: Buffer) -> None:
         """Forget its segment. Peers that still read have mappings of their own."""
+        self._held.pop(buffer.index)
         shared = self._shared.pop(buffer.index)
         shared.pending.wait()
         self._reduce_buffers.pop(buffer.bytes.data_ptr(), None)
@@ -233,6 +237,8 @@ class ShmCollectives(NoStreams):
         buffer = Buffer(shared.map_own(), shared.kind, shared.index)
         if shared.kind is BufferKind.REDUCE:
             self._reduce_buffers[buffer.bytes.data_ptr()] = shared
+        on_gone = partial(_forget, weakref.ref(self), buffer.index, buffer.bytes.data_ptr())
+        self._held[buffer.index] = weakref.ref(buffer, on_gone)  # of the mapping before, the reference goes unheard
         return buffer
 
     def _post(self, shared: _SharedBuffer, signature: int) -> _Arrival:
@@ -279,6 +285,14 @@ class ShmCollectives(NoStreams):
         # The caller may write to the tensor at once, so nobody may still be reading it.
         shared.finished.post(use + 1)
         shared.finished.wait(use + 1, op)
+
+
+def _forget(collectives: weakref.ref[ShmCollectives], index: int, address: int, _: object) -> None:
+    """Whoever held the buffer is gone: an engine whose model was dropped. As `drop`, without waiting for anything."""
+    held = collectives()
+    if held is not None and held._held.pop(index, None) is not None:
+        del held._shared[index]
+        held._reduce_buffers.pop(address, None)
 
 
 class _SharedBuffer:
