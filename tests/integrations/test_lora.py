@@ -20,6 +20,7 @@ from torch.testing import assert_close
 import shardwise as sw
 from shardwise.cli.app import run as command
 from shardwise.errors import ConfigError, LayoutError, UsageError
+from shardwise.model_tools.merging import merge_adapter
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.sharded.blocks import BLOCK_NUMEL, Coder, block_bytes
 from shardwise.train import trainer
@@ -446,3 +447,89 @@ def test_what_is_trained_beside_an_adapter_is_not_left_out(tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"'base_model\.model\.model\.norm\.weight' is trained besides"):
         sw.checkpoint.save(tmp_path / "refused", model, adapter=True)
     assert not (tmp_path / "refused").exists()
+
+
+def experts(device: str = "cpu", **options: Any) -> Any:
+    """A mixture whose experts are 3-D parameters, two of them adapted: one of PEFT's layers in another."""
+    torch.manual_seed(0)
+    kept = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, **options)
+    with torch.device(device):
+        return peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(kept), config)
+
+
+def trained(model: Any, rows: Tensor, steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("by", ["blocks", "size", "class"])
+@on_ranks(2)
+def test_adapted_parameters_train_as_unsharded(recompute: bool, by: str) -> None:
+    rows = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(0))
+    plain, model = experts(init_lora_weights=False), experts(init_lora_weights=False)
+    if recompute:
+        for each in (plain, model):
+            each.base_model.model.gradient_checkpointing_enable()
+            each.enable_input_require_grads()
+    expected = trained(plain, rows)
+    module = model.get_submodule("base_model.model.model.layers.0.mlp.experts").get_base_layer()
+    sw.shard(model, units={"blocks": None, "size": 2000, "class": type(module)}[by], slots=4)
+    mine = trained(model, rows.view(2, 2, 8)[dist.get_rank()])
+    dist.all_reduce(total := torch.stack(mine))
+    assert_close(total / 2, torch.stack(expected))
+    full = sw.full_state_dict(model)
+    if dist.get_rank() == 0:
+        assert_close(full, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UsageError, match="other than plain LoRA"):
+        merge_adapter(model)
+
+
+@on_ranks(2)
+def test_adapted_parameters_in_a_unit_of_their_own() -> None:
+    model = experts()
+    sw.shard(model.get_submodule("base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"))
+    sw.shard(model)
+    with pytest.raises(UsageError, match=r"0\.mlp\.experts' adapts parameter .*make the layer around it the unit"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+@on_ranks(2)
+def test_adapted_parameters_are_read_and_saved(tmp_path: Path) -> None:
+    plain = experts()
+    once(lambda: plain.unload().save_pretrained(tmp_path / "base"))
+    model = experts("meta")
+    sw.shard(model)
+    report = sw.checkpoint.load_pretrained(tmp_path / "base", model)
+    assert not report.missing
+    assert not report.unexpected
+    rows = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+    trained(model, rows)
+    sw.checkpoint.save(tmp_path / "adapter", model, adapter=True)
+    again = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    )
+    with torch.no_grad():
+        assert_close(model(input_ids=rows).logits, again(input_ids=rows).logits)
+        with sw.unsharded(model, writeback=True):
+            model.merge_adapter()
+        assert_close(model(input_ids=rows).logits, again(input_ids=rows).logits)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import UsageError
-from shardwise.modules.adapters import layers_of, low_rank, only_adapter, wrapped_by
+from shardwise.modules.adapters import is_of_parameter, layers_of, low_rank, only_adapter, wrapped_by
 from shardwise.sharded.few_bits import FewBitsParameter
 from shardwise.sharded.parameter import ShardedParameter
 
@@ -38,7 +38,7 @@ def merge_adapter(model: nn.Module) -> None:
 
 def _check_plain(name: str, layer: Any, adapter: str) -> None:
     plain = adapter in getattr(layer, "lora_A", {}) and adapter not in layer.lora_variant
-    if not plain or layer.lora_bias[adapter]:
+    if not plain or layer.lora_bias[adapter] or is_of_parameter(layer):
         raise UsageError(f"{name}: adapters other than plain LoRA cannot be merged into shards: save them with PEFT")
 
 

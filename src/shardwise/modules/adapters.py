@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardwise.errors import UsageError
+from shardwise.sharded.parameter import ShardedParameter
 
 Value = TypeVar("Value")
 
@@ -42,12 +45,18 @@ def base_names(model: nn.Module, values: Mapping[str, Value]) -> dict[str, Value
     wrapped = dict(_wrapped(model))
     found = {}
     for name, value in values.items():
-        around = next((place for place in _places_above(name) if place in wrapped), None)
-        if around is None:
-            found[name.removeprefix(prefix)] = value
-        elif name.startswith(inner := f"{around}.{wrapped[around]}."):
-            found[f"{around}.{name.removeprefix(inner)}".removeprefix(prefix)] = value
+        bare: str | None = name
+        for around in reversed([place for place in _places_above(name) if place in wrapped]):
+            bare = _without(bare, around, wrapped[around])
+        if bare is not None:
+            found[bare.removeprefix(prefix)] = value
     return found
+
+
+def _without(name: str | None, around: str, inner: str) -> str | None:
+    """A tensor's name without that for what is inside the module `around`; None if it does not lie in there."""
+    start = f"{around}.{inner}."
+    return None if name is None or not name.startswith(start) else f"{around}.{name.removeprefix(start)}"
 
 
 def base_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -113,17 +122,47 @@ def wrapped_by(layer: nn.Module) -> nn.Module | None:
     return layer.get_submodule(found[1]) if found is not None and not found[0] else None
 
 
-def refuse_merges(model: nn.Module, is_computing: Callable[[], bool]) -> None:
-    """Have PEFT's layers raise where they would merge or unmerge while `is_computing`.
+def is_of_parameter(module: nn.Module) -> bool:
+    """Whether a module is PEFT's around one that has a parameter of its own adapted (`target_parameters`), whatever
+    that does with it: each forward exchanges the parameter for the adapted one."""
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.tuners.lora.layer.ParamWrapper)
 
-    They write through `weight.data`, which autograd's version counters do not see; a merged adapter's layer that is
-    called with adapters off does so in its forward.
+
+def watch_layers(model: nn.Module, is_computing: Callable[[], bool]) -> None:
+    """Have PEFT's layers do right by parameters that are gathered.
+
+    They raise where they would merge or unmerge while `is_computing`: they write through `weight.data`, which
+    autograd's version counters do not see; a merged adapter's layer that is called with adapters off does so in its
+    forward. And where one exchanges a parameter for an adapted one, that is not counted as a write.
     """
     for name, _ in _wrapped(model):
         layer: Any = model.get_submodule(name)
         for method in ("merge", "unmerge"):
             if callable(getattr(type(layer), method, None)):
                 layer.__dict__[method] = _unless(is_computing, layer, method, name)
+        if is_of_parameter(layer):
+            layer.__dict__["_activate_lora"] = _exchanging(layer, name)
+
+
+def _exchanging(layer: Any, name: str) -> Callable[..., Any]:
+    """The layer's own context in which its parameter is adapted. `torch.nn.utils.parametrize` begins it with
+    `parameter.set_(parameter)`, which writes no number and counts as a write."""
+
+    @contextmanager
+    def exchanged(adapters: list[str]) -> Iterator[None]:
+        parameter = layer.get_param()
+        if isinstance(parameter, ShardedParameter):
+            raise UsageError(
+                f"PEFT's layer {name!r} adapts parameter {parameter.fqn!r} of a module that is a unit of its own, so "
+                "that it is not gathered yet: make the layer around it the unit, or none of both"
+            )
+        with ExitStack() as stack:
+            with _unsafe_preserve_version_counter(parameter):
+                stack.enter_context(type(layer)._activate_lora(layer, adapters))
+            yield
+
+    return exchanged
 
 
 def _unless(is_computing: Callable[[], bool], layer: nn.Module, method: str, name: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ConfigError, LayoutError
+from shardwise.modules.adapters import is_of_parameter
 from shardwise.modules.site import Site
 
 Units = None | int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -60,6 +61,19 @@ def choose_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
             raise LayoutError(
                 f"{fqn} has no shape yet, because its module is lazy: call the model once on an example before sw.shard"
             )
+    return _around_exchanges(model, _chosen(model, units))
+
+
+def _around_exchanges(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Units as chosen, but around what PEFT has put around one: that reads its parameter before calling it."""
+    around = {id(outer.base_layer): outer for outer in model.modules() if is_of_parameter(outer)}
+    wanted = {id(module) for _, module in chosen}
+    while inside := wanted & around.keys():
+        wanted = (wanted - inside) | {id(around[inner]) for inner in inside}
+    return _below(model, lambda fqn, module: id(module) in wanted)
+
+
+def _chosen(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
     if units is None:
         return _automatic(model)
     if isinstance(units, bool) or (isinstance(units, int) and units < 1):

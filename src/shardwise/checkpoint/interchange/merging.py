@@ -30,6 +30,7 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "bias": ("none", None),
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
+    "target_parameters": (None, []),
     "alpha_pattern": (None, {}),
     "rank_pattern": (None, {}),
 }

@@ -26,7 +26,7 @@ from shardwise.engine.setup.copying import copy_deeply
 from shardwise.engine.setup.module_methods import refuse_conversions, tell_transformers, watch_state_dicts
 from shardwise.engine.setup.torch_patches import give_sharded_parameters, install
 from shardwise.errors import ConfigError, LayoutError, UsageError
-from shardwise.modules.adapters import refuse_merges
+from shardwise.modules.adapters import watch_layers
 from shardwise.modules.admission import check_admissible
 from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.linear_weights import linear_weights
@@ -147,7 +147,7 @@ def _put_in_charge(model: nn.Module, engine: Engine) -> None:
                 sharded.placement = replace(sharded.placement, replicas=engine.mesh.replicate)
     watch_state_dicts(model)
     tell_transformers(model, engine)
-    refuse_merges(model, lambda: engine.runs_model)
+    watch_layers(model, lambda: engine.runs_model)
     copy_deeply(model, engine, _put_in_charge)
 
 
