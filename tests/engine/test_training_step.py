@@ -262,6 +262,31 @@ def test_an_optimizer_built_before_shard_works() -> None:
     assert optimizers[1].param_groups[0]["params"][0] is next(model.parameters())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_state_that_an_optimizer_begins_with_is_cut(fused: bool) -> None:
+    plain, model = seeded(Net), seeded(Net)
+    options: dict[str, Any] = {"lr": 0.05, "initial_accumulator_value": 0.1, "fused": fused}
+    optimizers = [torch.optim.Adagrad(m.parameters(), **options) for m in (plain, model)]
+    sw.shard(model)
+    twins = Twins()
+    twins.plain, twins.sharded, twins.optimizers = plain, model, optimizers
+    twins.train(2)
+    for parameter, state in optimizers[1].state.items():
+        assert state["sum"].local.shape == parameter.local.shape  # type: ignore[attr-defined]
+    assert len(optimizers[1].state) == len([*model.parameters()])
+
+
+def test_state_without_numbers_is_said_to_be_that() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    sw.shard(model)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(UsageError, match=r"this Adagrad was built on the meta device.*'weight' has no numbers; build"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_an_optimizer_that_took_steps_before_shard_raises() -> None:
     model = seeded(Net)

@@ -57,17 +57,27 @@ def give_sharded_parameters() -> None:
     """Have optimizers that were built before `sw.shard` hold the sharded parameters. No communication.
 
     Torch keeps no list of optimizers, so the garbage collector's is searched: about 0.1 us an object.
-    Those that took steps before keep what they have, and their next step raises.
+    State that one begins with is cut. Those that took steps before keep what they have, and their next step raises.
     """
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Optimizer)}
     for candidate in objects if kinds else ():
         if type(candidate) in kinds:
             with suppress(UsageError):
-                for group, position, parameter, sharded in _unsharded(candidate):
-                    _check_fresh(candidate, parameter, sharded)
-                    candidate.state.pop(parameter, None)
-                    group["params"][position] = sharded
+                _give(candidate)
+
+
+def _give(optimizer: Optimizer) -> None:
+    """Raises UsageError, and changes nothing, for one that has more than the state that it begins with."""
+    held = [*_unsharded(optimizer)]
+    for _, _, parameter, sharded in held:
+        _check_fresh(optimizer, parameter, sharded)
+    for group, position, parameter, sharded in held:
+        group["params"][position] = sharded
+        if state := optimizer.state.pop(parameter, None):
+            optimizer.state[sharded] = state
+    if any(sharded in optimizer.state for _, _, _, sharded in held):
+        optimizer.load_state_dict(optimizer.state_dict())  # which casts it, moves it and cuts it
 
 
 def _unsharded(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, Tensor, ShardedParameter]]:
@@ -81,7 +91,14 @@ def _unsharded(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, Tens
 
 
 def _check_fresh(optimizer: Optimizer, parameter: Tensor, sharded: ShardedParameter) -> None:
-    if optimizer.state.get(parameter):
+    """Adagrad has state before its first step."""
+    state = optimizer.state.get(parameter) or {}
+    if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+        raise UsageError(
+            f"this {type(optimizer).__name__} was built on the meta device, where its state of {sharded.fqn!r} has no "
+            "numbers; build the optimizer after sw.shard"
+        )
+    if state and state.get("step") != 0:
         raise UsageError(
             f"this {type(optimizer).__name__} took steps on {sharded.fqn!r} before sw.shard, so its state is "
             "unsharded; build the optimizer after sw.shard"
