@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,20 @@ def test_full_state_is_the_plain_models(flat: bool) -> None:
     options.cpu_offload = True
     found = get_state_dict(*sharded, options=options)
     same(found, expected) if dist.get_rank() == 0 else same(found, ({}, {}))
+
+
+@on_ranks(1, 2)
+def test_full_state_is_as_of_when_it_was_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))  # buffers change in forward, counts of steps in steps
+    optimizer = torch.optim.AdamW(sw.shard(model).parameters(), lr=torch.tensor(0.1))
+    go_on(model, optimizer, 1)
+    options = StateDictOptions(full_state_dict=True)
+    state = get_state_dict(model, optimizer, options=options)
+    then = copy.deepcopy(state)
+    go_on(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    same(state, then)
+    assert state[1]["state"]["0.weight"]["step"] == 1
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])

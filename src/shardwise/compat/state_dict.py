@@ -87,7 +87,8 @@ def get_optimizer_state_dict(
             for group in optimizer.param_groups:
                 members = [(names[id(p)], p) for p in group["params"]]
                 kept = [name for name, p in members if wanted(name) and _is_kept(p, options)]
-                groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": kept})
+                settings = {key: _handed_out(value, options) for key, value in group.items() if key != "params"}
+                groups.append({**settings, "params": kept})
                 for name, parameter in members:
                     if name in kept and optimizer.state.get(parameter):
                         values = optimizer.state[parameter]
@@ -124,8 +125,9 @@ def _handed_out(value: Any, options: StateDictOptions) -> Any:
         if not _gets_values(options):
             return None
         return full.cpu() if options.cpu_offload else full
-    if isinstance(value, Tensor) and options.cpu_offload:
-        return value.detach().cpu()
+    if isinstance(value, Tensor) and (options.full_state_dict or options.cpu_offload):
+        # Full state is as of now: numbers of steps and buffers go on changing.
+        return value.to("cpu" if options.cpu_offload else value.device, copy=options.full_state_dict)
     return value
 
 
