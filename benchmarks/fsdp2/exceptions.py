@@ -79,8 +79,8 @@ DIFFERENT = {
     "state.test_fully_shard_deepcopy": f"{_WORKS}: copy.deepcopy gives a second sharded model",
     "init.test_invalid_meta_device_init": f"{_WORKS}: training after fully_shard on the meta device",
     "init.test_meta_device_1d_init": _META,
-    "init.test_reset_sharded_param_in_lazy_init": "a parameter of the meta device that nothing initialises until after "
-    "fully_shard, which refuses it",
+    "init.test_reset_sharded_param_in_lazy_init": "a parameter of the meta device that is exchanged for another after "
+    "fully_shard, which wants it written in place",
     "init.test_hsdp_broadcast_across_replicas": "replicas are to differ after fully_shard; here all get rank 0's",
     "mixed_precision.test_reduce_dtype": "sums of bf16 are to be rounded to bf16; here pieces travel in bf16 and are "
     "summed in fp32",

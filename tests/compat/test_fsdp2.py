@@ -200,6 +200,73 @@ def test_what_cannot_be_sharded_raises_fsdp2s_errors() -> None:
             ours.fully_shard(given)
 
 
+class Later(nn.Module):
+    """As torchtitan's: `init_weights` knows what no constructor and no `reset_parameters` does."""
+
+    def __init__(self, depth: int = 2, width: int = 4) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(width))
+        self.register_buffer("angles", torch.empty(width), persistent=False)
+        self.inner = nn.ModuleList(Later(0, width) for _ in range(depth))
+        self.linear = nn.Linear(width, width)
+
+    def reset_parameters(self, std: float) -> None:
+        nn.init.normal_(self.scale, std=std)
+        nn.init.normal_(self.linear.weight, std=std)
+        nn.init.zeros_(self.linear.bias)
+
+    def init_weights(self) -> None:
+        self.angles = torch.arange(4.0)
+        self.reset_parameters(0.3)
+        for block in self.inner:
+            block.init_weights()  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.scale * self.linear(x + self.angles)
+        for block in self.inner:
+            x = block(x)
+        return x
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        model: Any = Later()
+    ours.fully_shard(list(model.inner))
+    return ours.fully_shard(model)
+
+
+@on_ranks(2)
+def test_what_only_the_script_initialises() -> None:
+    plain, model = Later(), on_meta()
+    losses = []
+    for each in (plain, model):
+        each.to_empty(device="cpu")
+        torch.manual_seed(3)
+        each.init_weights()
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.05)
+        for step in range(2):
+            loss = squares(each, batch(step, 0))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2)
+def test_what_nothing_initialises_is_named_where_training_begins() -> None:
+    model = on_meta()
+    for block in model.inner:
+        block.init_weights()
+    with torch.no_grad():
+        assert model(batch(0)).isnan().all()
+    with pytest.raises(UsageError, match=r"'scale' of FSDPLater was built on the meta device.*init_weights\) after"):
+        model(batch(0))
+    model.init_weights()
+    squares(model, batch(0)).backward()
+    assert torch.isfinite(model.scale.grad).all()
+
+
 @on_ranks(2)
 def test_a_slice_and_a_copy() -> None:
     model = ours.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))

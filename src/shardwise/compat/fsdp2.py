@@ -12,6 +12,7 @@ UsageError and says what to do instead: `docs/fsdp2.md` lists them. Parameters a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -29,6 +30,8 @@ from shardwise.errors import UsageError
 from shardwise.model_tools.by_hand import reshard, unshard
 from shardwise.model_tools.reduction import divide_gradients, hook_gradients, sync_gradients, sync_replicas
 from shardwise.model_tools.release import reshard_after_forward as resharding
+from shardwise.modules.deferred_init.builder import later_initialised
+from shardwise.modules.graph_breaks import hide_from_dynamo
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import ShardedParameter
@@ -87,24 +90,47 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: slice the data axes out of it")
     policy = mp_policy or MixedPrecisionPolicy()
-    shard(
-        module,
-        "hybrid_shard" if mesh is not None and mesh.ndim == 2 else "full_shard",
-        mesh=mesh,
-        units=_no_units if isinstance(module, nn.Module) else None,
-        precision=Precision(
-            param=_name(policy.param_dtype),
-            reduce=_name(policy.reduce_dtype),
-            output=_name(policy.output_dtype),
-            cast_inputs=policy.cast_forward_inputs,
-        ),
-        reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
-        ignored=ignored_params or (),
-        offload=Offload(params="cpu", optimizer="cpu") if isinstance(offload_policy, CPUOffloadPolicy) else None,
-    )
+    with later_initialised() as waiting:
+        shard(
+            module,
+            "hybrid_shard" if mesh is not None and mesh.ndim == 2 else "full_shard",
+            mesh=mesh,
+            units=_no_units if isinstance(module, nn.Module) else None,
+            precision=Precision(
+                param=_name(policy.param_dtype),
+                reduce=_name(policy.reduce_dtype),
+                output=_name(policy.output_dtype),
+                cast_inputs=policy.cast_forward_inputs,
+            ),
+            reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
+            ignored=ignored_params or (),
+            offload=Offload(params="cpu", optimizer="cpu") if isinstance(offload_policy, CPUOffloadPolicy) else None,
+        )
     for one in [module] if isinstance(module, nn.Module) else module:
         one.__class__ = _class_for(type(one))
+    if waiting:
+        _check_later(module, waiting)
     return module
+
+
+def _check_later(module: nn.Module | Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Have the first forward that trains raise UsageError, on every rank, if one of these still has no numbers."""
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    tree = module if isinstance(module, nn.Module) else nn.ModuleList(modules)
+
+    @hide_from_dynamo
+    def check(first: nn.Module, args: object) -> None:
+        if torch.is_grad_enabled():
+            handle.remove()
+            held = dict((*tree.named_parameters(remove_duplicate=False), *tree.named_buffers(remove_duplicate=False)))
+            for name in names:
+                if name in held and math.isnan(held[name].detach().sum().item()):
+                    raise UsageError(
+                        f"{name!r} of {type(first).__name__} was built on the meta device and has no numbers: call "
+                        "what initialises it (FSDP2's scripts: to_empty, then init_weights) after fully_shard"
+                    )
+
+    handle = modules[0].register_forward_pre_hook(check, prepend=True)
 
 
 def _check_callable(module: nn.Module | Sequence[nn.Module]) -> None:
