@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -172,8 +173,19 @@ class Beside(Net):
         (torch.tensor([3, 4]), torch.zeros(2)),
         (torch.tensor([1 + 2j, 3]), torch.zeros(2)),
         (torch.tensor([1.0, 2.0]), torch.zeros(2, dtype=torch.complex64)),
+        (torch.tensor([200, 4]), torch.zeros(2, dtype=torch.int8)),
+        (torch.tensor([200, 4]), torch.zeros(2, dtype=torch.bool)),
+        (torch.tensor([-1, 4], dtype=torch.int8), torch.zeros(2, dtype=torch.uint8)),
     ],
-    ids=["float to int", "int to float", "complex to real", "real to complex"],
+    ids=[
+        "float to int",
+        "int to float",
+        "complex to real",
+        "real to complex",
+        "int to fewer bits",
+        "int to bool",
+        "signed to unsigned",
+    ],
 )
 @on_ranks(2)
 def test_another_kind_of_numbers_is_refused(stored: Tensor, here: Tensor, tmp_path: Path) -> None:
@@ -186,6 +198,52 @@ def test_another_kind_of_numbers_is_refused(stored: Tensor, here: Tensor, tmp_pa
         ):
             sw.checkpoint.load(tmp_path / "c", model, strict=strict)
     same(everything(model, adamw(model.parameters())), before)
+
+
+@pytest.mark.parametrize(
+    ("stored", "here"), [(torch.uint8, torch.bool), (torch.bool, torch.uint8), (torch.int32, torch.int64)]
+)
+@on_ranks(2)
+def test_whole_numbers_that_have_room_are_given_back(stored: torch.dtype, here: torch.dtype, tmp_path: Path) -> None:
+    sw.checkpoint.save(tmp_path / "c", sw.shard(Beside(torch.tensor([1, 0], dtype=stored))))
+    model = sw.shard(Beside(torch.zeros(2, dtype=here)))
+    sw.checkpoint.load(tmp_path / "c", model)
+    assert torch.equal(model.get_buffer("beside"), torch.tensor([1, 0], dtype=here))
+
+
+def _in_parts(whole: bool) -> nn.Module:
+    """A model that torch.compile has put modules of its own into."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if whole:
+        return torch.compile(sw.shard(model), backend="eager")  # type: ignore[return-value]
+    model[1] = torch.compile(model[1], backend="eager")
+    return sw.shard(model)
+
+
+@pytest.mark.parametrize("how", ["whole", "a part"])
+@on_ranks(2)
+def test_compiled_models_are_saved_and_loaded_by_the_names_of_plain_ones(how: str, tmp_path: Path) -> None:
+    model = _in_parts(how == "whole")
+    optimizer = adamw(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    sw.checkpoint.save(tmp_path / "c", model, optimizer)
+    plain = sw.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    again = _in_parts(how == "whole")
+    expected = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    for other in (plain, again):
+        sw.checkpoint.load(tmp_path / "c", other, adamw(other.parameters()))
+        assert all(map(torch.equal, (p.full_tensor() for p in other.parameters()), expected))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", ["whole", "a part"])
+def test_files_with_the_names_of_compiled_modules_are_read(how: str, tmp_path: Path) -> None:
+    state = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).state_dict()
+    prefixed = {f"_orig_mod.{n}" if how == "whole" else n.replace("1.", "1._orig_mod."): t for n, t in state.items()}
+    save_file(prefixed, tmp_path / "model.safetensors")
+    model = sw.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    sw.checkpoint.load_pretrained(tmp_path, model)
+    assert all(torch.equal(value, state[name]) for name, value in sw.full_state_dict(model).items())
 
 
 @on_ranks(2)

@@ -20,6 +20,7 @@ from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.format.ties import check_ties
 from shardwise.checkpoint.io.storage import Location, check_location
+from shardwise.checkpoint.names.compiled import uncompiled, uncompiled_name
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import find, find_adapter
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
@@ -82,6 +83,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     reads only its own bytes.
     """
     check_location(path, "sw.checkpoint.load(path, model, ...)")
+    model = uncompiled(model)
     engines = engines_of(model)
     peers = Peers(mesh_of(engines))
     shards, states = shard_stores(*engines), [] if optimizer is None else stores_of(optimizer)
@@ -178,7 +180,7 @@ class _Reading:
         """Match the model's state_dict with the files by name. Further differences are added to the result."""
         self._matched = match(model, self.model_files.tensors, find_adapter if self.of_adapter else find)
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        expected = adapter_names(model) if self.of_adapter else self._matched.missing
+        expected = {*map(uncompiled_name, adapter_names(model))} if self.of_adapter else self._matched.missing
         absent = self._matched.missing
         self._matched.missing = [name for name in absent if name in expected and name not in ignored]
         self._absent = absent, [*self._matched.missing]

@@ -22,6 +22,7 @@ from shardwise.checkpoint.format.model_state import give_extra_state
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.format.ties import check_ties
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
+from shardwise.checkpoint.names.compiled import uncompiled
 from shardwise.checkpoint.names.transformers_names import find_base, is_transformers
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
@@ -80,6 +81,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     Each rank reads the bytes of its own elements and no others, in place where dtypes agree, else 32 MiB at a time.
     """
     check_location(path, "sw.checkpoint.load_pretrained(path, model)")
+    model = uncompiled(model)
     engines = engines_of(model)
     peers = Peers(mesh_of(engines))
     wait_for_last_save(peers)

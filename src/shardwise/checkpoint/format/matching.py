@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.checkpoint.format.local_tensor import DTYPES, Piece, PieceAtRest
 from shardwise.checkpoint.format.model_state import pieces_to_read
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.names.compiled import uncompiled_name
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import Found, Shape, find
 from shardwise.errors import CheckpointError, UsageError
@@ -48,7 +49,7 @@ class Matched:
         """Raise CheckpointError if numbers would be taken for something else, and not just rounded."""
         for piece, place in self.wanted:
             dtype = DTYPES[stored[place.name].dtype]
-            if _numbers(dtype) != _numbers(piece.tensor.dtype):
+            if not _takes(piece.tensor.dtype, dtype):
                 raise CheckpointError(
                     f"{where}: {place.name!r} is stored as {dtype} and {piece.name!r} is of {piece.tensor.dtype} here: "
                     "one cannot be cast to the other"
@@ -81,7 +82,10 @@ def match(model: nn.Module, stored: Mapping[str, StoredTensor], find: Find = fin
     """
     pieces = pieces_to_read(model)
     shapes = {name: piece.shape for piece in pieces for name in piece.names}
-    found = find(model, shapes, {name: tensor.shape for name, tensor in stored.items()})
+    plain = {uncompiled_name(name): name for name in stored}  # an earlier save of a compiled model
+    found = find(model, shapes, {name: stored[theirs].shape for name, theirs in plain.items()})
+    for name, places in found.places.items():
+        found.places[name] = tuple(place.renamed(plain[place.name]) for place in places)
     matched = Matched(unexpected=dict(found.unexpected))
     for piece in pieces:
         names = [name for name in piece.names if name in found.places]
@@ -109,9 +113,17 @@ def _check_writable(piece: Piece) -> None:
         )
 
 
-def _numbers(dtype: torch.dtype) -> tuple[bool, bool]:
-    """Which kind of numbers: complex, real or whole."""
-    return dtype.is_complex, dtype.is_floating_point
+def _takes(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether numbers of the one are numbers of the other, perhaps rounded: complex, real or whole ones, of which those
+    that a smaller dtype has no room for would be others. Masks are stored as bool or as uint8."""
+    if (dtype.is_complex, dtype.is_floating_point) != (stored.is_complex, stored.is_floating_point):
+        return False
+    if dtype.is_complex or dtype.is_floating_point or stored == torch.bool or dtype == stored:
+        return True
+    if dtype == torch.bool:
+        return stored == torch.uint8
+    here, there = torch.iinfo(dtype), torch.iinfo(stored)
+    return here.min <= there.min and there.max <= here.max
 
 
 def shown(names: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.format.local_tensor import Piece, piece_of
+from shardwise.checkpoint.names.compiled import uncompiled_name
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.checkpoint.names.transformers_names import places_to_write, stored_first
 from shardwise.engine.lookup import engines_of
@@ -39,10 +40,10 @@ def adapter_to_write(model: nn.Module) -> list[Piece]:
     Raises UsageError as that does, where the model has not exactly one adapter, and where something is trained that is
     no part of it.
     """
-    theirs = adapter_names(model)
+    theirs = {uncompiled_name(name): uncompiled_name(stored) for name, stored in adapter_names(model).items()}
     tensors = _tensors(model, set())
     kept = [(names, tensor) for names, tensor in tensors if names[0] in theirs]
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {uncompiled_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     left_out = [names[0] for names, _ in tensors if names[0] not in theirs and not trained.isdisjoint(names)]
     if left_out:
         more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
@@ -98,7 +99,7 @@ def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str],
                 f"{name!r} in the model's state_dict is a copy, and no parameter, buffer or attribute of a module: a "
                 "load would fill the copy and leave the module as it is. Register it as a buffer, or save it as `extra`"
             )
-        by_tensor.setdefault(id(value), (value, []))[1].append(name)
+        by_tensor.setdefault(id(value), (value, []))[1].append(uncompiled_name(name))
     return [(stored_first(model, names), tensor) for tensor, names in by_tensor.values()]
 
 

@@ -169,6 +169,10 @@ class Place:
     runs: IndexMap
     """From elements of the model's flattened tensor to elements of the stored one."""
 
+    def renamed(self, name: str) -> Place:
+        """The same in a tensor of another name."""
+        return self if name == self.name else Place(name, self.shape, self.runs)
+
     @staticmethod
     def whole(name: str, shape: Sequence[int]) -> Place:
         """A tensor stored as it is. The same object each time, while it is among the latest."""

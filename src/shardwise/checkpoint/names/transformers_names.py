@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.names.compiled import uncompiled_name
 from shardwise.checkpoint.names.copy_tracing import CopyTracer
 from shardwise.checkpoint.names.index_map import Place
 from shardwise.errors import CheckpointError, UsageError, one_line
@@ -155,7 +156,8 @@ def find_base(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str
 
 def find_adapter(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
     """As `find`, in files of the model's adapter alone, as PEFT writes them."""
-    ours = {theirs: name for name, theirs in adapter_names(model).items() if name in shapes}
+    names = {uncompiled_name(name): uncompiled_name(stored) for name, stored in adapter_names(model).items()}
+    ours = {theirs: name for name, theirs in names.items() if name in shapes}
     found = Found(unexpected={name: name for name in stored if name not in ours})
     for name, own in ours.items():
         if name in stored:
