@@ -298,3 +298,39 @@ def test_two_tensors_are_not_loaded_into_one(tmp_path: Path) -> None:
     sw.checkpoint.save(tmp_path / "equal", twice)
     sw.checkpoint.load(tmp_path / "equal", model)
     same(sw.full_state_dict(model, rank0_only=False), sw.full_state_dict(twice, rank0_only=False))
+
+
+class Scaled(nn.Module):
+    """With a parameter that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out * self.scale
+
+
+@pytest.mark.parametrize("after", ["sharded", "left alone"])
+@pytest.mark.parametrize("before", ["sharded", "left alone"])
+def test_state_of_a_number_goes_on_sharded_or_not(before: str, after: str, tmp_path: Path) -> None:
+    def made(how: str) -> tuple[Scaled, torch.optim.Optimizer]:
+        model = Scaled()
+        sw.shard(model, ignored=[model.scale] if how == "left alone" else [])
+        return model, adamw(model.parameters())
+
+    def trained(model: Scaled, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        return sw.full_state_dict(model)
+
+    first, second = made(before), made(after)
+    trained(*first)
+    sw.checkpoint.save(tmp_path / "c", *first)
+    sw.checkpoint.load(tmp_path / "c", *second)
+    expected = trained(*first)
+    assert all(torch.equal(value, expected[name]) for name, value in trained(*second).items())

@@ -289,7 +289,7 @@ class _Reading:
             if not isinstance(value, dict):
                 values[name] = value
             elif "scalar" in value:
-                values[name] = optimizer_state.scalar(value, parameter, group)
+                values[name] = optimizer_state.scalar(name, value, parameter, group)
             elif value.get("tensor") not in stored:
                 self._matched.missing.append(f"{fqn}.{name}")
                 return

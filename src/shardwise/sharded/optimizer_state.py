@@ -11,8 +11,8 @@ from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement, same_cut
 
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State of torch's optimizers that is one number, whatever the parameter's shape."""
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""State of torch's optimizers that is one number, whatever the parameter's shape, also of one that is a number."""
 
 
 Place = Callable[[Tensor, tuple[int, ...]], Placement | None]
@@ -42,7 +42,7 @@ def _cut(parameter: ShardedParameter, name: str, value: Any, place: Place | None
             f"the optimizer's state {name!r} of {parameter.fqn!r} {tuple(parameter.shape)} was cut for "
             f"{value.fqn!r} {tuple(value.shape)}, or for another number of ranks: save and load with sw.checkpoint"
         )
-    if not isinstance(value, Tensor) or name in _NUMBERS:
+    if not isinstance(value, Tensor) or name in NUMBERS:
         return value
     if value.shape == placement.shape:
         fragment = placement.fragment

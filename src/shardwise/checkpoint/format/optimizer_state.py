@@ -17,6 +17,7 @@ from shardwise.checkpoint.format.training_json import check_json
 from shardwise.checkpoint.names.compiled import uncompiled_name
 from shardwise.errors import UsageError
 from shardwise.offload.step import store_of
+from shardwise.sharded.optimizer_state import NUMBERS
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 
 _BY_POSITION = {"params", "param_names"}
@@ -180,13 +181,14 @@ def restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = tuple(value) if isinstance(before, tuple) else value
 
 
-def scalar(saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+def scalar(name: str, saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
     """A number that was a tensor, where the optimizer expects it: beside the parameter if its step is fused.
 
-    State in the shape of a one-element parameter that was not sharded when it was saved is sharded like it now.
+    `name`: of the state. State in the shape of a one-element parameter that was not sharded when it was saved is
+    sharded like it now.
     """
     dtype = DTYPES[saved["dtype"]]
-    if isinstance(parameter, ShardedParameter) and saved["shape"] and tuple(saved["shape"]) == parameter.shape:
+    if isinstance(parameter, ShardedParameter) and name not in NUMBERS and tuple(saved["shape"]) == parameter.shape:
         return ShardedParameter(
             torch.full((parameter.fragment.numel,), saved["scalar"], dtype=dtype, device=parameter.device),
             parameter.placement,

@@ -22,6 +22,7 @@ from shardwise.checkpoint.interchange.carried import Carried, Selection, Tensors
 from shardwise.checkpoint.interchange.dcp_metadata import Key, dotted
 from shardwise.checkpoint.interchange.rearranged import as_in_memory, as_stored
 from shardwise.errors import CheckpointError
+from shardwise.sharded.optimizer_state import NUMBERS
 
 # Writing --------------------------------------------------------------------------------------------------------------
 
@@ -82,8 +83,6 @@ V = TypeVar("V")
 _MODEL = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizers")
 _STEPS = (("step",), ("train_state", "step"), ("training_state", "step"))
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Of the state of torch's optimizers: one number each, also where a parameter is a number itself."""
 _INTEGERS = frozenset({"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"})
 
 
@@ -280,7 +279,7 @@ class _Optimizer:
             fqn, kind = self._owner(key)
             if self._shape(fqn) != ():
                 (shaped if self._source.stored[name].shape else numbers).add(kind)
-        return numbers | (_NUMBERS - shaped)
+        return numbers | (NUMBERS - shaped)
 
     def _owner(self, key: Key) -> tuple[str, str]:
         """(fqn, name) of one value of the state."""
