@@ -232,9 +232,12 @@ def test_whether_two_are_equal_is_the_same_on_every_rank() -> None:
         if group.rank == 1:
             other.local[-1] += 1
         assert not torch.equal(one, other)
-        for unlike in (torch.arange(8.0), cut(group, [torch.ones(3)])[0]):
-            with pytest.raises(UsageError, match=r"aten\.equal.*full_tensor\(\) of both"):
-                torch.equal(one, unlike)
+        with pytest.raises(UsageError, match=r"aten\.equal.*a Tensor: compare \.full_tensor\(\) of what is sharded"):
+            torch.equal(one, torch.arange(8.0))
+        assert not torch.equal(one, cut(group, [torch.ones(3)])[0])
+        _, lies_elsewhere = cut(group, [torch.ones(3), torch.arange(8.0)])
+        assert torch.equal(one, lies_elsewhere)
+        assert not torch.equal(other, lies_elsewhere)
 
     on_threads(2, on_rank)
 

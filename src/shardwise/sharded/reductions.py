@@ -182,14 +182,18 @@ def _whole(reduce: Reduce) -> Handler:
 
 
 def _equal(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether all pieces are, of two tensors that are cut alike."""
+    """Whether all pieces are, of two tensors that are cut alike; else whether the whole ones are."""
     one, other = args
-    if type(one) is not type(other) or not same_cut(one.placement, other.placement):
+    if one.shape != other.shape:
+        return False
+    if type(one) is not type(other):
         sharded = one if isinstance(one, ShardedParameter) else other
         raise NotOnPiecesError(
-            f"{func} of the sharded {sharded.fqn!r} and a tensor that is not cut alike: compare .full_tensor() of both "
-            "(collective)"
+            f"{func} of the sharded {sharded.fqn!r} and a {type(other if sharded is one else one).__name__}: compare "
+            ".full_tensor() of what is sharded (collective)"
         )
+    if not same_cut(one.placement, other.placement):
+        return torch.equal(one.full_tensor(), other.full_tensor())
     differs = torch.tensor(not torch.equal(one.local, other.local), dtype=torch.int64, device=one.device)
     return not _combine(one.placement.shard_group, differs, "max").item()
 
