@@ -44,6 +44,7 @@ NAMES = (
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd._engine_run_backward",
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "torch.distributed._composable.contract",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.distributed_c10d._coalescing_manager",
