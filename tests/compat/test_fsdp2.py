@@ -113,6 +113,33 @@ def test_reductions_of_a_users_making() -> None:
         assert accumulating(ours, replicas) == pytest.approx(accumulating(torchs, replicas), rel=1e-5)
 
 
+@on_ranks(2, timeout_s=120)
+def test_what_waits_is_reduced_where_backward_is_finalized() -> None:
+    """As pipeline schedules do. Of torch 2.15, where it is compared with torch's own."""
+    sides = [ours, torchs] if hasattr(torchs.FSDPModule, "finalize_backward") else [ours]
+    found = []
+    for fsdp in sides:
+        model: Any = seeded(Net)
+        for block in model.blocks:
+            fsdp.fully_shard(block)
+        fsdp.fully_shard(model)
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+        for index in range(2):
+            squares(model, batch(index)).backward()
+        model.set_requires_gradient_sync(True)
+        handle = model.finalize_backward(async_op=True)
+        handle.wait()
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    plain = seeded(Net)
+    for index in range(2):
+        for rank in range(2):
+            (squares(plain, batch(index, rank)) / 2).backward()
+    found.append([parameter.grad for parameter in plain.parameters()])
+    for side in found[1:]:
+        torch.testing.assert_close(side, found[0])
+
+
 def sharded() -> Any:
     model = seeded(Net)
     for block in model.blocks:
@@ -310,7 +337,7 @@ def test_torchs_replicate_around_it_reduces_what_is_not_sharded() -> None:
 def test_every_name_and_argument_of_torchs_is_there() -> None:
     fsdp1 = {"BackwardPrefetch", "CPUOffload", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy"}
     of_fsdp1 = {name for name in torchs.__all__ if name in fsdp1 or "StateDict" in name or name == "OptimStateKeyType"}
-    assert set(torchs.__all__) - of_fsdp1 == set(ours.__all__)
+    assert set(torchs.__all__) - of_fsdp1 | {"GradientReductionHandle"} == set(ours.__all__)  # of torch 2.15
     assert list(inspect.signature(ours.fully_shard).parameters) == list(
         inspect.signature(torchs.fully_shard).parameters
     )

@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import UsageError
-from shardwise.model_tools.reduction import divide_gradients, hook_gradients, sync_gradients, sync_replicas
+from shardwise.model_tools.reduction import (
+    divide_gradients,
+    hook_gradients,
+    reduce_waiting,
+    sync_gradients,
+    sync_replicas,
+)
 from shardwise.sharded.waiting import WaitingGradient
 from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recording, seeded, squares
 
@@ -160,3 +166,62 @@ def test_not_inside_a_backward_and_not_by_nothing() -> None:
     inner.register_hook(lambda grad: sync_gradients(model, False))  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="cannot change inside a backward"):
         y.backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "shard_optimizer"])
+@on_ranks(2)
+def test_what_waits_is_reduced_without_a_backward(strategy: str) -> None:
+    with recording():
+        twins = Twins(strategy=strategy, units={Block})
+    model: Any = twins.sharded
+    reduce_waiting(model)  # nothing waits
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if strategy != "no_shard":
+        assert count(twins.engine, "reduce_scatter") == 0
+    with sw.no_sync(model):
+        backward(model, 0)
+        backward(model, 1)
+        reduce_waiting(model)  # still told to wait
+    assert all(isinstance(parameter.grad, WaitingGradient) for parameter in model.parameters())
+    reduce_waiting(model.blocks[0])  # of the model that it is a part of
+    same(model, expected([0, 1]))
+    twins.optimizers[1].step()
+    twins.optimizers[1].zero_grad()
+    reduce_waiting(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    backward(model, 2)  # as ever
+
+
+@on_ranks(2)
+def test_what_waits_on_one_rank_alone_is_reduced() -> None:
+    twins = Twins(units={Block})
+    model: Any = twins.sharded
+    with sw.no_sync(model):
+        (squares(model, batch(0)) * (dist.get_rank() == 0)).backward()  # type: ignore[no-untyped-call]
+        if dist.get_rank() == 1:
+            for parameter in model.parameters():
+                parameter.grad = None
+    reduce_waiting(model)
+    half = seeded(Net)
+    (squares(half, batch(0, 0)) / 2).backward()  # type: ignore[no-untyped-call]
+    same(model, [parameter.grad for parameter in half.parameters()])  # type: ignore[misc]
+
+
+@on_ranks(4)
+def test_slices_that_wait_for_replicas_are_reduced() -> None:
+    model: Any = hybrid().sharded
+    sync_replicas(model, False)
+    backward(model, 0)
+    backward(model, 1)
+    sync_replicas(model, True)
+    reduce_waiting(model)
+    same(model, expected([0, 1]))
+
+
+@on_ranks(1)
+def test_not_inside_a_backward() -> None:
+    model: Any = Twins(units={Block}).sharded
+    loss = squares(model, batch(0))
+    loss.register_hook(lambda gradient: reduce_waiting(model))
+    with pytest.raises(UsageError, match="outside it"):
+        loss.backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""FSDP2's names and signatures (`torch.distributed.fsdp` of torch 2.13) over `sw.shard`.
+"""FSDP2's names and signatures (`torch.distributed.fsdp` of torch 2.11 to 2.15) over `sw.shard`.
 
     from shardwise.compat.fsdp2 import fully_shard, MixedPrecisionPolicy
 
@@ -28,7 +28,13 @@ from shardwise.engine.setup.forward_methods import register_forward_method
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
 from shardwise.model_tools.by_hand import reshard, unshard
-from shardwise.model_tools.reduction import divide_gradients, hook_gradients, sync_gradients, sync_replicas
+from shardwise.model_tools.reduction import (
+    divide_gradients,
+    hook_gradients,
+    reduce_waiting,
+    sync_gradients,
+    sync_replicas,
+)
 from shardwise.model_tools.release import reshard_after_forward as resharding
 from shardwise.modules.deferred_init.builder import later_initialised
 from shardwise.modules.graph_breaks import hide_from_dynamo
@@ -40,6 +46,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
@@ -170,6 +177,13 @@ class UnshardHandle:
         """Nothing to do: whoever reads the parameters is ordered behind the gather."""
 
 
+class GradientReductionHandle:
+    """Of `FSDPModule.finalize_backward(async_op=True)`, of torch 2.15."""
+
+    def wait(self) -> None:
+        """Nothing to do: whoever reads the gradients is ordered behind the reductions."""
+
+
 class FSDPModule:
     """What `fully_shard` makes of a module, besides what it was. FSDP2's methods."""
 
@@ -230,6 +244,15 @@ class FSDPModule:
         if self._is_sharded:
             resharding(self._module, reshard_after_forward, recurse)
 
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what waits for it in units that are told to reduce. Every rank must call this, outside backward.
+
+        With or without `set_manual_backward_finalization` a backward's own gradients are reduced when it is over.
+        """
+        if self._is_sharded:
+            reduce_waiting(self._module)
+        return GradientReductionHandle() if async_op else None
+
     # Without effect ---------------------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
@@ -237,6 +260,9 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """The engine knows when a backward is over."""
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """A backward is over when autograd is; `finalize_backward` reduces what was left waiting."""
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The engine orders gathers behind the optimizer's writes itself."""
@@ -259,6 +285,11 @@ class FSDPModule:
         """Slots are taken back after backward."""
         if not reshard_after_backward:
             without_effect("set_reshard_after_backward(False)", "slots are shared, and are taken back")
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Slots are allocated once, and units share them."""
+        if keep:
+            without_effect("set_keep_unsharded_storage", "slots are kept, and units take turns in them")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """The engine gathers what backward is known to use."""

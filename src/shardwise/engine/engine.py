@@ -386,7 +386,7 @@ class Engine:
     def _walk_back(self, forward: ForwardPass[Unit], position: int) -> None:
         """Handle every moment down to `position` that this backward has not passed yet."""
         if forward.follow(torch._C._current_graph_task_id()):
-            self._begin_backward()
+            self.begin_backward()
             for newer in [other for other in self._walked if other.order > forward.order]:
                 self._pass(newer)  # autograd is through with it
             self._walked.append(forward)
@@ -424,7 +424,7 @@ class Engine:
 
     def _unshard_on_demand(self, unit: Unit) -> None:
         """A saved tensor of `unit` is about to be used by backward."""
-        self._begin_backward()
+        self.begin_backward()
         if unit.parameters.state in (ParameterState.SHARDED, ParameterState.UNSHARDING):
             if not unit.calls.in_backward:
                 self.schedule.record(Event(Phase.BACKWARD, unit.index))
@@ -442,7 +442,8 @@ class Engine:
             return False
         return True
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """Inside a backward of autograd's: have it end as one of this model's, whatever it comes to."""
         if self.backward is Backward.RUNNING:
             return
         if self.backward is Backward.ENDING and self._finisher() is None:  # dropped: the last backward raised
@@ -462,12 +463,12 @@ class Engine:
         if self.is_suspended:
             raise UsageError("backward() inside sw.unsharded(model): leave it first, or use torch.autograd.grad")
         if self.backward is not Backward.RUNNING:
-            self._begin_backward()
+            self.begin_backward()
         self.reducer.add(unit, key, grad)
 
     def on_penalty(self, unit: Unit, key: Key, piece: Tensor) -> None:
         """Autograd has brought a gradient to the outer face of a parameter. Every rank must call this."""
-        self._begin_backward()
+        self.begin_backward()
         self.reducer.add_penalty(unit, key, piece)
 
     def _finish_backward(self) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Backward, Engine
@@ -63,6 +65,28 @@ def sync_replicas(module: nn.Module, wanted: bool, recurse: bool = True) -> None
             _change(engine, unit, now=wanted)
         elif engine.mesh.replicate.world_size > 1:
             _change(engine, unit, over_replicas=wanted)
+
+
+def reduce_waiting(module: nn.Module) -> None:
+    """Reduce now what `no_sync` left waiting, in `.grad` afterwards, as the next backward would. Every rank must call
+    this, outside backward.
+
+    Of the models that `module` is part of, or around. Units that `sync_gradients` has wait go on waiting, and so do
+    slices that wait for the replicas (`sync_replicas`). Where nothing waits on any rank nothing changes. Raises
+    UsageError inside a backward.
+    """
+    engines = dict.fromkeys(engine for engine, _ in _units(module, True))
+    if torch._C._current_graph_task_id() >= 0:
+        raise UsageError("what waits is reduced by the backward under way: call reduce_waiting outside it")
+    for engine in engines:  # reductions end where a backward does: this one brings no gradient
+        with torch.enable_grad():
+            end = torch.zeros((), requires_grad=True).exp()
+        end.register_hook(partial(_begin_backward, engine))
+        torch.autograd.backward(end)
+
+
+def _begin_backward(engine: Engine, grad: Tensor) -> None:
+    engine.begin_backward()
 
 
 def divide_gradients(module: nn.Module, by: float | None, recurse: bool = True) -> None:
