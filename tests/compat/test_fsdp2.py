@@ -140,6 +140,58 @@ def test_what_waits_is_reduced_where_backward_is_finalized() -> None:
         torch.testing.assert_close(side, found[0])
 
 
+@on_ranks(2)
+def test_gradients_are_reduced_in_the_dtype_that_torch_reduces_in() -> None:
+    found = []
+    for fsdp in (ours, torchs):
+        model: Any = seeded(Net)
+        fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        (model(batch(0)) * 1e3).float().square().mean().backward()
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    in_bf16 = [[bool(torch.equal(grad, grad.bfloat16().float())) for grad in side] for side in found]
+    assert all(in_bf16[1]) != hasattr(torchs.FSDPModule, "finalize_backward")  # torch 2.15 reduces in fp32
+    if not all(in_bf16[1]):
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.skipif(
+    "param_dtype_override_fn" not in torchs.MixedPrecisionPolicy.__dataclass_fields__, reason="needs torch 2.15"
+)
+@on_ranks(2)
+def test_parameters_that_a_policy_leaves_in_their_dtype() -> None:
+    found = []
+    for fsdp in (ours, torchs):
+        model: Any = seeded(Kept)
+        policy: Any = fsdp.MixedPrecisionPolicy
+        fsdp.fully_shard(
+            model,
+            mp_policy=policy(
+                param_dtype=torch.bfloat16,
+                param_dtype_override_fn=lambda p: torch.float32 if p.ndim == 1 else None,
+            ),
+        )
+        loss = model(batch(0)).float().square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad.full_tensor() for parameter in model.parameters())])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-8)
+    policy = ours.MixedPrecisionPolicy
+    wrong = policy(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: torch.float16)
+    with pytest.raises(ValueError, match="must return None, param_dtype, or the parameter's original dtype"):
+        ours.fully_shard(seeded(Kept), mp_policy=wrong)
+
+
+class Kept(nn.Module):
+    """A scale that is multiplied in its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x).to(self.scale.dtype) * self.scale).to(x.dtype)
+
+
 def sharded() -> Any:
     model = seeded(Net)
     for block in model.blocks:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine.units.kept import Dtypes
+from shardwise.errors import ConfigError
 from tests.engine.cases import AT_MOST_TWO_AND_FOUR, Case
 from tests.engine.rig import Net, Twins, adamw, batch, on_ranks, seeded, squares
 from tests.ranks import RankPools
@@ -359,3 +360,69 @@ def test_other_errors_are_left_alone() -> None:
     with pytest.raises(RuntimeError, match="shapes") as caught:
         model(batch(0)[:, :3])
     assert not hasattr(caught.value, "__notes__")
+
+
+class Router(nn.Module):
+    """Its weight is computed with in fp32, the rest of its unit in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 8)
+        self.router = nn.Linear(8, 8, bias=False)
+        self.leave = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.enter(x)
+        weights = nn.functional.linear(y.float(), self.router.weight).softmax(-1)
+        return self.leave(y * weights.to(y.dtype))  # type: ignore[no-any-return]
+
+
+def _kept_by_hand(index: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    masters, model = seeded(Router), seeded(Router).to(torch.bfloat16)
+    model.router.weight = nn.Parameter(masters.router.weight.detach().clone())
+    losses, grads, world_size = [], {}, dist.get_world_size()
+    for rank in range(world_size):
+        model.zero_grad()
+        loss = model(torch.ones(3, 6, dtype=torch.bfloat16) * (index + rank)).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        for name, p in model.named_parameters():
+            grads[name] = grads.get(name, 0) + p.grad.float() * (1.0 / world_size)  # type: ignore[union-attr, operator]
+    return losses, grads
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(1, 2)
+def test_parameters_that_keep_their_dtype_in_a_unit_of_another(strategy: str) -> None:
+    precision = sw.Precision(param="bf16", reduce="fp32", keep=("router.*",))
+    assert precision == sw.Precision(param="bf16", reduce="fp32", keep=["router.*"])  # type: ignore[arg-type]
+    model = sw.shard(seeded(Router), strategy, precision=precision)
+    losses, grads = _kept_by_hand(2)
+    loss = model(torch.ones(3, 6) * (2 + dist.get_rank())).float().square().mean()
+    loss.backward()
+    assert torch.equal(loss.detach(), losses[dist.get_rank()])
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad.full_tensor(), grads[name]), name  # type: ignore[union-attr, operator]
+
+
+@on_ranks(1)
+def test_what_a_module_below_keeps_says_nothing_of_the_rest() -> None:
+    model = nn.Sequential(Router(), nn.Linear(4, 4))
+    sw.shard(model[0], precision=sw.Precision(param="bf16", reduce="fp32", keep=("router.weight",)))
+    sw.shard(model)  # in bf16 too
+    unit = {name: p.unit for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    assert [g.dtypes.compute for g in unit["0.enter.weight"].groups] == [torch.bfloat16, torch.float32]
+    assert [g.dtypes.compute for g in unit["1.weight"].groups] == [torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("keep", "says"),
+    [
+        (("router.wieght",), r"'router\.wieght' is the name of no parameter of this Router .* mean router\.weight"),
+        ("router.weight", r"precision\.keep = 'router\.weight' is not a tuple"),
+        ((3,), r"precision\.keep = \(3,\) is not a tuple"),
+    ],
+)
+def test_mistakes_in_what_is_kept_are_told(keep: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        sw.shard(Router(), precision=sw.Precision(param="bf16", keep=keep))

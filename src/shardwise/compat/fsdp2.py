@@ -12,8 +12,9 @@ UsageError and says what to do instead: `docs/fsdp2.md` lists them. Parameters a
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -56,6 +57,8 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+_SUMS_AS_STORED = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
+"""Torch 2.15: without `reduce_dtype` gradients are reduced in the parameters' own dtype, in `param_dtype` before."""
 
 
 @contract()  # one call a module; torch's `replicate` around it then leaves it alone
@@ -96,19 +99,13 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
         mesh = mesh[_dims(dp_mesh_dims)]
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: slice the data axes out of it")
-    policy = mp_policy or MixedPrecisionPolicy()
     with later_initialised() as waiting:
         shard(
             module,
             "hybrid_shard" if mesh is not None and mesh.ndim == 2 else "full_shard",
             mesh=mesh,
             units=_no_units if isinstance(module, nn.Module) else None,
-            precision=Precision(
-                param=_name(policy.param_dtype),
-                reduce=_name(policy.reduce_dtype),
-                output=_name(policy.output_dtype),
-                cast_inputs=policy.cast_forward_inputs,
-            ),
+            precision=_precision(module, mp_policy or MixedPrecisionPolicy(), ignored_params or ()),
             reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
             ignored=ignored_params or (),
             offload=Offload(params="cpu", optimizer="cpu") if isinstance(offload_policy, CPUOffloadPolicy) else None,
@@ -150,6 +147,47 @@ def _check_callable(module: nn.Module | Sequence[nn.Module]) -> None:
 
 def _no_units(fqn: str, module: nn.Module) -> bool:
     return False
+
+
+def _precision(
+    module: nn.Module | Sequence[nn.Module], policy: MixedPrecisionPolicy, ignored: Iterable[nn.Parameter]
+) -> Precision:
+    """What a policy says, as the installed torch understands it, of the parameters that the call shards."""
+    skipped = set(map(id, ignored))
+    tree = module if isinstance(module, nn.Module) else nn.ModuleList(module)
+    own = {
+        name: parameter
+        for name, parameter in tree.named_parameters()
+        if not isinstance(parameter, ShardedParameter) and id(parameter) not in skipped
+    }
+    reduce = policy.reduce_dtype
+    if reduce is None and policy.param_dtype is not None and _SUMS_AS_STORED:
+        stored = {parameter.dtype for parameter in own.values() if parameter.is_floating_point()}
+        reduce = functools.reduce(torch.promote_types, stored) if stored else None
+    return Precision(
+        param=_name(policy.param_dtype),
+        reduce=_name(reduce),
+        output=_name(policy.output_dtype),
+        cast_inputs=policy.cast_forward_inputs,
+        keep=_kept(own, policy),
+    )
+
+
+def _kept(own: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy) -> tuple[str, ...]:
+    """Parameters that torch 2.15's `param_dtype_override_fn` leaves in the dtype that they are stored in."""
+    override = getattr(policy, "param_dtype_override_fn", None)
+    if override is None:
+        return ()
+    kept = []
+    for name, parameter in own.items():
+        dtype = override(parameter)
+        if dtype not in (None, policy.param_dtype, parameter.dtype):
+            raise ValueError(
+                "param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype but got "
+                f"{dtype} for {name!r}, which is {parameter.dtype}, with param_dtype {policy.param_dtype}"
+            )
+        kept += [name] if dtype is not None and dtype != policy.param_dtype else []
+    return tuple(kept)
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

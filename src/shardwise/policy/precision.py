@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 
 from shardwise.errors import ConfigError
 
@@ -18,8 +19,8 @@ _ALIASES = {"half": "float16"} | {alias: name for name, short in SHORT_NAMES.ite
 class Precision:
     """Dtypes of what one call of `sw.shard` makes units of.
 
-    Every field but the last two takes a name ("bf16", "fp32", "fp16", "fp64") or a torch dtype. After construction each
-    is a torch name ("bfloat16") or None.
+    Every field but the last three takes a name ("bf16", "fp32", "fp16", "fp64") or a torch dtype. After construction
+    each is a torch name ("bfloat16") or None.
     """
 
     param: str | None = None
@@ -38,15 +39,26 @@ class Precision:
     """"nf4" or "int8": frozen weights of linear layers are kept and gathered in blocks of 64 such codes with a scale
     (0.53 and 1.03 bytes an element), and computed with in `param`. Embeddings and heads stay as they are. None: all
     frozen ones stay in their stored dtype."""
+    keep: tuple[str, ...] = ()
+    """Names of parameters in the module given to `sw.shard`, or patterns of names ("*.router.weight"), that are
+    computed with in the dtype of their master, whatever `param` says: the module that uses them casts around them."""
 
     def __post_init__(self) -> None:
+        given: object = self.keep
+        if not isinstance(given, tuple | list) or not all(isinstance(pattern, str) for pattern in given):
+            raise ConfigError(f"precision.keep = {self.keep!r} is not a tuple of parameters' names or patterns of them")
+        object.__setattr__(self, "keep", tuple(self.keep))
         if self.frozen is not None and self.frozen not in FEW_BITS:
             near = difflib.get_close_matches(str(self.frozen), FEW_BITS, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"precision.frozen = {self.frozen!r} is none of {', '.join(FEW_BITS)}{hint}")
         for field in fields(self):
-            if field.name not in {"cast_inputs", "frozen"}:
+            if field.name not in {"cast_inputs", "frozen", "keep"}:
                 object.__setattr__(self, field.name, dtype_name(getattr(self, field.name), f"precision.{field.name}"))
+
+    def keeps(self, name: str) -> bool:
+        """Whether the parameter of this name is computed with in the dtype of its master."""
+        return any(fnmatchcase(name, pattern) for pattern in self.keep)
 
 
 def dtype_name(value: object, where: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
@@ -38,7 +39,8 @@ def settle(
         spans = engine.mesh.spans if spans is None else spans
         _check_same("mesh", spans, engine.mesh.spans, fqn)
     if precision is None:
-        precision = _theirs("precision", {fqn: engine.precision for fqn, engine in below.items()}, _of_units)
+        theirs = _theirs("precision", {fqn: engine.precision for fqn, engine in below.items()}, _of_units)
+        precision = None if theirs is None else replace(theirs, keep=())  # those are names of modules below
     if resharding is None:
         resharding = _theirs("reshard_after_forward", {fqn: engine.resharding for fqn, engine in below.items()})
     resharding = not strategy.keeps_params if resharding is None else resharding

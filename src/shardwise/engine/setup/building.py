@@ -109,23 +109,24 @@ class _SameRandomState:
 
 
 def _groups(plan: UnitPlan, engine: Engine, few: Collection[int], shards: ShardStore | None) -> list[Group]:
-    """Parameters by (stored dtype, trainable, in few bits), each in the order of the module tree.
+    """Parameters by (stored dtype, trainable, in few bits, computed as kept), each in the order of the module tree.
 
     `few`: ids of those that are kept in few bits while they are frozen. `shards`: what has them between uses.
     """
     precision, group = engine.precision, engine.mesh.shard
-    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter, tuple[Site, ...]]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter, tuple[Site, ...]]]] = {}
     for item in plan.parameters:
         parameter = item[1]
         in_few = id(parameter) in few and not parameter.requires_grad and parameter.is_floating_point()
-        kinds.setdefault((parameter.dtype, parameter.requires_grad, in_few), []).append(item)
+        kept = not in_few and precision.keeps(item[0])
+        kinds.setdefault((parameter.dtype, parameter.requires_grad, in_few, kept), []).append(item)
     return [
-        Group(items, _dtypes(dtype, trainable, precision, in_few), group, shards, engine.align)
-        for (dtype, trainable, in_few), items in kinds.items()
+        Group(items, _dtypes(dtype, trainable, precision, in_few, kept), group, shards, engine.align)
+        for (dtype, trainable, in_few, kept), items in kinds.items()
     ]
 
 
-def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision, in_few: bool) -> Dtypes:
+def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision, in_few: bool, kept: bool) -> Dtypes:
     if not stored.is_floating_point:
         return Dtypes(stored, stored, stored)
 
@@ -133,7 +134,7 @@ def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision, in_few: 
         return default if name is None else getattr(torch, name)
 
     master = given(precision.master, stored) if trainable else stored
-    compute = given(precision.param, master)
+    compute = master if kept else given(precision.param, master)
     return Dtypes(master, compute, given(precision.reduce, compute), precision.frozen if in_few else None)
 
 

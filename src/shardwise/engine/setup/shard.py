@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
@@ -36,6 +37,7 @@ from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 from shardwise.policy.strategy import LEAST_SLOTS, Strategy
 from shardwise.sharded.parameter import ShardedParameter
+from shardwise.suggest import did_you_mean
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -114,6 +116,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     ignored = list(ignored)
     old = units_of(tree, below)
     plans = _plans(tree, units, ignored, bool(below))
+    _check_kept(tree, plans, precision)
     if not below:
         _check_frozen(tree, plans, precision)
     if resharding is not False or any(not unit.keeps_params for unit in old):
@@ -189,6 +192,16 @@ def _plans(model: nn.Module, units: Units, ignored: Sequence[nn.Parameter], adop
         )
         raise LayoutError(f"{type(model).__name__} {why}: nothing to shard")
     return plans
+
+
+def _check_kept(model: nn.Module, plans: list[UnitPlan], precision: Precision) -> None:
+    names = [fqn for plan in plans for fqn, _, _ in plan.parameters]
+    for pattern in precision.keep:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"precision.keep: {pattern!r} is the name of no parameter of this {type(model).__name__} that the call "
+                f"shards{did_you_mean(pattern, names)}"
+            )
 
 
 def _check_frozen(model: nn.Module, plans: Sequence[UnitPlan], precision: Precision) -> None:
