@@ -206,6 +206,16 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_a_parameter_that_asks_for_gradients_of_another_dtype_is_refused_by_name() -> None:
+    model = chain().bfloat16()
+    model[0].bias.grad_dtype = None  # as torch likes
+    model[2].weight.grad_dtype = torch.float32
+    with pytest.raises(LayoutError, match=r"'2\.weight' asks for gradients in torch\.float32 \(grad_dtype\)"):
+        sw.shard(model)
+    assert is_untouched(model)
+    sw.shard(model, ignored=[model[2].weight])
+
+
 @pytest.mark.usefixtures("alone")
 def test_dtensor_parameters_are_refused_by_name() -> None:
     mesh = init_device_mesh("cpu", (1,))

@@ -25,6 +25,7 @@ def check_admissible(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
     to_shard = [(fqn, parameter) for plan in plans for fqn, parameter, _ in plan.parameters]
     _check_ties(model)
     _check_kinds(to_shard)
+    _check_gradients(to_shard)
     _check_scripted(model, plans)
     _check_container(model, plans[0])
     _check_memory(model, to_shard)
@@ -69,6 +70,17 @@ def _check_kinds(to_shard: Iterable[tuple[str, nn.Parameter]]) -> None:
             raise LayoutError(
                 f"{fqn!r} is {what}: only dense parameters can be cut into pieces. Use .to_dense() or .dequantize(), "
                 "or leave it alone with sw.shard(ignored=...)"
+            )
+
+
+def _check_gradients(to_shard: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Gradients have the dtype of the shard that the optimizer updates; torch lets a parameter ask for another."""
+    for fqn, parameter in to_shard:
+        asked: torch.dtype | None = parameter.grad_dtype
+        if asked not in (None, parameter.dtype):
+            raise LayoutError(
+                f"{fqn!r} asks for gradients in {asked} (grad_dtype) and is {parameter.dtype}: reduced gradients have "
+                "the dtype of the shard. Leave grad_dtype, and use precision=sw.Precision(param=, reduce=, master=)"
             )
 
 
