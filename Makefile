@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -c constraints.txt
 # Some images set it. Every rank and every command would then compile the package anew: a second of processor time each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-integrations train test test-slow test-integrations gpu lint clean
+.PHONY: setup setup-integrations train test test-slow test-integrations test-torch gpu lint clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,17 @@ $(VENV)/.integrations-done: $(STAMP)
 	@$(PIP) --quiet -e '.[dev-integrations]'
 	@touch $@
 
+# Tests with another release of torch, in an environment of its own: make test-torch TORCH=2.15.0 TESTS=tests/engine
+# Other builds than the pinned one may bring gigabytes of CUDA's libraries along.
+TESTS ?= tests/sharded tests/comm tests/modules tests/optim tests/engine tests/compat tests/parity tests/offload tests/model
+test-torch:
+	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.15.0" >&2; exit 2; }
+	@test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
+	@.venv-torch-$(TORCH)/bin/python -m pip install --quiet torch==$(TORCH)
+	@grep -v '^torch==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
+	@.venv-torch-$(TORCH)/bin/python -m pip install --quiet -c .venv-torch-$(TORCH)/constraints.txt torch==$(TORCH) -e '.[train,dev]'
+	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not slow" $(TESTS)
+
 # What one accelerator can tell, in nine minutes at most: with $(PYTHON) if its torch sees one, or has torch where there is
 # no virtual environment, else with that, made first if need be. `make gpu ARGS='--only parity'`
 gpu:
@@ -72,4 +83,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache
