@@ -140,6 +140,11 @@ class Forecast:
         return on_device <= self.usable_bytes and self.host_bytes_per_node <= self.host_has_bytes
 
     @property
+    def late_s(self) -> float:
+        """Time of a step in which computation stands still because the host has not launched what comes next."""
+        return self.step_time_s - self.compute_s - self.exposed_comm_s - self.exposed_offload_s
+
+    @property
     def host_bytes_per_node(self) -> int:
         """`host_bytes_per_rank` of all ranks of a node."""
         return self.host_bytes_per_rank * self.job.gpus_per_node
