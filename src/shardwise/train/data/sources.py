@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -105,6 +106,7 @@ def _read_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises
     builder, options = _BUILDERS[file_format]
     try:
         table = datasets.load_dataset(builder, data_files=str(file), split="train", **options)
