@@ -440,12 +440,16 @@ class Trainer:
         return MetricsWriter(directory.metrics, directory.evaluations, log.every, board)
 
     def _say_data(self) -> None:
-        train, held_out, _ = self.data
+        train, held_out = self.data.train, self.data.held_out
         seq_len = self.config.data.seq_len
         self.console.say(
             f"{self.config.data.source}: {len(train):,} rows of {seq_len} tokens to train on, "
             f"{len(held_out):,} held out"
         )
+        if self.data.in_plain_template:
+            self.console.say(
+                'the tokenizer has no chat template: a message is written as "### role" on one line and its text below'
+            )
         share = train.target_tokens / (len(train) * (seq_len - 1))
         if share < _FEW_TARGETS:
             self.console.say(f"{share:.0%} of their tokens are learnt, the rest is padding or prompts; all take time")
