@@ -17,7 +17,7 @@ $(RUN_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "shardwise needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Run: make setup PYTHON=python3.11" >&2; exit 1; }
 	@echo "[1/3] a virtual environment in $(VENV)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)  # one that was interrupted has no pip
 	@echo "[2/3] PyTorch 2.13.0, by far the largest part"
 	@$(PIP) torch==2.13.0
 	@echo "[3/3] shardwise, transformers and the terminal's"
