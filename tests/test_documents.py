@@ -162,8 +162,9 @@ def test_the_loop_that_the_readme_prints() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_names_on_the_pages_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    for name in sorted(set(re.findall(r"(?<![\w.])sw\.([\w.]*\w)", text))):
-        functools.reduce(getattr, name.split("."), sw)
+    for short, name in sorted(set(re.findall(r"(?<![\w.])(swj?)\.([\w.]*\w)", text))):
+        package = sw if short == "sw" else pytest.importorskip("shardwise.jax")
+        functools.reduce(getattr, name.split("."), package)
     for module, names in re.findall(r"from (shardwise[\w.]*) import ([\w, ]+)", text):
         try:
             found = importlib.import_module(module)
