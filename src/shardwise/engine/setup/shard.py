@@ -257,10 +257,11 @@ def _checked_resharding(asked: bool | int | None) -> bool | int | None:
 
 def _checked_ignored(asked: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """A name would be passed over, and its parameter sharded."""
-    found = list(asked)
-    for one in found:
-        other: object = one
-        if not isinstance(other, Tensor):
-            what = repr(asked) if isinstance(asked, str) else repr(one)
-            raise ConfigError(f"ignored: {what:.80} is no parameter; pass parameters, such as model.head.parameters()")
+    given: object = asked
+    found: list[nn.Parameter] = [*asked] if not isinstance(given, str) else []
+    wrong: list[object] = [given] if isinstance(given, str) else [one for one in found if not isinstance(one, Tensor)]
+    if wrong:
+        raise ConfigError(
+            f"ignored: {wrong[0]!r:.80} is no parameter; pass parameters, such as model.head.parameters()"
+        )
     return found
