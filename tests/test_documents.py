@@ -115,6 +115,7 @@ def test_commands_are_taken_as_printed(
     assert bool(begun) == (words[0] in {"train", "plan", "bench"})
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_the_fine_tuning_that_the_guide_prints(room: Path) -> None:
     """With fewer steps."""
