@@ -17,7 +17,7 @@ $(RUN_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "shardwise needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Run: make setup PYTHON=python3.11" >&2; exit 1; }
 	@echo "[1/3] a virtual environment in $(VENV)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)  # one that was interrupted has no pip
 	@echo "[2/3] PyTorch 2.13.0, by far the largest part"
 	@$(PIP) torch==2.13.0
 	@echo "[3/3] shardwise, transformers and the terminal's"
@@ -32,8 +32,11 @@ $(STAMP): $(RUN_STAMP)
 
 train: $(RUN_STAMP)
 	@$(BIN)/shardwise train recipes/quickstart.toml
-	@echo "Next: $(BIN)/shardwise train recipes/quickstart.toml log.name=longer train.steps=2000  (a better writer);"
-	@echo "      $(BIN)/shardwise inspect runs/quickstart/final;  docs/user-guide.md to fine-tune a model of your own."
+	@echo "Next, a longer run, which writes better:"
+	@echo "  $(BIN)/shardwise train recipes/quickstart.toml log.name=longer train.steps=2000"
+	@echo "what the run has written, and whether it is whole:"
+	@echo "  $(BIN)/shardwise inspect runs/quickstart/final"
+	@echo "docs/user-guide.md has how to fine-tune a model of your own."
 
 # Three files of tests at a time, the longest first, each with ranks of its own: tests wait for ranks as much as they work.
 # Plain pytest runs one. A process of tests that dies ends them all: pytest-xdist 3.8 replaces it and may then wait for ever

@@ -160,6 +160,7 @@ def test_a_file_that_may_not_be_written_is_told_first(capsys: Printed, monkeypat
     [
         (["--optimizer", "sgd"], "`shardwise train` has adamw, adamw-bf16, adamw-8bit and muon, not sgd"),
         (["--loss", "chunked"], "`shardwise train` takes the model's own loss, not 'chunked'"),
+        (["--attention", "eager"], "`shardwise train` takes the fastest attention that the model has, sdpa, not eager"),
     ],
 )
 def test_a_plan_that_the_trainer_cannot_run_is_shown_all_the_same(asked: list[str], said: str, capsys: Printed) -> None:

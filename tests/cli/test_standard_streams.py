@@ -49,6 +49,23 @@ def test_a_run_goes_on_though_nobody_reads(listening: str) -> None:
     assert Path("went-on").exists()
 
 
+def test_a_run_whose_standard_output_alone_is_closed_says_once_that_it_goes_on() -> None:
+    """As `shardwise train ... | head` closes it."""
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", TALK], stdin=subprocess.PIPE, stdout=writing, stderr=subprocess.PIPE
+    )
+    os.close(writing)
+    assert os.read(reading, 100).strip() == b"here"
+    os.close(reading)
+    _, said = process.communicate(b"\n", timeout=20)
+    assert process.returncode == 0
+    lines = said.decode().splitlines()
+    assert lines[0] == "nor that" or "the run goes on" in lines[0]
+    assert sum("nobody reads standard output any more: the run goes on" in line for line in lines) == 1
+    assert len(lines) == 2
+
+
 def test_words_come_as_they_were_printed() -> None:
     reading, writing = os.pipe()
     process = talking(writing)

@@ -85,6 +85,21 @@ def test_ranks_with_different_models_raise_on_every_rank(what: str) -> None:
     dist.barrier()  # nobody is left behind in a collective
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignored": "leave.weight"}, "ignored: 'leave.weight' is no parameter; pass parameters"),
+        ({"ignored": ["leave.weight"]}, "ignored: 'leave.weight' is no parameter; pass parameters"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes': None, True, False or a number of ranks"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0: None, True, False or a number of ranks"),
+    ],
+)
+@on_ranks(1)
+def test_arguments_of_another_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sw.shard(Net(), **options)
+
+
 @on_ranks(2)
 def test_initial_values_are_rank_0s() -> None:
     """Parameters and buffers that differ are broadcast, and rank 0 says so."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import transformers
@@ -19,7 +20,7 @@ from torch.testing import assert_close
 
 import shardwise as sw
 from shardwise.cli.app import run as command
-from shardwise.errors import ConfigError, LayoutError, UsageError
+from shardwise.errors import CheckpointError, ConfigError, LayoutError, UsageError
 from shardwise.model_tools.merging import merge_adapter
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.sharded.blocks import BLOCK_NUMEL, Coder, block_bytes
@@ -157,6 +158,22 @@ def test_a_peft_model_reads_its_base_and_saves_its_adapter(tmp_path: Path) -> No
         sw.checkpoint.save(tmp_path / "none", sw.shard(llama()), adapter=True)
 
 
+@pytest.mark.parametrize(("key", "value"), [("lora_alpha", 99), ("use_rslora", True)])
+def test_an_adapter_that_is_scaled_otherwise_is_not_loaded(tmp_path: Path, key: str, value: Any) -> None:
+    """No shape shows it, and the same numbers would add something else."""
+
+    def built(**more: Any) -> Any:
+        targets = ["q_proj"]
+        return sw.shard(peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=targets, **more)))
+
+    sw.checkpoint.save(tmp_path / "adapter", built(), adapter=True)
+    sw.checkpoint.load(tmp_path / "adapter", built())
+    other = built(**{key: value})
+    with pytest.raises(CheckpointError, match=rf"is an adapter with {key}=.*, and the model's has {key}={value}"):
+        sw.checkpoint.load(tmp_path / "adapter", other)
+    sw.checkpoint.load(tmp_path / "adapter", other, strict=False)
+
+
 PROMPTED = {
     "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
@@ -292,6 +309,26 @@ def test_a_run_that_goes_on_ends_bit_for_bit_as_one_that_was_not_stopped(tmp_pat
         kept = peft.get_peft_model_state_dict(loaded)
         same(kept, tensors_in(runs / "half" / place / "adapter_model.safetensors"))
     assert peft.PeftConfig.from_pretrained(runs / "half" / "final").base_model_name_or_path == str(base)
+
+
+def test_a_run_does_not_go_on_beside_another_base(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    base = base_in(tmp_path)
+    trainer.run(configured(tmp_path, "train.steps=3", model=on_base(base)))
+    moved = tmp_path / "moved"
+    base.rename(moved)
+    trainer.run(configured(tmp_path, "train.steps=4", model=on_base(moved)))
+    file = moved / "model.safetensors"
+    changed = {name: value + 1 for name, value in tensors_in(file).items()}
+    safetensors.torch.save_file(changed, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"trained beside weights .*, and this run's base has weights .*: set "):
+        trainer.run(configured(tmp_path, model=on_base(moved)))
+
+
+def test_a_run_does_not_go_on_beside_other_random_numbers(tmp_path: Path) -> None:
+    trainer.run(configured(tmp_path, "train.steps=3"))
+    with pytest.raises(ConfigError, match=r"random numbers of train.seed=0 .*this run's base has .*train.seed=7"):
+        trainer.run(configured(tmp_path, "train.seed=7"))
 
 
 def held_out_loss(config: Config, model: Any) -> float:

@@ -105,6 +105,17 @@ def test_a_ring_that_is_too_small_on_one_rank_stops_every_rank_before_anything_i
     assert all(map(torch.equal, weights(twins.sharded), before))
 
 
+@pytest.mark.parametrize("ring_bytes", [2**46, 2**80])
+@on_ranks(2)
+def test_a_ring_that_there_is_no_memory_for_is_told_in_a_line(ring_bytes: int) -> None:
+    path, is_first = shared_folder(), dist.get_rank() == 0
+    twins = Twins(offload=sw.Offload(optimizer="nvme", path=path, ring_bytes=ring_bytes if is_first else LEAST))
+    twins.backward()
+    with pytest.raises(ConfigError if is_first else PeerError, match=rf"offload.ring_bytes={ring_bytes} .*ask for"):
+        twins.optimizers[1].step()
+    assert not twins.optimizers[1].state
+
+
 @on_ranks(2)
 def test_a_step_in_backward_that_fails_on_one_rank_stops_every_rank() -> None:
     path, is_first = shared_folder(), dist.get_rank() == 0

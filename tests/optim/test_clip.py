@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import UsageError
 from shardwise.optim.clip import clip_grad_norm_
 from tests.sharded.threads import cut, on_threads, randn
 
@@ -96,3 +97,14 @@ def test_no_gradients() -> None:
         assert group.calls == 0
 
     on_threads(2, rank)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", None])
+def test_what_is_no_norm(max_norm: Any) -> None:
+    """Below 0 it would turn gradients round, as it does in torch."""
+    [weight] = parameters_of(randn((5, 3)), randn((5, 3), seed=1))
+    assert weight.grad is not None
+    before = weight.grad.clone()
+    with pytest.raises(UsageError, match=r"max_norm=.*: a number from 0 on, or math.inf"):
+        clip_grad_norm_([weight], max_norm)
+    assert torch.equal(weight.grad, before)

@@ -28,6 +28,8 @@ class Formula:
     """Reserved over allocated."""
     step_s: float = 0.0
     """Of computation that a step takes whatever its batch, with as much for every micro-batch."""
+    late_s: float = 0.0
+    """Of a step that waits for launches."""
 
     @property
     def nccl_bytes(self) -> int:
@@ -96,7 +98,7 @@ class Formula:
 
     @property
     def step_time_s(self) -> float:
-        return self.compute_s + self.exposed_comm_s + self.exposed_offload_s
+        return self.compute_s + self.exposed_comm_s + self.exposed_offload_s + self.late_s
 
     @property
     def compute_s(self) -> float:

@@ -67,12 +67,27 @@ def test_a_kept_forecast_is_the_forecast() -> None:
     )
 
 
-@pytest.mark.parametrize("change", [{"gpu": "a100-sxm-80gb"}, {"price_per_hour": 2.0}, {"segments": "expandable"}])
+@pytest.mark.parametrize("change", [{"gpu": "a100-sxm-80gb"}, {"segments": "expandable"}])
 def test_what_no_recording_knows_is_part_of_a_forecasts_name(change: dict[str, object]) -> None:
     source, job = resolve(TINY), Job(gpus_per_node=4, seq_len=64)
     Evaluator(source)(job)
     assert kept_forecast(source, replace(job, **change), scaled=True) is None  # type: ignore[arg-type]
     assert kept_forecast(source, job, scaled=False) is None
+
+
+def test_a_price_asks_for_no_new_forecast() -> None:
+    """It is what people ask second; all that it changes is a product."""
+    source, job = resolve(TINY), Job(gpus_per_node=4, seq_len=64)
+    made = Evaluator(source)(job)
+    priced = replace(job, price_per_hour=2.0)
+    kept = kept_forecast(source, priced, scaled=True)
+    assert kept is not None
+    assert (kept.job, kept.price_per_hour) == (priced, 2.0)
+    assert kept.cost == Evaluator(source)(priced).cost
+    assert replace(kept, job=job, price_per_hour=None, recording=made.recording) == made
+    again = kept_forecast(source, job, scaled=True)
+    assert again is not None
+    assert again.price_per_hour is None
 
 
 def test_every_grouped_product_has_its_costs() -> None:

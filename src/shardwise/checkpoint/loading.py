@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
 from shardwise.engine.lookup import engines_of, shard_stores
 from shardwise.engine.setup.torch_patches import with_state
 from shardwise.errors import CheckpointError
-from shardwise.modules.adapters import adapter_names
+from shardwise.modules.adapters import adapter_config, adapter_names
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.state_store import StateStore
@@ -96,6 +97,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
             reading.expect_optimizer(model, optimizer, strict)
         if strict:
             matched.raise_differences(reading.contents, "strict=False loads what fits and reports the rest")
+            reading.expect_scale(model)
         matched.check_dtypes(reading.contents, reading.model_files.tensors)
         if strict:
             check_ties(reading.contents, reading.contents, reading.model_files, matched)
@@ -147,14 +149,44 @@ def _describe(model: nn.Module, optimizer: Optimizer | None) -> str:
     return f"{optimizer_state.class_of(optimizer)}|{[[fqn for fqn, _ in members] for members in groups]}"
 
 
+_SCALES = ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
+"""Keys of an adapter's configuration that no shape shows and that decide what its numbers add."""
 _UNKNOWN = "unknown"
 """Kind of the optimizer of a checkpoint that was converted."""
 _ADAMS = {"Adam", "AdamW"}
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
+_STATE: dict[str, tuple[set[str], set[str]]] = {
+    "Adam": (_MOMENTS, {"max_exp_avg_sq"}),
+    "AdamW": (_MOMENTS, {"max_exp_avg_sq"}),
+    "AdamWBF16": (_MOMENTS, set()),
+    "RAdam": (_MOMENTS, set()),
+    "NAdam": ({*_MOMENTS, "mu_product"}, set()),
+    "Adamax": ({"exp_avg", "exp_inf"}, set()),
+    "Adagrad": ({"sum"}, set()),
+    "Adadelta": ({"square_avg", "acc_delta"}, set()),
+    "RMSprop": ({"square_avg"}, {"momentum_buffer", "grad_avg"}),
+    "Rprop": ({"prev", "step_size"}, set()),
+    "SGD": (set(), {"momentum_buffer"}),
+}
+"""By class: the state that it keeps of every parameter besides the number of steps, and what some options add."""
 
 
 def _is_state_alone(kind: str, saved: Mapping[str, Any]) -> bool:
     """Whether it is the state of an Adam without its options, as JAX writes it: then either of torch's can take it."""
     return not saved["groups"] and {kind, saved["class"]} <= _ADAMS
+
+
+def _other_state(kind: str, saved: Mapping[str, Any]) -> str | None:
+    """Names of the state in a converted checkpoint where an optimizer of this kind keeps other state; None where it
+    does not, or that is not known."""
+    needed, possible = _STATE.get(kind, (set(), set()))
+    if saved["class"] != _UNKNOWN or kind not in _STATE:
+        return None
+    for values in saved["state"].values():
+        names = values.keys() - {"step"}
+        if names and not needed <= names <= needed | possible:
+            return ", ".join(sorted(names))
+    return None
 
 
 class _Reading:
@@ -185,6 +217,20 @@ class _Reading:
         self._matched.missing = [name for name in absent if name in expected and name not in ignored]
         self._absent = absent, [*self._matched.missing]
         return self._matched
+
+    def expect_scale(self, model: nn.Module) -> None:
+        """Raise CheckpointError where the model scales what its adapter computes otherwise than the saved one."""
+        if not self.of_adapter or tensor_files.ADAPTER_CONFIG not in self.contents.sizes:
+            return
+        saved, own = json.loads(self.contents.read(tensor_files.ADAPTER_CONFIG)), adapter_config(model)
+        for key in _SCALES:
+            was, now = saved.get(key), getattr(own, key, None)
+            if (was or None) != (now or None):
+                raise CheckpointError(
+                    f"{self.contents} is an adapter with {key}={was!r}, and the model's has {key}={now!r}, with which "
+                    f"the same numbers mean something else: build the adapter with {key}={was!r}, or load it with "
+                    "strict=False"
+                )
 
     def expect_optimizer(self, model: nn.Module, optimizer: Optimizer, strict: bool) -> None:
         """Match the optimizer's parameters with the saved groups and state by fqn."""
@@ -245,8 +291,15 @@ class _Reading:
     def _saved_for(self, kind: str, strict: bool) -> dict[str, Any]:
         """The saved state that an optimizer of this kind can take; empty if another kind was saved."""
         saved: dict[str, Any] | None = self.training["optimizer"]
-        if saved is not None and (saved["class"] in {kind, _UNKNOWN} or _is_state_alone(kind, saved)):
+        other = None if saved is None else _other_state(kind, saved)
+        if saved is not None and other is None and (saved["class"] in {kind, _UNKNOWN} or _is_state_alone(kind, saved)):
             return saved
+        if other is not None and strict:
+            raise CheckpointError(
+                f"{self.contents} was converted, which tells no optimizer's class, and has the state {other}, which is "
+                f"not what {kind} keeps: load it with an optimizer of the class that was trained with, without one, or "
+                "with strict=False, which leaves this one as it is"
+            )
         if saved is None and strict:
             raise CheckpointError(f"{self.contents} was saved without an optimizer: load it without one")
         if saved is not None and strict:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, UsageError, one_line
 from shardwise.offload.medium import Medium, Transfer
 from shardwise.offload.portions import BUFFERS, Kept, Portion, portions_of, ring_bytes_for
 from shardwise.offload.resting_state import RestingState
@@ -65,8 +65,19 @@ class StateStore:
         if ring_bytes > self.ring_bytes:
             while self._buffers:
                 self.medium.drop(self._buffers.pop())
-            self._buffers = [self.medium.buffer(ring_bytes // BUFFERS) for _ in range(BUFFERS)]
+            self._buffers = self._ring(ring_bytes)
         room.add(portions)
+
+    def _ring(self, nbytes: int) -> list[Tensor]:
+        try:
+            return [self.medium.buffer(nbytes // BUFFERS) for _ in range(BUFFERS)]
+        except (RuntimeError, OSError, OverflowError, TypeError) as error:
+            if self._asked_bytes is None:
+                raise
+            raise ConfigError(
+                f"offload.ring_bytes={self._asked_bytes} ({self._asked_bytes // 2**20} MiB): this rank cannot allocate "
+                f"a ring of that size ({one_line(error)}); ask for less, or leave it out for the usual size"
+            ) from error
 
     def _room_of(self, optimizer: Optimizer) -> StateRoom:
         room = self._rooms.get(optimizer)

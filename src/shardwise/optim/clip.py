@@ -10,6 +10,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.lookup import steps_in_backward
+from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 from shardwise.sharded.reductions import global_norms
 
@@ -38,8 +39,12 @@ def clip_grad_norm_(
         The norm before clipping: plain, 0-d, global, equal on all ranks; 0 if there are no gradients.
 
     Raises:
+        UsageError: `max_norm` is below 0, which would turn gradients round, or no number.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
     """
+    given: object = max_norm
+    if not isinstance(given, int | float | Tensor) or not max_norm >= 0:
+        raise UsageError(f"max_norm={max_norm!r}: a number from 0 on, or math.inf to have the norm alone")
     parameters = _parameters(model)
     if any(steps_in_backward(parameter) for parameter in parameters):
         BackwardSteps.refuse(

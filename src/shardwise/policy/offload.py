@@ -34,7 +34,8 @@ class Offload:
                 raise ConfigError(f"offload.{field}={getattr(self, field)!r}: None, 'cpu' or 'nvme'")
             if getattr(self, field) == "nvme" and self.path is None:
                 raise ConfigError(f"offload.{field}='nvme' needs offload.path: a directory on a local disk")
-        if self.ring_bytes is not None and (isinstance(self.ring_bytes, bool) or self.ring_bytes < 1):
+        ring: object = self.ring_bytes
+        if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
             raise ConfigError(f"offload.ring_bytes={self.ring_bytes!r}: a number of bytes, at least 1")
 
     def check_device(self, kind: str) -> None:

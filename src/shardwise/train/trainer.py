@@ -25,6 +25,7 @@ from shardwise.modules.deferred_init.progress import told_to
 from shardwise.plan.models.transformers_models import quiet_transformers
 from shardwise.policy.kinds import KINDS, STATE_KINDS
 from shardwise.train.build import auto, compute_dtype, rank_consistency
+from shardwise.train.build.lora import base_digest
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.optimizer import align_of, build_optimizer, set_lr
 from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, shard_model
@@ -251,7 +252,8 @@ class Trainer:
         with self.ranks.together():
             if self.ranks.is_first and self.config.checkpoint.every:
                 files = files_of(self.data.tokenizer)
-        return Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks, files, bool(self.config.lora.r))
+        base = self.ranks.on_first(lambda: base_digest(self.config))
+        return Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks, files, base)
 
     def _go_on(self, resumed: Resumed | None) -> None:
         """Take up the data, and the loss scale, where a checkpoint left them."""
@@ -438,12 +440,16 @@ class Trainer:
         return MetricsWriter(directory.metrics, directory.evaluations, log.every, board)
 
     def _say_data(self) -> None:
-        train, held_out, _ = self.data
+        train, held_out = self.data.train, self.data.held_out
         seq_len = self.config.data.seq_len
         self.console.say(
             f"{self.config.data.source}: {len(train):,} rows of {seq_len} tokens to train on, "
             f"{len(held_out):,} held out"
         )
+        if self.data.in_plain_template:
+            self.console.say(
+                'the tokenizer has no chat template: a message is written as "### role" on one line and its text below'
+            )
         share = train.target_tokens / (len(train) * (seq_len - 1))
         if share < _FEW_TARGETS:
             self.console.say(f"{share:.0%} of their tokens are learnt, the rest is padding or prompts; all take time")

@@ -71,6 +71,26 @@ def load_net(path: Path) -> State:
     return everything(model, optimizer)
 
 
+def test_state_of_another_class_is_not_taken_for_this_one_s(tmp_path: Path) -> None:
+    """DCP does not say which optimizer wrote it; its state does."""
+    model = sw.shard(nn.Linear(4, 4))
+    adam = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    adam.step()
+    dcp.save({"model": model.state_dict(), "optimizer": adam.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    convert(tmp_path / "dcp", tmp_path / "own")
+    for fitting in (torch.optim.AdamW, torch.optim.Adam):
+        sw.checkpoint.load(tmp_path / "own", model, fitting(model.named_parameters()))
+    for other in (torch.optim.SGD(model.parameters(), momentum=0.9), torch.optim.RMSprop(model.parameters())):
+        with pytest.raises(
+            CheckpointError, match=r"has the state exp_avg, exp_avg_sq, which is not what (SGD|RMSprop)"
+        ):
+            sw.checkpoint.load(tmp_path / "own", model, other)
+        loaded = sw.checkpoint.load(tmp_path / "own", model, other, strict=False)
+        assert not other.state
+        assert "optimizer state of weight" in loaded.missing
+
+
 @pytest.mark.parametrize("form", ["nested", "torchtitan"])
 def test_fsdp2_loads_what_a_checkpoint_became(form: str, ranks: RankPools, tmp_path: Path) -> None:
     state = ranks(2).run(save_net, tmp_path / "own")[0]
@@ -510,7 +530,7 @@ def test_each_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         ((tmp_path / "deep.pt", tmp_path / "x"), "deep.pt: it has no model"),
         ((tmp_path / "args.pt", tmp_path / "x"), "argparse.Namespace"),
         ((weights, own), "exists already"),
-        ((own, weights), "exists already"),
+        ((own, weights), "exists already: name another path, or remove it first"),
         ((own, tmp_path / "x"), "Say --to dcp or --to hf"),
         ((own, tmp_path / "x", "--to", "shardwise"), "of that kind already"),
         ((own, tmp_path / "x", "--to", "zip"), "one of shardwise, dcp, pt, hf"),

@@ -47,6 +47,7 @@ def test_groups(strategy: Any, shard_group: int | None, shards: int, replicas: i
     [
         ({"strategy": "full_shrad"}, "did you mean 'full_shard'"),
         ({"nodes": 0}, "nodes=0: a whole number from 1 on"),
+        ({"nodes": 10**9}, "gpus_per_node=8 x nodes=1000000000 are 8,000,000,000 devices: 1,048,576 at most"),
         ({"micro_batch": 1.5}, "micro_batch=1.5: a whole number"),
         ({"slots": 1}, "slots=1: a whole number from 2 on"),
         ({"optimizer": "muon", "engine": "fsdp2"}, "is forecast for shardwise, which gives matrices owners, not fsdp2"),

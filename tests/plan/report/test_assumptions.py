@@ -1,5 +1,7 @@
 """What a forecast is said to rest on, by device."""
 
+import re
+
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.assumptions import Assumption, assumptions, range_words
 from shardwise.policy.precision import Precision
@@ -37,4 +39,5 @@ def test_a_cpu_has_no_range() -> None:
     known = told(gpu="cpu")
     assert known["range of tokens/s"].value == "none: nothing was published of such a device"
     assert range_words(Job.of(gpu="cpu").hardware) == ""
+    assert re.match(r"0\.\d+ TFLOP/s in bf16", known["large products"].value)
     assert not known["context"].moves

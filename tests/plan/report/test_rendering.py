@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def test_short_names_leave_room_for_the_seconds_of_a_step() -> None:
     text = " ".join(" ".join(lines).split())
     assert "Range of tokens/s: 90% of 46 published runs on this device were between 10% slower and 20%" in text
     assert "Assumed, and may differ: context: 1.0 GiB; 0.3 to 1.0 GiB have been seen" in text
+
+
+def test_launches_are_explained_where_a_row_waits_for_them() -> None:
+    quick = report(gpus_per_node=8)
+    slow = [replace(row, limited_by="launches") for row in quick.exploration.candidates]
+    held_back = replace(quick, exploration=replace(quick.exploration, candidates=tuple(slow)))
+    for to_text in (table_text, page_html):
+        assert "the host launches kernels more slowly" not in " ".join(to_text(quick).split())
+        assert "the host launches kernels more slowly" in " ".join(to_text(held_back).split())
 
 
 def test_kinds_of_memory_are_told_in_words() -> None:

@@ -106,6 +106,14 @@ def test_what_holds_each_back_and_why_others_fall_out() -> None:
     assert exploration.candidates[0].forecast is exploration.best
 
 
+def test_a_step_that_waits_for_launches_is_not_called_bound_by_compute() -> None:
+    job = Job(gpus_per_node=1, micro_batch=4)
+    assert judge(formula(job, usable_bytes=200 * GIB), None).limited_by == "compute"
+    computes_s = formula(job).step_time_s
+    assert judge(formula(job, late_s=computes_s / 10, usable_bytes=200 * GIB), None).limited_by == "compute"
+    assert judge(formula(job, late_s=computes_s, usable_bytes=200 * GIB), None).limited_by == "launches"
+
+
 def test_a_budget_is_what_fits() -> None:
     for budget in (30, 60):
         exploration = explored(Asked(), budget_bytes=budget * GIB)

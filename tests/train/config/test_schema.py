@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, MeshError
@@ -112,6 +112,23 @@ def test_the_last_override_wins(path: Path) -> None:
         ('train.steps="10"', "train.steps = '10': must be an integer"),
         ("train.betas=[0.9]", "train.betas has too few items"),
         ("train.betas=[0.9, 0.9, 0.9]", "train.betas = [0.9, 0.9, 0.9]: must have 2 items"),
+        ("train.betas=0.9", "train.betas = 0.9: must be a list"),
+        (
+            "train.activation_checkpointing=half",
+            "train.activation_checkpointing = 'half': must be 'none', 'full', 'selective-ops', 'every-N' (N from 1 on) "
+            "or 'offload'",
+        ),
+        ("log.name=a/b", "log.name = 'a/b': must be the name of a directory, without / and \\"),
+        (
+            "train.momentum=0.5",
+            '[train] momentum = 0.5 has no effect with optimizer = "adamw": leave it out, or set optimizer = "muon"; '
+            "AdamW has betas",
+        ),
+        (
+            "offload.ring_mib=5",
+            "[offload] ring_mib = 5 has no effect without offload.optimizer, whose state comes through the ring: set "
+            'optimizer = "cpu" or "nvme", or leave ring_mib out (ring_mib=none)',
+        ),
         ("train.clip=nan", "train.clip = nan: must be a finite number"),
         ("parallel.slots=1", "parallel.slots = 1: must be greater than or equal to 2"),
         ("parallel.ranks=all", "parallel.ranks = 'all': must be 'auto', or must be an integer"),
@@ -196,6 +213,12 @@ def test_a_global_batch_must_be_whole_micro_batches(path: Path) -> None:
         load(path, ["train.global_batch=6", "train.micro_batch=2"]).for_ranks(2)
 
 
+@pytest.mark.parametrize("key", ["micro_batch", "global_batch"])
+def test_a_step_that_no_rank_has_memory_for_is_refused(path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=r"5\.12e\+22 tokens of a step on each rank .*: 2147483648 at most; lower"):
+        load(path, [f"train.{key}={10**20 if key == 'micro_batch' else 2 * 10**20}"]).for_ranks(2)
+
+
 values = st.recursive(
     st.text() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.booleans(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -203,6 +226,7 @@ values = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine
 @given(inline=st.dictionaries(st.text().filter(lambda key: key != "model_type"), values, max_size=4))
 def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, inline: dict[str, object]) -> None:
     config = Config.model_validate(

@@ -26,7 +26,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "text", "options", "words"),
     [
         ("no.txt", None, {}, r"data\.source='no\.txt': no files there"),
-        ("e.txt", "", {}, r"data\.source='e\.txt' is empty: 1 file\(s\) of no bytes"),
+        ("e.txt", "", {}, r"data\.source='e\.txt' is empty: 1 file of no bytes"),
         ("e.jsonl", '{"text": ""}\n', {}, r"holds no text in 1 file"),
         ("r.jsonl", '{"body": "x"}\n', {}, r"r\.jsonl:1: a row needs text, messages.* this one has body"),
         ("r.csv", "title,body\na,b\n", {}, r"r\.csv:1: a row needs text.* this one has title, body"),

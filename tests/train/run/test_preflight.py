@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import convert
-from shardwise.errors import ConfigError, MeshError
+from shardwise.errors import ConfigError, MeshError, PlanError
 from shardwise.train.config.files import load
 from shardwise.train.data.sources import find_files, read_documents
 from shardwise.train.data.tokenizer import load_tokenizer
@@ -85,6 +85,22 @@ def test_more_ranks_than_cores_are_told(room: Path, monkeypatch: pytest.MonkeyPa
     warning = crowding(check(four, 0), 0)
     assert warning == "parallel.ranks=4 on 3 cores: the ranks take turns, and start slowly"
     assert crowding(check(four, 4), 4) is None
+
+
+def test_more_ranks_than_memory_has_room_for_are_not_started(room: Path) -> None:
+    with pytest.raises(MeshError, match=r"parallel\.ranks=1000000: a CPU rank takes 200 MiB .*; ask for fewer"):
+        check(load(room / "tiny.toml", ["parallel.ranks=1000000"]), 0)
+
+
+def test_hardware_that_plans_are_to_take_is_looked_for_whatever_the_strategy(room: Path) -> None:
+    check(load(room / "tiny.toml", ["parallel.hardware=h100-sxm-80gb"]), 0)
+    with pytest.raises(PlanError, match="unknown device 'h101'"):
+        check(load(room / "tiny.toml", ["parallel.hardware=h101"]), 0)
+
+
+def test_names_of_a_hub_are_told_that_nothing_is_downloaded(room: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.tokenizer='gpt2': nothing is there; name a directory of this"):
+        check(load(room / "tiny.toml", ["data.tokenizer=gpt2"]), 0)
 
 
 def test_a_rank_may_see_its_own_gpu_alone() -> None:

@@ -32,6 +32,8 @@ from shardwise.files.local_file import allocate
 METADATA = {"format": "pt"}
 MODEL, ADAPTER, OPTIMIZER = "model", "adapter_model", "optimizer"
 """Stems. PEFT's own is the second, of adapters without their base."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Beside the second."""
 
 
 class WritablePiece(Protocol):

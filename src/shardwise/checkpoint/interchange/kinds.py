@@ -12,7 +12,6 @@ from shardwise.checkpoint.publish import commit
 from shardwise.errors import CheckpointError
 
 PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = f"{tensor_files.ADAPTER}.safetensors"
 _PICKLE = b"\x80"
 _ZIP = b"PK\x03\x04"
@@ -76,7 +75,7 @@ def _of_others(path: Path) -> Kind:
 
 def is_adapter(path: Path) -> bool:
     """Whether a directory has an adapter in it, as PEFT writes it; a checkpoint of ours may."""
-    return (path / ADAPTER_CONFIG).is_file() and (path / ADAPTER_WEIGHTS).is_file()
+    return (path / tensor_files.ADAPTER_CONFIG).is_file() and (path / ADAPTER_WEIGHTS).is_file()
 
 
 def _own(location: Location) -> Kind:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.format import manifest, tensor_files
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
+from shardwise.checkpoint.format.tensor_files import ADAPTER_CONFIG as CONFIG
 from shardwise.checkpoint.interchange.carried import Carried, Run, Tensors, parts
-from shardwise.checkpoint.interchange.kinds import ADAPTER_CONFIG as CONFIG
 from shardwise.checkpoint.interchange.kinds import ADAPTER_WEIGHTS as WEIGHTS
 from shardwise.checkpoint.interchange.safetensors_files import (
     SafetensorsTensors,

@@ -34,7 +34,7 @@ def begin(path: Path, overwrite: bool = False) -> Path:
 
     Raises CheckpointError if `path` is taken: by anything at all, or by anything but a checkpoint if `overwrite`.
     """
-    if path.is_symlink() or (path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None)):
+    if _is_taken(path):
         if not overwrite:
             raise CheckpointError(
                 f"{path} exists already: save to another path, remove it first, or replace it with overwrite=True"
@@ -47,6 +47,11 @@ def begin(path: Path, overwrite: bool = False) -> Path:
     for above in new:
         sync(above.parent)
     return partial
+
+
+def _is_taken(path: Path) -> bool:
+    """By anything but an empty directory."""
+    return path.is_symlink() or (path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None))
 
 
 def commit(path: Path) -> None:
@@ -105,6 +110,8 @@ def building(path: Path) -> Iterator[Path]:
 
     Raises CheckpointError if `path` is taken.
     """
+    if _is_taken(path):
+        raise CheckpointError(f"{path} exists already: name another path, or remove it first")
     partial = begin(path)
     try:
         yield partial

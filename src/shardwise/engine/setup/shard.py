@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.engine import Engine
@@ -113,7 +113,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         _checked_align(align),
     )
     clear_up(below.values())
-    ignored = list(ignored)
+    ignored = _checked_ignored(ignored)
     old = units_of(tree, below)
     plans = _plans(tree, units, ignored, bool(below))
     _check_kept(tree, plans, precision)
@@ -249,6 +249,19 @@ def _checked_resharding(asked: bool | int | None) -> bool | int | None:
     """A group of one rank is no resharding."""
     if asked is None or isinstance(asked, bool):
         return asked
-    if asked < 1:
+    number: object = asked
+    if not isinstance(number, int) or asked < 1:
         raise ConfigError(f"reshard_after_forward={asked!r}: None, True, False or a number of ranks")
     return False if asked == 1 else asked
+
+
+def _checked_ignored(asked: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """A name would be passed over, and its parameter sharded."""
+    given: object = asked
+    found: list[nn.Parameter] = [*asked] if not isinstance(given, str) else []
+    wrong: list[object] = [given] if isinstance(given, str) else [one for one in found if not isinstance(one, Tensor)]
+    if wrong:
+        raise ConfigError(
+            f"ignored: {wrong[0]!r:.80} is no parameter; pass parameters, such as model.head.parameters()"
+        )
+    return found

@@ -12,6 +12,8 @@ from shardwise.suggest import did_you_mean
 
 USUAL_GPU = "h100-sxm-80gb"
 
+MOST_RANKS = 2**20
+"""Of a job: more devices than any cluster has, and numbers of ranks that are still listed in no time."""
 SEGMENTS = ("fixed", "expandable")
 """PyTorch's default; or `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 
@@ -59,6 +61,11 @@ class Machines:
     def _check_machines(self) -> None:
         for name in ("gpus_per_node", "nodes"):
             check_count(name, getattr(self, name), 1)
+        if self.world_size > MOST_RANKS:
+            raise ConfigError(
+                f"gpus_per_node={self.gpus_per_node} x nodes={self.nodes} are {self.world_size:,} devices: "
+                f"{MOST_RANKS:,} at most"
+            )
         for name in ("context_bytes", "nccl_bytes"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 0)

@@ -27,6 +27,7 @@ _HEADS = (
     "AutoModelForImageClassification",
     "AutoModelForSeq2SeqLM",
     "AutoModelForMaskedLM",
+    "AutoModelForImageTextToText",
     "AutoModel",
 )
 _SEQUENCE_TO_SEQUENCE = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")

@@ -88,7 +88,7 @@ def _figures(job: Job) -> dict[str, tuple[Figure, str]]:
         "usable memory": (hardware.usable_bytes, f"{gib(hardware.usable_bytes.value)} GiB"),
         f"peak rate in {dtype}": (
             hardware.peak_flops.get(dtype, hardware.peak_flops["fp32"]),
-            f"{hardware.peak(dtype) / 1e12:,.0f} TFLOP/s dense",
+            f"{_teras(hardware.peak(dtype))} TFLOP/s dense",
         ),
         "memory bandwidth": (hardware.memory_bytes_per_s, f"{hardware.memory_bytes_per_s.value / 1e9:,.0f} GB/s"),
         "link in a node": (hardware.link_bytes_per_s, f"{hardware.link_bytes_per_s.value / 1e9:,.0f} GB/s one way"),
@@ -99,13 +99,18 @@ def _figures(job: Job) -> dict[str, tuple[Figure, str]]:
     return figures
 
 
+def _teras(rate: float) -> str:
+    """A rate over 1e12. A processor's is a part of one."""
+    return f"{rate / 1e12:,.0f}" if rate >= 10e12 else f"{rate / 1e12:.2g}"
+
+
 def _source(figure: Figure) -> str:
     return f"{figure.source}; {figure.note}" if figure.note else figure.source
 
 
 def _products(hardware: Hardware, dtype: str) -> Assumption:
     """The rate of a large product."""
-    words = f"{hardware.sustained(dtype) / 1e12:,.0f} TFLOP/s in {dtype}"
+    words = f"{_teras(hardware.sustained(dtype))} TFLOP/s in {dtype}"
     figure = hardware.matmul_flops.get(dtype)
     if figure is not None:
         return Assumption("large products", f"{words} ({_source(figure)})")
@@ -120,7 +125,7 @@ def _attention(hardware: Hardware) -> Assumption:
     """The rate of fused attention."""
     figure = hardware.attention_flops.get("flash2")
     if figure is not None:
-        return Assumption("fused attention", f"{figure.value / 1e12:,.0f} TFLOP/s ({_source(figure)})")
+        return Assumption("fused attention", f"{_teras(figure.value)} TFLOP/s ({_source(figure)})")
     share = f"{ATTENTION_SHARE:.0%} of a large product's rate, as nobody published it"
     most = _ATTENTION_SHARES[1] / ATTENTION_SHARE
     return Assumption("fused attention", share, f"attention may take up to {1 - 1 / most:.0%} less time")

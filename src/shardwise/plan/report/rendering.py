@@ -45,7 +45,8 @@ def table_text(report: PlanReport) -> str:
     blocks = [f"{report.title}\n{_wrapped(report.setting)}"]
     if report.rows:
         range_ = f"Range of tokens/s: {report.range_words}." if report.range_words else ""
-        blocks.append("\n".join(line for line in (_table(report.rows), _NOTE, _wrapped(range_)) if line))
+        notes = (_NOTE, _wrapped(report.launches_words), _wrapped(range_))
+        blocks.append("\n".join(line for line in (_table(report.rows), *notes) if line))
     if report.best is not None:
         blocks.append(_breakdown(report))
     if report.fallen:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.report.assumptions import Assumption
-from shardwise.plan.search.exploration import Candidate, Exploration, Verdict, available_bytes, needed_bytes
+from shardwise.plan.search.exploration import (
+    LAUNCHES,
+    Candidate,
+    Exploration,
+    Verdict,
+    available_bytes,
+    needed_bytes,
+)
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.strategy import Strategy
 
@@ -49,6 +56,13 @@ class PlanReport:
             return rows
         firsts = {id(candidate) for candidate in by_strategy(self.exploration)}
         return [row for row in rows if id(row) in firsts]
+
+    @property
+    def launches_words(self) -> str:
+        """What "launches" means, where that limits a row; else nothing."""
+        if not any(row.limited_by == LAUNCHES for row in self.rows):
+            return ""
+        return "Launches: the host launches kernels more slowly than the GPU runs them; larger micro-batches help."
 
     @property
     def bars(self) -> list[Bar]:

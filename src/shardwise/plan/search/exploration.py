@@ -14,7 +14,9 @@ from shardwise.plan.simulate.forecast import Forecast
 Evaluate = Callable[[Job], Forecast]
 
 WAITING_SHARE = 0.2
-"""Of a step that waits for the network or the host, from which on that is what holds a configuration back."""
+"""Of a step that waits for the network, the host's copies or its launches, from which on that is what holds a
+configuration back."""
+LAUNCHES = "launches"
 
 
 LARGEST_CLUSTER_NODES = 4096
@@ -70,7 +72,8 @@ class Candidate:
     forecast: Forecast | None
     """None where the verdict follows without one."""
     limited_by: str
-    """The bottleneck (memory, network, host, compute), or why it is not among the fitting ones, as a sentence."""
+    """The bottleneck (memory, network, host, launches, compute), or why it is not among the fitting ones, as a
+    sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,11 @@ def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
     if on_host > forecast.host_has_bytes:
         why = f"needs {gib(on_host)} of the {gib(forecast.host_has_bytes)} GiB of a node's host"
         return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why)
-    waits = {"network": forecast.exposed_comm_s, "host": forecast.exposed_offload_s}
+    waits = {
+        "network": forecast.exposed_comm_s,
+        "host": forecast.exposed_offload_s,
+        LAUNCHES: forecast.late_s,
+    }
     longest = max(waits, key=lambda name: waits[name])
     holds_back = waits[longest] > WAITING_SHARE * forecast.step_time_s
     return Candidate(forecast.job, Verdict.FITS, forecast, longest if holds_back else "compute")

@@ -140,6 +140,11 @@ class Forecast:
         return on_device <= self.usable_bytes and self.host_bytes_per_node <= self.host_has_bytes
 
     @property
+    def late_s(self) -> float:
+        """Time of a step in which computation stands still because the host has not launched what comes next."""
+        return self.step_time_s - self.compute_s - self.exposed_comm_s - self.exposed_offload_s
+
+    @property
     def host_bytes_per_node(self) -> int:
         """`host_bytes_per_rank` of all ranks of a node."""
         return self.host_bytes_per_rank * self.job.gpus_per_node
@@ -271,7 +276,7 @@ def forecast_of(recording: Recording) -> Forecast:
         disk_bytes_per_rank=moved.disk_bytes,
         bytes_sent_per_rank=round(timeline.bytes_sent),
         flops_per_rank=timeline.flops,
-        price_per_hour=job.price_per_hour if job.price_per_hour is not None else _listed_price(hardware),
+        price_per_hour=price_of(job),
         recording=recording,
     )
 
@@ -295,8 +300,10 @@ def _idle_params(recording: Recording) -> int:
     return round(idle / recording.job.accumulation)
 
 
-def _listed_price(hardware: Hardware) -> float | None:
-    return None if hardware.price_per_hour is None else hardware.price_per_hour.value
+def price_of(job: Job) -> float | None:
+    """Of one device for an hour: the job's, else the hardware data's, else unknown."""
+    listed = job.hardware.price_per_hour
+    return job.price_per_hour if job.price_per_hour is not None or listed is None else listed.value
 
 
 def _timeline(recording: Recording) -> Timeline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from shardwise.plan.dry_run.cache import recording_name
@@ -11,7 +11,7 @@ from shardwise.plan.dry_run.recording import Facts, Recording
 from shardwise.plan.hardware.host import usual_host
 from shardwise.plan.kept import files
 from shardwise.plan.models.source import ModelSource
-from shardwise.plan.simulate.forecast import Forecast
+from shardwise.plan.simulate.forecast import Forecast, price_of
 
 _APART = frozenset({"job", "recording"})
 _FIELDS = [known.name for known in fields(Forecast) if known.name not in _APART]
@@ -31,7 +31,8 @@ def kept_forecast(source: ModelSource, job: Job, scaled: bool) -> Forecast | Non
         return None
     try:
         facts = Facts(**plain.pop("facts"))
-        return Forecast(job=job, recording=Recording(job, facts, ()), **{**plain, "peak_at": tuple(plain["peak_at"])})
+        anew = {"peak_at": tuple(plain["peak_at"]), "price_per_hour": price_of(job)}
+        return Forecast(job=job, recording=Recording(job, facts, ()), **{**plain, **anew})
     except (AttributeError, KeyError, TypeError):
         return None
 
@@ -45,9 +46,10 @@ def keep_forecast(source: ModelSource, forecast: Forecast, scaled: bool) -> None
 
 
 def _name(source: ModelSource, job: Job, scaled: bool) -> str | None:
-    """For everything that a forecast depends on: the recording, and what recordings do not know of."""
+    """For everything that a forecast depends on: the recording, and what recordings do not know of. Not for the price,
+    which is multiplied with at the end."""
     recording = None if files.cache_directory() is None else recording_name(source, job)
     if recording is None:
         return None
     machines = [repr(job.hardware), repr(job.node_interconnect), repr(usual_host())]
-    return files.name_of("forecast", recording, repr(job), machines, scaled)
+    return files.name_of("forecast", recording, repr(replace(job, price_per_hour=None)), machines, scaled)

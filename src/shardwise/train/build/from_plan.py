@@ -35,6 +35,11 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
     """
     check_model(source)
     _check_job(job)
+    if job.attention != source.attention:
+        raise PlanError(
+            f"`shardwise train` takes the fastest attention that the model has, {source.attention}, not "
+            f"{job.attention}: plan without --attention, or train with sw.shard in a script of your own"
+        )
     precision = job.precision
     master = short_dtype_name(precision.master or "float32")
     if job.lora:

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
+from shardwise.checkpoint.interchange.safetensors_files import read_hugging_face
 from shardwise.errors import ConfigError, one_line
 from shardwise.suggest import did_you_mean
-from shardwise.train.config.schema import LoraConfig, ModelConfig
+from shardwise.train.config.schema import Config, LoraConfig, ModelConfig
+
+_SAMPLE_NUMEL = 16
+"""Of each tensor of a base."""
 
 
 def add_adapter(model: nn.Module, lora: LoraConfig, config: ModelConfig) -> nn.Module:
@@ -48,6 +53,38 @@ def add_adapter(model: nn.Module, lora: LoraConfig, config: ModelConfig) -> nn.M
             parameter.data = parameter.data.float()
     result: nn.Module = adapted
     return result
+
+
+def base_digest(config: Config) -> str:
+    """What tells one base from another: of files the sample of each tensor, whatever the directory is called; of random
+    numbers what they follow from. Empty without an adapter. Reads files, is not collective."""
+    if not config.lora.r:
+        return ""
+    if config.model.weights is None:
+        return f"random numbers of train.seed={config.train.seed} and model.init={config.model.init!r}"
+    tensors = read_hugging_face(Path(config.model.weights)).model
+    digest = xxhash.xxh3_64()
+    for name, tensor in sorted(tensors.stored.items()):
+        middle = tensor.numel // 2
+        sample = tensors.read(name, middle, min(middle + _SAMPLE_NUMEL, tensor.numel))
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+    return f"weights with the digest {digest.hexdigest()}"
+
+
+def check_base(saved: str | None, own: str, path: Path | str) -> None:
+    """Raise ConfigError if a run's adapter was trained beside another base.
+
+    Args:
+        saved: of the checkpoint, as `base_digest` gave it; None or empty: not known.
+        own: of this start of the run.
+        path: the checkpoint.
+    """
+    if saved and own and saved != own:
+        raise ConfigError(
+            f"{path} is an adapter that was trained beside {saved}, and this run's base has {own}: set model.weights, "
+            "model.init and train.seed back, or set log.name to train anew"
+        )
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:

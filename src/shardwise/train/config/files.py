@@ -129,7 +129,9 @@ def _reason(detail: ErrorDetails) -> str:
     if detail["type"] == "literal_error":
         return f"must be {detail['ctx']['expected']}"
     if detail["type"] == "string_pattern_mismatch":
-        return f"must match {detail['ctx']['pattern']}"
+        return _PATTERNS_IN_WORDS[str(detail["loc"][-1])]
+    if detail["type"] == "tuple_type":
+        return "must be a list"
     if detail["type"] in ("too_long", "too_short"):
         return f"must have {detail['ctx'].get('max_length', detail['ctx'].get('min_length'))} items"
     reason = detail["msg"].replace("Input should be ", "must be ").replace("String should have ", "must have ")
@@ -143,6 +145,11 @@ def _field_path(location: Sequence[str | int]) -> list[str]:
     return keys[:2]
 
 
+_PATTERNS_IN_WORDS = {
+    "activation_checkpointing": "must be 'none', 'full', 'selective-ops', 'every-N' (N from 1 on) or 'offload'",
+    "name": "must be the name of a directory, without / and \\",
+}
+"""By key: what its pattern asks for."""
 _OTHERS_NAMES = {
     "learning_rate": "train.lr",
     "max_steps": "train.steps",

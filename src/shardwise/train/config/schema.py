@@ -29,6 +29,8 @@ StrategyName = Literal[
 DtypeName = Literal["fp32", "bf16", "fp16"]
 HYBRID_STRATEGIES: frozenset[StrategyName] = frozenset({"hybrid_shard", "hybrid_shard_zero2"})
 
+_MOST_TOKENS = 2**31
+"""Of a step on one rank, which has them in memory all at once."""
 UNSET = "unset"
 """Of `data.source`, where only the user can know."""
 
@@ -183,6 +185,15 @@ class TrainConfig(Section):
             raise ValueError("clip_units goes with optimizer_in_backward = true; clip has the norm of all gradients")
         return self
 
+    @model_validator(mode="after")
+    def _has_momentum_where_it_counts(self) -> Self:
+        if self.optimizer != "muon" and self.momentum != type(self).model_fields["momentum"].default:
+            raise ValueError(
+                f'momentum = {self.momentum:g} has no effect with optimizer = "{self.optimizer}": leave it out, or set '
+                'optimizer = "muon"; AdamW has betas'
+            )
+        return self
+
 
 class ParallelConfig(Section):
     """`[parallel]`: how the model is sharded, over how many ranks."""
@@ -242,6 +253,15 @@ class OffloadConfig(Section):
     def _has_a_path(self) -> Self:
         if self.on_disk is not None and self.path is None:
             raise ValueError(f'{self.on_disk} = "nvme" needs path, a directory on a local disk')
+        return self
+
+    @model_validator(mode="after")
+    def _has_something_in_its_ring(self) -> Self:
+        if self.ring_mib is not None and self.optimizer is None:
+            raise ValueError(
+                f"ring_mib = {self.ring_mib} has no effect without offload.optimizer, whose state comes through the "
+                'ring: set optimizer = "cpu" or "nvme", or leave ring_mib out (ring_mib=none)'
+            )
         return self
 
     @property
@@ -327,6 +347,12 @@ class Config(Section):
             raise ConfigError(
                 f"train.global_batch={global_batch} is not a multiple of train.micro_batch x ranks "
                 f"= {self.train.micro_batch} x {world_size} = {one_pass}"
+            )
+        tokens = global_batch // world_size * self.data.seq_len
+        if tokens > _MOST_TOKENS:
+            raise ConfigError(
+                f"{tokens:.3g} tokens of a step on each rank (train.global_batch={global_batch} / {world_size} ranks x "
+                f"data.seq_len={self.data.seq_len}): {_MOST_TOKENS} at most; lower train.micro_batch or global_batch"
             )
         if self.train.optimizer_in_backward and global_batch != one_pass:
             raise ConfigError(

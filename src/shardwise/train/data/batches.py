@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.config.schema import DataConfig
-from shardwise.train.data.encoding import encode_document
+from shardwise.train.data.encoding import encode_document, is_in_plain_template
 from shardwise.train.data.holdout import hold_out
 from shardwise.train.data.order import Order, Position
 from shardwise.train.data.packing import PackedRows, pack
@@ -47,6 +47,8 @@ class Datasets(NamedTuple):
     train: PackedRows
     held_out: PackedRows
     tokenizer: Tokenizer
+    in_plain_template: bool = False
+    """Whether conversations are written in the built-in template."""
 
     def __str__(self) -> str:
         """In words that are the same where the data is."""
@@ -70,7 +72,8 @@ def load_datasets(config: DataConfig) -> Datasets:
     )
     if not len(train):
         raise ConfigError(f"data.source={config.source!r} has no token to learn in rows of seq_len={config.seq_len}")
-    return Datasets(train, held_out, tokenizer)
+    plain = any(is_in_plain_template(document, tokenizer) for part in split for document in part)
+    return Datasets(train, held_out, tokenizer, plain)
 
 
 @dataclass(frozen=True, slots=True)

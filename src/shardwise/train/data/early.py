@@ -18,7 +18,7 @@ from shardwise.train.config.schema import DataConfig, ModelConfig
 from shardwise.train.data.corpus import BUILTIN_CORPORA, BUILTIN_PREFIX
 from shardwise.train.data.documents import Document, document_of_row
 from shardwise.train.data.holdout import hold_out
-from shardwise.train.data.sources import find_files, format_of, read_documents
+from shardwise.train.data.sources import counted, find_files, format_of, read_documents
 from shardwise.train.data.tokenizer import BYTES, ByteTokenizer
 
 SMALL_BYTES = 2**20
@@ -42,7 +42,7 @@ def check_data(config: DataConfig) -> None:
     with reading("data.source", config.source):
         total_bytes = sum(file.stat().st_size for file in files)
         if not total_bytes:
-            raise ConfigError(f"data.source={config.source!r} is empty: {len(files)} file(s) of no bytes")
+            raise ConfigError(f"data.source={config.source!r} is empty: {counted(len(files))} of no bytes")
         if total_bytes > SMALL_BYTES:
             _check_first_row(files[0], config.format or format_of(files[0]))
             return

@@ -37,12 +37,14 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> EncodedDocument
     Raises:
         ConfigError: a conversation that the tokenizer's chat template cannot render or whose replies it hides.
     """
-    if document.messages and isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.chat_template:
+    if is_in_plain_template(document, tokenizer):
+        segments = tuple(_plain_chat_segments(document))
+    elif document.messages:
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        assert tokenizer.chat_template is not None
         if _GENERATION_TAG in tokenizer.chat_template.replace("{%-", "{%").replace("-%}", "%}"):
             return _encode_marked_chat(document, tokenizer)
         segments = tuple(_template_segments(document, tokenizer))
-    elif document.messages:
-        segments = tuple(_plain_chat_segments(document))
     else:
         segments = document.segments
     ids: list[int] = []
@@ -56,6 +58,11 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> EncodedDocument
     if is_target:
         is_target[0] = False
     return _encoded(ids, is_target, document.whole)
+
+
+def is_in_plain_template(document: Document, tokenizer: Tokenizer) -> bool:
+    """Whether a document is a conversation that is written in the built-in template, because the tokenizer has none."""
+    return bool(document.messages) and not (isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.chat_template)
 
 
 def _encoded(ids: list[int], is_target: list[bool], whole: bool) -> EncodedDocument:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,13 +45,18 @@ def read_documents(source: str, file_format: str | None = None) -> list[Document
         for file in files:
             documents.extend(_read_file(file, file_format or format_of(file)))
     if not documents:
-        raise ConfigError(f"data.source={source!r} holds no text in {len(files)} file(s)")
+        raise ConfigError(f"data.source={source!r} holds no text in {counted(len(files))}")
     return documents
 
 
 def format_of(file: Path) -> str:
     """The format that a file's suffix says."""
     return _SUFFIX_FORMATS.get(file.suffix.lower(), "text")
+
+
+def counted(files: int) -> str:
+    """A number of files in words."""
+    return "1 file" if files == 1 else f"{files} files"
 
 
 def find_files(source: str) -> list[Path]:
@@ -105,6 +111,7 @@ def _read_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises
     builder, options = _BUILDERS[file_format]
     try:
         table = datasets.load_dataset(builder, data_files=str(file), split="train", **options)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
+from shardwise.train.build.lora import check_base
 from shardwise.train.build.optimizer import options_of, set_options
 from shardwise.train.data.order import Position
 from shardwise.train.process.ranks import Ranks
@@ -24,8 +25,8 @@ class Checkpoints(KeptCheckpoints):
     ranks: Ranks
     files: Mapping[str, bytes] = field(default_factory=dict)
     """That go along with each: the tokenizer's. Rank 0's."""
-    of_adapter: bool = False
-    """Whether they hold the model's adapter alone."""
+    base: str = ""
+    """What the adapter is trained beside that they hold alone (`lora.base_digest`); empty where they hold the model."""
 
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizer, position: Position, extra: Mapping[str, Any]
@@ -38,7 +39,7 @@ class Checkpoints(KeptCheckpoints):
             position: of the next sample.
             extra: what else a resumed run needs; `resume` does not interpret it.
         """
-        everything = {**extra, "data": asdict(position)}
+        everything = {**extra, "data": asdict(position), **({"base": self.base} if self.base else {})}
         sw.checkpoint.save(
             self.path(step),
             model,
@@ -47,7 +48,7 @@ class Checkpoints(KeptCheckpoints):
             everything,
             self.config.asynchronous,
             files=self.files,
-            adapter=self.of_adapter,
+            adapter=bool(self.base),
         )
         self.on_first("old checkpoints cannot be removed", self.drop_old)
 
@@ -67,7 +68,8 @@ class Checkpoints(KeptCheckpoints):
         optimizer keeps its options, which are the configuration's, and gets the saved state.
 
         Raises:
-            ConfigError: there are checkpoints of the run and none may be, or can be, used.
+            ConfigError: there are checkpoints of the run and none may be, or can be, used; or it is an adapter that was
+                trained beside another base.
             CheckpointError: the one that the configuration names is no checkpoint or is damaged; or, as
                 UnreadableError, storage does not let a checkpoint be read, which is then left as it is.
         """
@@ -76,5 +78,6 @@ class Checkpoints(KeptCheckpoints):
             return None
         options = options_of(optimizer)
         loaded = sw.checkpoint.load(path, model, optimizer)
+        check_base(loaded.get("base"), self.base, path)
         changed = set_options(optimizer, options)
         return self.resumed(path, loaded.step, loaded, set_aside, changed)

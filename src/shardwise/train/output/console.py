@@ -172,7 +172,8 @@ def summary_table(strategy: str, world_size: int, footprint: Footprint) -> Table
     """Bytes per rank: counted under this strategy, and computed for DDP from the same tensors at their global size."""
     rows = [(kind, footprint.largest[kind], footprint.replicated[kind]) for kind in STATE_KINDS]
     rows.append(("all", footprint.largest_bytes, footprint.replicated_bytes))
-    return _bytes_table(f"bytes per rank on {world_size} rank(s)", (f"{strategy}, counted", "DDP, computed"), rows)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return _bytes_table(f"bytes per rank on {ranks}", (f"{strategy}, counted", "DDP, computed"), rows)
 
 
 def plan_table(outlook: Outlook, peak: Mapping[str, int]) -> Table:

@@ -7,12 +7,16 @@ from pathlib import Path
 from shardwise.checkpoint.format import manifest
 from shardwise.checkpoint.io.storage import directory_of, is_url
 from shardwise.errors import ConfigError, MeshError
+from shardwise.plan.hardware.devices import find_device
 from shardwise.suggest import nearest_path
 from shardwise.train.config.files import reading
 from shardwise.train.config.schema import UNSET, Config
 from shardwise.train.data.early import check_data, check_model
 
 DEFAULT_CPU_RANKS = 2
+_RANK_BYTES = 200 * 2**20
+"""Of a CPU rank before it has a model."""
+_NO_HUB = "; name a directory of this machine: nothing is downloaded from a hub"
 
 
 def check(config: Config, gpus: int) -> Config:
@@ -83,7 +87,19 @@ def _ranks(config: Config, gpus: int) -> int:
     if config.parallel.ranks == "auto":
         return gpus or DEFAULT_CPU_RANKS
     check_devices(config.parallel.ranks, gpus)
+    if not gpus:
+        _check_memory(config.parallel.ranks)
     return config.parallel.ranks
+
+
+def _check_memory(ranks: int) -> None:
+    """Raise MeshError for more CPU ranks than this machine's memory has room for, whatever they train."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if ranks * _RANK_BYTES > total_bytes:
+        raise MeshError(
+            f"parallel.ranks={ranks}: a CPU rank takes {_RANK_BYTES // 2**20} MiB before it has a model, and this "
+            f"machine has {total_bytes // 2**20:,} MiB; ask for fewer"
+        )
 
 
 def _check_files(config: Config) -> None:
@@ -98,7 +114,10 @@ def _check_files(config: Config) -> None:
         if name is not None:
             with reading(key, name):
                 if not _is_there(key, name):
-                    raise ConfigError(f"{key}={name!r}: nothing is there{nearest_path(Path(name))}")
+                    hint = nearest_path(Path(name)) or ("" if key == "checkpoint.resume" else _NO_HUB)
+                    raise ConfigError(f"{key}={name!r}: nothing is there{hint}")
+    if config.parallel.hardware is not None:
+        find_device(config.parallel.hardware)
     check_data(config.data)
     check_model(config.model, config.data)
 

@@ -1,0 +1,37 @@
+"""The Makefile where an installation was interrupted."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+def test_an_environment_whose_making_was_interrupted_is_completed(tmp_path: Path) -> None:
+    """It has an interpreter and no pip yet. What would be downloaded fails here, which comes after that."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    venv.create(tmp_path / ".venv", with_pip=False)
+    nowhere = {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": "",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+    ended = subprocess.run(
+        ["make", ".venv/.run-done", f"PYTHON={sys.executable}"],
+        cwd=tmp_path,
+        env={**os.environ, **nowhere},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode != 0
+    assert "No module named pip" not in ended.stderr
+    assert "torch==2.13.0" in ended.stderr
+    assert not (tmp_path / ".venv" / ".run-done").exists()
