@@ -59,6 +59,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "on_jax": {"config", "data", "run", "process", "output"},
         ".": {"config", "data", "run", "process", "build", "output"},
     },
+    "cli": {"process": set(), ".": {"process"}},
 }
 NO_TORCH = {"errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "files", "jax"}
 TOP = "the package itself"
