@@ -78,7 +78,7 @@ def _as_forward(function: Any, name: str) -> Any:
             output = engine.post_forward(unit, output)
         return output
 
-    setattr(call, _REGISTERED, True)
+    call.__dict__[_REGISTERED] = True
     return call
 
 
