@@ -213,7 +213,7 @@ def test_rows_of_a_micro_batch_stay_on_their_device() -> None:
         ({"compute_dtype": "bf61"}, ConfigError, "compute_dtype = 'bf61'"),
         ({"compute_dtype": jnp.int32}, ConfigError, "compute_dtype = 'int32'"),
         ({"accumulation": 2.0}, ConfigError, r"accumulation=2\.0: .* whole number"),
-        ({"tx": optax.adamw}, UsageError, "is no optimizer of optax: pass one such as"),
+        ({"tx": optax.adamw}, UsageError, "is not an optimizer of optax: pass one such as"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -245,11 +245,11 @@ def test_states_that_cannot_be() -> None:
     step(state, batch)
     with pytest.raises(UsageError, match="was given to a step before, which took its memory over"):
         step(state, batch)
-    with pytest.raises(UsageError, match=r"a dict is no state: make one with step\.init"):
+    with pytest.raises(UsageError, match=r"a dict is not a state: make one with step\.init"):
         step.lower({"w": 1}, batch)
     other = swj.mesh()
     elsewhere = step.init(swj.init(small.create, mesh).abstract())
-    with pytest.raises(UsageError, match="does not lie on the step's mesh"):
+    with pytest.raises(UsageError, match="is not placed on the step's mesh"):
         swj.train_step(small.loss_fn, optax.adamw(small.LR), other).lower(elsewhere, batch)
 
 
@@ -270,7 +270,7 @@ def test_losses_that_cannot_be(returned: Any, said: str) -> None:
 
 def test_parameters_must_lie_on_the_mesh() -> None:
     step = swj.train_step(small.loss_fn, optax.sgd(0.1), swj.mesh())
-    with pytest.raises(UsageError, match=r"'w' does not lie on this mesh: make it with init"):
+    with pytest.raises(UsageError, match=r"'w' is not placed on this mesh: make it with init"):
         step.init({"w": jnp.zeros((8, 8))})
 
 

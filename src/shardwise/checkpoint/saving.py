@@ -81,10 +81,10 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
             `adapter_config.json`). `load` leaves the base as it is.
 
     Raises:
-        CheckpointError: `path` exists (with `overwrite`: and is no checkpoint), it cannot be written, or not all ranks
-            see it; or the asynchronous save before failed, and nothing else was done. UsageError: something that cannot
-            be saved. MismatchError: ranks want to save different things. On every rank, whichever failed; then `path`
-            is as it was before.
+        CheckpointError: `path` exists (with `overwrite`: and is not a checkpoint), it cannot be written, or not all
+            ranks see it; or the asynchronous save before failed, and nothing else was done. UsageError: something that
+            cannot be saved. MismatchError: ranks want to save different things. On every rank, whichever failed; then
+            `path` is as it was before.
 
     No weights travel between ranks: each writes the byte ranges of its own fragments, replicas sharing the work.
     """

@@ -84,7 +84,7 @@ def _asked_of_jax(options: Options) -> "Asked":
     for field in fields(Options):
         if field.name not in _OF_JAX and getattr(options, field.name) != field.default:
             name = {"foreign": "from", "compiled": "compile"}.get(field.name, field.name.replace("_", "-"))
-            raise UserError(f"--{name} says nothing to --backend jax: leave it out")
+            raise UserError(f"--{name} has no effect with --backend jax: leave it out")
     precision = options.precision or "bf16"
     if precision not in PRECISIONS:
         raise PlanError(f"--precision {precision}: with --backend jax one of {', '.join(PRECISIONS)}")

@@ -53,7 +53,7 @@ def state_of(model: Any, tx: optax.GradientTransformation, mesh: Mesh) -> TrainS
     for path, leaf in leaves_by_path((parts.params, parts.variables)).items():
         if getattr(getattr(leaf, "sharding", None), "mesh", None) != mesh:
             raise UsageError(
-                f"{path.partition('.')[2]!r} does not lie on this mesh: make it with init(...), or shard(model, mesh)"
+                f"{path.partition('.')[2]!r} is not placed on this mesh: make it with init(...), or shard(model, mesh)"
             )
     like = jax.eval_shape(tx.init, parts.params)
     shardings = optimizer_shardings(like, parts.params, mesh)

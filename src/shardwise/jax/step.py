@@ -58,7 +58,7 @@ def train_step(  # noqa: PLR0913 - the promised signature
     """
     check_axes(mesh)
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise UsageError(f"tx={tx!r} is no optimizer of optax: pass one such as optax.adamw(3e-4), called")
+        raise UsageError(f"tx={tx!r} is not an optimizer of optax: pass one such as optax.adamw(3e-4), called")
     if not isinstance(accumulation, int) or accumulation < 1:
         raise ConfigError(f"accumulation={accumulation!r}: a step has a whole number of micro-batches, at least one")
     if clip is not None and (not isinstance(clip, int | float) or clip <= 0):
@@ -129,13 +129,13 @@ class TrainStep:
     def _check(self, state: TrainState) -> None:
         """Raises UsageError for what is no state of this step's mesh, or was taken over by a step."""
         if not isinstance(state, TrainState):
-            raise UsageError(f"a {type(state).__name__} is no state: make one with step.init(model)")
+            raise UsageError(f"a {type(state).__name__} is not a state: make one with step.init(model)")
         if isinstance(state.step, jax.Array) and state.step.is_deleted():
             raise UsageError(
                 "this state was given to a step before, which took its memory over: use the one it returned"
             )
         if getattr(state.step.sharding, "mesh", None) != self.mesh:
-            raise UsageError("this state does not lie on the step's mesh: make both with the same one")
+            raise UsageError("this state is not placed on the step's mesh: make both with the same one")
 
     def _program(self, state: TrainState) -> Any:
         """The jitted step for states of that structure; made once."""

@@ -70,7 +70,9 @@ def _trees_in(place: Path) -> list[Path]:
 def _tree_at(path: Path) -> Path:
     found = _trees_in(path) if path.is_dir() else []
     if not found:
-        raise CheckpointError(f"{path} is no checkpoint of orbax: neither it nor a directory in it has a {_METADATA}")
+        raise CheckpointError(
+            f"{path} is not a checkpoint of orbax: neither it nor a directory in it has a {_METADATA}"
+        )
     if len(found) > 1:
         raise CheckpointError(f"{path} holds several trees: name one of {', '.join(map(str, found))}")
     return found[0].absolute()

@@ -68,7 +68,7 @@ class Checkpoints(KeptCheckpoints):
 
         Raises:
             ConfigError: there are checkpoints of the run and none may be, or can be, used.
-            CheckpointError: the one that the configuration names is no checkpoint or is damaged; or, as
+            CheckpointError: the one that the configuration names is not a checkpoint or is damaged; or, as
                 UnreadableError, storage does not let a checkpoint be read, which is then left as it is.
         """
         path, set_aside = self.chosen()
