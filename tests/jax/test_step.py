@@ -6,6 +6,7 @@ import pytest
 
 swj = pytest.importorskip("shardwise.jax", reason="the extra jax is not installed")
 
+import dataclasses  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
+from jax.sharding import PartitionSpec  # noqa: E402
 
 from shardwise.errors import ConfigError, UsageError  # noqa: E402
 from shardwise.jax.batches import check_batch  # noqa: E402
@@ -237,6 +239,14 @@ def test_batches_that_cannot_be() -> None:
         step.lower(state, None)
 
 
+ROWS_OF_ONES = {"x": np.ones((8, 4), np.float32)}
+
+
+def square(params: Any, batch: Any, rng: Any) -> Any:
+    """A loss of parameters alone: the mean over rows is the sum of their squares."""
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)) * batch["x"].shape[0], batch["x"].shape[0]
+
+
 def test_states_that_cannot_be() -> None:
     mesh = small.on(2)
     step = swj.train_step(small.loss_fn, optax.adamw(small.LR), mesh)
@@ -251,6 +261,103 @@ def test_states_that_cannot_be() -> None:
     elsewhere = step.init(swj.init(small.create, mesh).abstract())
     with pytest.raises(UsageError, match="is not placed on the step's mesh"):
         swj.train_step(small.loss_fn, optax.adamw(small.LR), other).lower(elsewhere, batch)
+
+
+def test_arrays_that_two_states_or_two_places_share() -> None:
+    """XLA ends the process where it is given the same memory to take over twice, or what is gone."""
+    mesh = small.on(2)
+    step = swj.train_step(square, optax.sgd(0.1), mesh)
+    model = swj.shard({"a": jnp.ones((64, 32)), "b": jnp.zeros(3)}, mesh)
+    twice = {"a": model["a"], "b": model["a"]}
+    state, _ = step(step.init(twice), ROWS_OF_ONES)
+    np.testing.assert_array_equal(state.params["a"], state.params["b"])  # each took the step of its own
+    with pytest.raises(UsageError, match=r"a step has taken this model's arrays over: use state\.model\(\)"):
+        step.init(model)
+    model = swj.shard({"a": jnp.ones((64, 32)), "b": jnp.zeros(3)}, mesh)
+    one, other = step.init(model), step.init(model)
+    step(one, ROWS_OF_ONES)
+    with pytest.raises(UsageError, match=r"'params\.a' of this state was taken over by a step of another state"):
+        step(other, ROWS_OF_ONES)
+    shared = dataclasses.replace(state, params={"a": state.params["a"], "b": state.params["a"]})
+    with pytest.raises(UsageError, match=r"'params\.a' and 'params\.b' of this state are one array"):
+        step(shared, ROWS_OF_ONES)
+    with pytest.raises(UsageError, match="this state is abstract: make or load one with numbers"):
+        step(step.init(swj.init(small.create, mesh).abstract()), ROWS_OF_ONES)
+
+
+def test_states_keep_their_own_shardings() -> None:
+    mesh = small.on(2)
+    step = swj.train_step(square, optax.sgd(0.1), mesh)
+    specs = []
+    for rules in (None, [("a", PartitionSpec(None, "fsdp"))]):
+        state, _ = step(step.init(swj.shard({"a": jnp.ones((64, 32))}, mesh, rules)), ROWS_OF_ONES)
+        specs.append(state.params["a"].sharding.spec)
+    assert specs == [PartitionSpec("fsdp", None), PartitionSpec(None, "fsdp")]
+
+
+def test_gradients_in_bf16_are_divided_in_fp32() -> None:
+    """1 / 1003 in bf16 is off by 0.2 %, and all gradients would be."""
+    mesh = small.on(2)
+    summed = jax.random.normal(jax.random.key(0), (64, 32), jnp.bfloat16)
+    step = swj.train_step(lambda params, batch, rng: ((params["a"] * summed).sum(), 1003), optax.sgd(1.0), mesh)
+    state = step.init(swj.shard({"a": jnp.zeros((64, 32), jnp.bfloat16)}, mesh))
+    gradients = step.lower_gradients(state, ROWS_OF_ONES).compile()(state, swj.put_batch(ROWS_OF_ONES, mesh))
+    exact = (summed.astype(jnp.float32) * np.float32(1 / 1003)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(gradients["a"], exact)
+
+
+def test_transforms_that_want_the_loss_get_it() -> None:
+    mesh = small.on(2)
+    tx = optax.chain(optax.sgd(1e-3), optax.contrib.reduce_on_plateau())
+    step = swj.train_step(square, tx, mesh)
+    state, metrics = step(step.init(swj.shard({"a": jnp.ones((64, 32))}, mesh)), ROWS_OF_ONES)
+    assert float(state.opt_state[1].best_value) == float(metrics["loss"]) == 64 * 32
+
+
+def test_whole_numbers_that_jax_would_cut_off() -> None:
+    mesh = small.on(2)
+    with pytest.raises(UsageError, match=r"numbers from 0 to 1099511627776, and JAX keeps int64 as int32"):
+        swj.put_batch({"ids": np.array([0, 2**40])}, mesh)
+    assert swj.put_batch({"ids": np.array([0, 2**31 - 1])}, mesh)["ids"].tolist() == [0, 2**31 - 1]
+
+
+def test_parameters_without_a_gradient() -> None:
+    step = swj.train_step(square, optax.sgd(0.1), small.on(2))
+    with pytest.raises(UsageError, match="parameter 'n' is int32, and a step takes gradients of all parameters"):
+        step.init(swj.shard({"a": jnp.ones((64, 32)), "n": jnp.arange(4)}, small.on(2)))
+
+
+class Sowing(nnx.Module):
+    """Counts its calls, in a dtype of its choice, and may put something aside."""
+
+    def __init__(self, sows: bool, dtype: Any) -> None:
+        self.kernel = nnx.Param(jnp.ones((64, 32)))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.float32))
+        self.sows, self.dtype = sows, dtype
+
+    def __call__(self) -> Any:
+        self.calls.set_value((self.calls.get_value() + 1).astype(self.dtype))
+        if self.sows:
+            self.seen = nnx.Intermediate(jnp.ones(()))
+        return jnp.sum(self.kernel.get_value() ** 2)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("sows", "dtype", "said"),
+    [
+        (True, jnp.float32, r"loss_fn left 'seen' in the module.*nnx\.pop\(model, nnx\.Intermediate\)"),
+        (False, jnp.bfloat16, r"the variable 'calls' was float32\[\] and is bfloat16\[\] after loss_fn"),
+    ],
+)
+def test_variables_that_a_loss_may_not_leave(accumulation: int, sows: bool, dtype: Any, said: str) -> None:
+    mesh = small.on(1)
+    step = swj.train_step(
+        lambda model, batch, rng: (model(), batch["x"].shape[0]), optax.sgd(0.1), mesh, accumulation=accumulation
+    )
+    state = step.init(swj.init(lambda key: Sowing(sows, dtype), mesh).abstract())
+    with pytest.raises(UsageError, match=said):
+        step.lower(state, ROWS_OF_ONES)
 
 
 @pytest.mark.parametrize(

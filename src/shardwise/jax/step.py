@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from shardwise.errors import ConfigError, UsageError
 from shardwise.jax.batches import check_batch, micro_batches, put_batch
 from shardwise.jax.devices import check_axes, replicated
-from shardwise.jax.gradients import Gradients, Loss, LossFn, of_batch, of_micro_batches
+from shardwise.jax.gradients import Gradients, Loss, LossFn, of_batch, of_micro_batches, scaled
 from shardwise.jax.recomputation import Policy, policy_of
-from shardwise.jax.state import TrainState, state_of
+from shardwise.jax.state import TrainState, check_owned, state_of
 from shardwise.jax.trees import Parts
 from shardwise.policy.precision import dtype_name
 
@@ -41,7 +41,8 @@ def train_step(  # noqa: PLR0913 - the promised signature
         loss_fn: `loss_fn(params, batch, rng) -> (loss_sum, weight)`; for an nnx module, with it in place of params.
             The step's loss is the sum of loss_sum over the sum of weight, over the whole batch. Let the weight count
             what the loss adds up, such as target tokens.
-        tx: an optax optimizer. Its state is sharded as the parameters are.
+        tx: an optax optimizer. Its state is sharded as the parameters are. Transforms that take a `value` get the
+            step's loss; line searches, which compute others, are not supported.
         mesh: from `shardwise.jax.mesh`.
         accumulation: micro-batches a step, one after another.
         clip: the largest norm of all gradients together. None: they are not clipped, except by tx.
@@ -103,10 +104,11 @@ class TrainStep:
             batch: a tree of arrays whose first dim is rows; in numpy arrays, those of this process.
 
         Raises:
-            UsageError: rows that devices and micro-batches cannot share evenly; a state that a step was given before,
-                or that is of another mesh.
+            UsageError: rows that devices and micro-batches cannot share evenly; a state that is abstract, of another
+                mesh, or has arrays that a step took over before or that are there twice.
         """
         self._check(state)
+        check_owned(state)
         check_batch(batch, self.mesh, self.accumulation)
         with jax.set_mesh(self.mesh):
             return self._program(state)(state, put_batch(batch, self.mesh))
@@ -138,25 +140,27 @@ class TrainStep:
             raise UsageError("this state is not placed on the step's mesh: make both with the same one")
 
     def _program(self, state: TrainState) -> Any:
-        """The jitted step for states of that structure; made once."""
-        structure = jax.tree.structure(state)
-        if structure not in self._programs:
-            shardings = shardings_of(state)
+        """The jitted step for states of that structure that are sharded like that; made once."""
+        shardings = shardings_of(state)
+        leaves, structure = jax.tree.flatten(shardings)
+        kind = structure, tuple(leaves)
+        if kind not in self._programs:
             step = partial(self._step, shardings.params)
             outputs = (shardings, replicated(self.mesh))
-            self._programs[structure] = jax.jit(step, donate_argnums=0, out_shardings=outputs)
-        return self._programs[structure]
+            self._programs[kind] = jax.jit(step, donate_argnums=0, out_shardings=outputs)
+        return self._programs[kind]
 
     def _step(self, shardings: Any, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         found = self._gradients(shardings, state, batch)
         gradients = found.mean()
         norm = norm_of(gradients)
         if self.clip is not None:
-            factor = jnp.minimum(1.0, self.clip / (norm + NORM_EPS))
-            gradients = jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)
-        updates, opt_state = self.tx.update(gradients, state.opt_state, state.params)
+            gradients = scaled(gradients, jnp.minimum(1.0, self.clip / (norm + NORM_EPS)))
+        loss = found.loss_sum / found.weight
+        update = optax.with_extra_args_support(self.tx).update
+        updates, opt_state = update(gradients, state.opt_state, state.params, value=loss)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": found.loss_sum / found.weight, "grad_norm": norm, "weight": found.weight}
+        metrics = {"loss": loss, "grad_norm": norm, "weight": found.weight}
         return TrainState(state.step + 1, params, opt_state, found.variables, state.graph), metrics
 
     def _gradients(self, shardings: Any, state: TrainState, batch: Any) -> Gradients:
