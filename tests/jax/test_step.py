@@ -306,6 +306,18 @@ def test_gradients_in_bf16_are_divided_in_fp32() -> None:
     np.testing.assert_array_equal(gradients["a"], exact)
 
 
+def test_the_state_of_an_optimizer_keeps_its_dtypes() -> None:
+    """Options that are arrays of fp32 would make bf16 means fp32 in the first step."""
+    mesh = small.on(2)
+    step = swj.train_step(square, optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), mesh)
+    state = step.init(swj.shard({"a": jnp.ones((64, 32)), "b": jnp.ones((64, 32), jnp.bfloat16)}, mesh))
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(state)]
+    for _ in range(2):
+        state, _ = step(state, ROWS_OF_ONES)
+    assert [leaf.dtype for leaf in jax.tree.leaves(state)] == dtypes
+    assert next(iter(step._programs.values()))._cache_size() == 1
+
+
 def test_transforms_that_want_the_loss_get_it() -> None:
     mesh = small.on(2)
     tx = optax.chain(optax.sgd(1e-3), optax.contrib.reduce_on_plateau())

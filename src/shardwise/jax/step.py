@@ -159,6 +159,7 @@ class TrainStep:
         loss = found.loss_sum / found.weight
         update = optax.with_extra_args_support(self.tx).update
         updates, opt_state = update(gradients, state.opt_state, state.params, value=loss)
+        opt_state = jax.tree.map(_in_its_dtype, opt_state, state.opt_state)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss, "grad_norm": norm, "weight": found.weight}
         return TrainState(state.step + 1, params, opt_state, found.variables, state.graph), metrics
@@ -175,6 +176,12 @@ class TrainStep:
 def shardings_of(tree: Any) -> Any:
     """The tree with each array's sharding in its place."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _in_its_dtype(leaf: Any, before: Any) -> Any:
+    """A part of an optimizer's state in the dtype that `tx.init` gave it, where arithmetic has widened it: else the
+    second step would be another program, with more memory, and what a checkpoint holds would be rounded at its load."""
+    return leaf if leaf.dtype == before.dtype else leaf.astype(before.dtype)
 
 
 def norm_of(tree: Any) -> jax.Array:
