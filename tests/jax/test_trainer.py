@@ -21,7 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
-from safetensors.numpy import load_file  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import shardwise.jax as swj  # noqa: E402
 from shardwise.errors import ConfigError, MeshError, UserError  # noqa: E402
@@ -224,6 +224,25 @@ def test_a_factory_hybrid_and_recomputation(folder: Path, monkeypatch: pytest.Mo
     assert losses_of("tiny")[-1] < losses_of("tiny")[0] - 0.2
     assert json.loads(Path("runs/tiny/final/config.json").read_text())["model_type"] == "gpt2"
     assert len(Path("runs/tiny/evaluations.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_factory_with_dropout_begins_with_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "dropping.py").write_text(
+        "import jax\nfrom flax import nnx\n"
+        "class Net(nnx.Module):\n"
+        "    def __init__(self, rngs):\n"
+        "        self.embed = nnx.Embed(320, 8, rngs=rngs)\n"
+        "        self.dropout = nnx.Dropout(0.5, rngs=rngs)\n"
+        "    def __call__(self, ids):\n"
+        "        return self.embed.attend(self.dropout(self.embed(ids)))\n"
+        "def make(key):\n"
+        "    return Net(nnx.Rngs(key))\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    (folder / "weights").mkdir()
+    save_file({"embed.embedding": np.zeros((320, 8), np.float32)}, folder / "weights/model.safetensors")
+    train("model.config=none", "model.factory=dropping:make", "model.weights=weights", "train.steps=1")
+    assert losses_of("tiny") == pytest.approx([np.log(320)])
 
 
 def test_the_command_without_torch(folder: Path) -> None:

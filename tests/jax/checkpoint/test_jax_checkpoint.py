@@ -17,13 +17,14 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
-from safetensors.numpy import load_file  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import shardwise.jax as swj  # noqa: E402
 from shardwise.errors import CheckpointError, UsageError  # noqa: E402
 from shardwise.jax.checkpoint.boxes import Box, to_write  # noqa: E402
 from shardwise.jax.checkpoint.leaves import Leaf  # noqa: E402
 from shardwise.jax.checkpoint.name_map import NameMap, Rule  # noqa: E402
+from shardwise.jax.trees import leaves_by_path, plain  # noqa: E402
 
 MAP = NameMap(
     (
@@ -200,6 +201,43 @@ def test_modules_numbers_and_bfloat16(tmp_path: Path) -> None:
     assert type(loaded["done"]) is bool
     as_state, _ = swj.checkpoint.load(tmp_path / "a", like={**like, "params": nnx.state(module)})
     assert_same(as_state["params"], nnx.state(module))  # the same names with or without the module around
+
+
+class Trained(nnx.Module):
+    """With everything that modules have beside parameters: running means and a random stream."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def test_a_module_is_read_from_weights_and_from_a_training_state(tmp_path: Path) -> None:
+    on = swj.mesh(devices=jax.devices()[:2])
+    create = swj.init(lambda key: Trained(nnx.Rngs(key)), on)
+    module = create(jax.random.key(1))
+    weights = {name: np.asarray(leaf) for name, leaf in leaves_by_path(plain(module)).items() if "dropout" not in name}
+    (tmp_path / "weights").mkdir()
+    save_file({name: leaf + 1 for name, leaf in weights.items()}, tmp_path / "weights/model.safetensors")
+    read = swj.checkpoint.load_pretrained(tmp_path / "weights", like=module)
+    assert_same(nnx.state(read, nnx.RngState), nnx.state(module, nnx.RngState))
+    np.testing.assert_array_equal(read.norm.mean[...], module.norm.mean[...] + 1)
+    with pytest.raises(
+        UsageError, match=r"'dropout\.rngs\.count' is of a random stream.*give like= a module with numbers"
+    ):
+        swj.checkpoint.load_pretrained(tmp_path / "weights", like=create.abstract())
+
+    step = swj.train_step(lambda module, batch, rng: (module(batch).sum(), batch.shape[0]), optax.adamw(1e-2), on)
+    state = step.init(module)
+    for _ in range(2):
+        state, _ = step(state, np.arange(8 * 64, dtype=np.float32).reshape(8, 64))
+    swj.checkpoint.save(tmp_path / "state", state)
+    again = swj.checkpoint.load_pretrained(tmp_path / "state", like=create.abstract())
+    assert_same(nnx.state(again), nnx.state(state.model()))
+    assert int(again.dropout.rngs.count[...]) == 2
 
 
 def test_the_parameters_alone(tmp_path: Path) -> None:

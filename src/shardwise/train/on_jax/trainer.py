@@ -21,6 +21,7 @@ import shardwise.jax as swj
 from shardwise.errors import UserError
 from shardwise.jax import models
 from shardwise.jax.batches import put_batch
+from shardwise.jax.checkpoint.leaves import random_streams
 from shardwise.jax.checkpoint.saving import names_of
 from shardwise.jax.trees import parts_of
 from shardwise.policy.kinds import KINDS
@@ -182,7 +183,10 @@ class Trainer:
         weights = self.config.model.weights
         if weights is None:
             return self.step.init(self.init(jax.random.key(train.seed)))
-        return self.step.init(swj.checkpoint.load_pretrained(weights, self.init.abstract(), self.names))
+        like = self.init.abstract()
+        if random_streams(like):  # which no file of weights has
+            like = self.init(jax.random.key(train.seed))
+        return self.step.init(swj.checkpoint.load_pretrained(weights, like, self.names))
 
     def _go_on(self, resumed: Resumed) -> None:
         data = self.config.data
