@@ -211,6 +211,11 @@ def test_rows_of_a_micro_batch_stay_on_their_device() -> None:
     [
         ({"accumulation": 0}, ConfigError, "accumulation=0"),
         ({"clip": 0.0}, ConfigError, r"clip=0\.0"),
+        ({"clip": float("nan")}, ConfigError, "clip=nan: a norm above 0"),
+        ({"clip": True}, ConfigError, "clip=True"),
+        ({"accumulation": True}, ConfigError, "accumulation=True"),
+        ({"seed": 0.5}, ConfigError, r"seed=0\.5: a whole number"),
+        ({"seed": 2**32}, ConfigError, "seed=4294967296: a whole number of 32 bits"),  # JAX would draw as from 0
         ({"remat": "ful"}, ConfigError, "remat='ful': choose one of none, full, offload.*did you mean full"),
         ({"compute_dtype": "bf61"}, ConfigError, "compute_dtype = 'bf61'"),
         ({"compute_dtype": jnp.int32}, ConfigError, "compute_dtype = 'int32'"),
@@ -281,6 +286,8 @@ def test_arrays_that_two_states_or_two_places_share() -> None:
     shared = dataclasses.replace(state, params={"a": state.params["a"], "b": state.params["a"]})
     with pytest.raises(UsageError, match=r"'params\.a' and 'params\.b' of this state are one array"):
         step(shared, ROWS_OF_ONES)
+    with pytest.raises(UsageError, match=r"a step is a compiled program of its own: call it outside jax\.jit"):
+        jax.jit(step)(shared, ROWS_OF_ONES)
     with pytest.raises(UsageError, match="this state is abstract: make or load one with numbers"):
         step(step.init(swj.init(small.create, mesh).abstract()), ROWS_OF_ONES)
 

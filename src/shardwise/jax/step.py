@@ -60,10 +60,12 @@ def train_step(  # noqa: PLR0913 - the promised signature
     check_axes(mesh)
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise UsageError(f"tx={tx!r} is not an optimizer of optax: pass one such as optax.adamw(3e-4), called")
-    if not isinstance(accumulation, int) or accumulation < 1:
+    if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
         raise ConfigError(f"accumulation={accumulation!r}: a step has a whole number of micro-batches, at least one")
-    if clip is not None and (not isinstance(clip, int | float) or clip <= 0):
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
         raise ConfigError(f"clip={clip!r}: a norm above 0 is needed; None clips nothing")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**31) <= seed < 2**32:
+        raise ConfigError(f"seed={seed!r}: a whole number of 32 bits is needed, which is what JAX keeps of it")
     if compute_dtype is not None and not isinstance(compute_dtype, str):
         compute_dtype = getattr(compute_dtype, "__name__", str(compute_dtype))
     dtype = dtype_name(compute_dtype, "compute_dtype")
@@ -132,6 +134,10 @@ class TrainStep:
         """Raises UsageError for what is no state of this step's mesh, or was taken over by a step."""
         if not isinstance(state, TrainState):
             raise UsageError(f"a {type(state).__name__} is not a state: make one with step.init(model)")
+        if isinstance(state.step, jax.core.Tracer):
+            raise UsageError(
+                "a step is a compiled program of its own: call it outside jax.jit, grad, scan and the like"
+            )
         if isinstance(state.step, jax.Array) and state.step.is_deleted():
             raise UsageError(
                 "this state was given to a step before, which took its memory over: use the one it returned"
