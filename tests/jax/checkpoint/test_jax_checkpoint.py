@@ -250,6 +250,23 @@ def test_the_parameters_alone(tmp_path: Path) -> None:
     assert_same(read, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), saved.params))
 
 
+def test_rows_of_several_dtypes_and_numbers_without_room(tmp_path: Path) -> None:
+    rows = [np.full((8, 4), 1 + 2.0**-20, np.float32), np.ones((8, 4), jnp.bfloat16)]
+    for first in (0, 1):
+        place = tmp_path / str(first)
+        place.mkdir()
+        save_file({f"layers.{i}.w": rows[(first + i) % 2] for i in range(2)}, place / "model.safetensors")
+        names = NameMap((Rule("w", "layers.{}.w"),))
+        like = {"w": jax.ShapeDtypeStruct((2, 8, 4), jnp.float32)}
+        read = swj.checkpoint.load_pretrained(place, like=like, names=names)
+        assert float(read["w"][first, 0, 0]) == 1 + 2.0**-20  # not rounded to the other row's dtype
+    swj.checkpoint.save(tmp_path / "ints", {"a": np.array([1, 2**40]), "b": np.array([1, 2])})
+    narrow = {"a": np.zeros(2, np.int64), "b": np.zeros(2, np.int8)}
+    assert swj.checkpoint.load(tmp_path / "ints", like=narrow)[0]["b"].tolist() == [1, 2]
+    with pytest.raises(CheckpointError, match="'a' holds whole numbers from 1 to 1099511627776, for which int32 has"):
+        swj.checkpoint.load(tmp_path / "ints", like={**narrow, "a": jax.ShapeDtypeStruct((2,), jnp.int32)})
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     own = params()
     swj.checkpoint.save(tmp_path / "a", own, names=MAP)
