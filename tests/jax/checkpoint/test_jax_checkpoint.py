@@ -317,6 +317,10 @@ def test_a_checkpoint_of_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (int(found["count"]), found["epoch"], type(found["epoch"])) == (4, 3, int)
     again = swj.checkpoint.import_orbax(tmp_path / "module", nnx.eval_shape(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(1))))
     assert_same(nnx.state(again), nnx.state(module))
+    attention = {"key": jnp.ones(3), "value": jnp.zeros(3)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "attention", attention)
+    assert_same(swj.checkpoint.import_orbax(tmp_path / "attention", attention), attention)
     (tmp_path / "manager" / "default").parent.mkdir()
     (tmp_path / "tree").rename(tmp_path / "manager" / "default")
     assert_same(swj.checkpoint.import_orbax(tmp_path / "manager", like)["params"], found["params"])
