@@ -11,15 +11,19 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import ConfigError, PeerError, UsageError
 from shardwise.jax.batches import check_batch, micro_batches, put_batch
+from shardwise.jax.checkpoint.processes import Processes
 from shardwise.jax.devices import check_axes, replicated
 from shardwise.jax.gradients import Gradients, Loss, LossFn, of_batch, of_micro_batches, scaled
 from shardwise.jax.recomputation import Policy, policy_of
 from shardwise.jax.state import TrainState, check_owned, state_of
-from shardwise.jax.trees import Parts
+from shardwise.jax.trees import Parts, leaves_by_path
 from shardwise.policy.precision import dtype_name
 
+_PATIENCE_S = 600.0
+"""For another process with a batch of a new kind."""
+_ALIKE = "give all of them batches of the same shapes and dtypes at each step, and drop rows that are left over"
 NORM_EPS = 1e-6
 """Added to the norm before clipping divides by it, as torch does."""
 
@@ -85,6 +89,8 @@ class TrainStep:
     policy: Policy | None
     seed: int
     _programs: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _agreed: set[Any] = field(default_factory=set, repr=False)
+    """Kinds of batches that all processes have."""
 
     def init(self, model: Any) -> TrainState:
         """The state before the first step.
@@ -108,10 +114,12 @@ class TrainStep:
         Raises:
             UsageError: rows that devices and micro-batches cannot share evenly; a state that is abstract, of another
                 mesh, or has arrays that a step took over before or that are there twice.
+            MismatchError: processes were given batches of different shapes. In every process.
         """
         self._check(state)
         check_owned(state)
         check_batch(batch, self.mesh, self.accumulation)
+        self._agree(batch)
         with jax.set_mesh(self.mesh):
             return self._program(state)(state, put_batch(batch, self.mesh))
 
@@ -144,6 +152,26 @@ class TrainStep:
             )
         if getattr(state.step.sharding, "mesh", None) != self.mesh:
             raise UsageError("this state is not placed on the step's mesh: make both with the same one")
+
+    def _agree(self, batch: Any) -> None:
+        """Have processes compare their batches, where they are of a new kind: with other rows on one of them each would
+        run a program of its own. Raises MismatchError in every process."""
+        processes = jax.process_count()
+        if processes == 1 or len({device.process_index for device in self.mesh.devices.flat}) < processes:
+            return
+        leaves, structure = jax.tree.flatten(batch)
+        kind = structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        if kind in self._agreed:
+            return
+        shapes = {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves_by_path(batch).items()}
+        try:
+            Processes(_PATIENCE_S).agree(str(shapes), f"processes have different batches (here {shapes}): {_ALIKE}")
+        except jax.errors.JaxRuntimeError as error:
+            raise PeerError(
+                f"this process has a batch of a new kind ({shapes}), and for {_PATIENCE_S:.0f} s another has come with "
+                f"none: {_ALIKE}"
+            ) from error
+        self._agreed.add(kind)
 
     def _program(self, state: TrainState) -> Any:
         """The jitted step for states of that structure that are sharded like that; made once."""
