@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.job import Job, RankReport, error_path
-from shardwise.cli.launch import malloc_settings
+from shardwise.cli.process.launch import malloc_settings
 
 ROOT = Path(__file__).parent.parent
 

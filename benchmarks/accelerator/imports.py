@@ -9,7 +9,7 @@ from benchmarks.accelerator.private_names import NAMES, missing
 from benchmarks.accelerator.row import Row, correct
 
 _SHOWN = 4
-_ELSEWHERE = ("shardwise.jax", "shardwise.cli.worker")
+_ELSEWHERE = ("shardwise.jax", "shardwise.cli.process.worker")
 """Another framework's; and programs rather than modules."""
 
 

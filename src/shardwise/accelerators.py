@@ -93,8 +93,8 @@ def of_kind(kind: str) -> torch.device:
 
 def serves(group: dist.ProcessGroup, kind: str) -> bool:
     """Whether a backend of the process group moves tensors on devices of that kind. gloo is for CPUs, though torch
-    registers it for CUDA too. A group that is no list of torch's backends, but an implementation of its own, names no
-    kind: it is taken to serve any."""
+    registers it for CUDA too. A group that is not a list of torch's backends, but an implementation of its own, names
+    no kind: it is taken to serve any."""
     kinds = kinds_of(group)
     return not kinds or kind in kinds
 

@@ -268,7 +268,7 @@ DIRECTORIES: dict[str, tuple[dict[str, str], str]] = {
 @on_ranks(2)
 def test_directories_that_cannot_be_read(tmp_path: Path) -> None:
     model = sw.shard(built(ARCHITECTURES["llama"], meta=False))
-    with pytest.raises(CheckpointError, match=r"nowhere is no directory, or an empty one"):
+    with pytest.raises(CheckpointError, match=r"nowhere is not a directory, or an empty one"):
         load_pretrained(tmp_path / "nowhere", model)
     for name, (files, message) in DIRECTORIES.items():
 
@@ -294,7 +294,7 @@ def test_integers_are_not_taken_for_weights_and_one_rank_s_failure_is_everyone_s
     with pytest.raises(CheckpointError, match=r"'bias' is stored as torch\.int64 and 'bias' is of torch\.float32"):
         load_pretrained(path, sw.shard(nn.Linear(3, 2)))
     good = everywhere(tmp_path / "good", write)
-    with pytest.raises(CheckpointError, match="is no directory"):  # seen by one rank only
+    with pytest.raises(CheckpointError, match="is not a directory"):  # seen by one rank only
         load_pretrained(good if dist.get_rank() else tmp_path / "nowhere", sw.shard(nn.Linear(3, 2)))
 
 

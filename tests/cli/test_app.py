@@ -37,7 +37,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "x.toml", "--slots=3"], "error: No such option: --slots"),
         (["train", "x.toml"], "error: no configuration file at x.toml"),
         (["inspect", "x.toml"], "error: no configuration file at x.toml"),
-        (["inspect", "."], "error: . is no checkpoint: it has no manifest.json"),
+        (["inspect", "."], "error: . is not a checkpoint: it has no manifest.json"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(

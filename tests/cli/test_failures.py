@@ -43,7 +43,7 @@ if "RANK" in os.environ:
     from tests.comm import nccl_double
 
     if "SHARDWISE_LAUNCHER" not in os.environ:  # else the worker is what is run, not to be imported before
-        from shardwise.cli import worker
+        from shardwise.cli.process import worker
 
         worker.STUCK_S = 3.0
     init, loss = dist.init_process_group, trainer.LossFunction.__call__

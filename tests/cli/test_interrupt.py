@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint import latest, verify
-from shardwise.cli.launch import STOPPING
+from shardwise.cli.process.launch import STOPPING
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from tests.ranks import RankPools

@@ -14,6 +14,7 @@ import optax
 
 import shardwise.jax as swj
 from shardwise.cli.app import run
+from shardwise.errors import MismatchError
 
 
 def main(steps: int) -> None:
@@ -30,7 +31,13 @@ def main(steps: int) -> None:
         mine: Any = {name: array[number * rows : (number + 1) * rows] for name, array in batch.items()}
         state, metrics = step(state, mine)
         losses.append(float(metrics["loss"]))
-    print(json.dumps({"devices": mesh.size, "local": jax.local_device_count(), "losses": losses}))
+    uneven: Any = {name: array[: 2 * rows if number else rows // 2] for name, array in batch.items()}
+    try:
+        step(state, uneven)
+        said = ""
+    except MismatchError as error:
+        said = str(error)
+    print(json.dumps({"devices": mesh.size, "local": jax.local_device_count(), "losses": losses, "uneven": said}))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_a_mesh_that_does_not_fit(axes: dict[str, int], message: str) -> None:
 def test_a_mesh_of_other_axes() -> None:
     with pytest.raises(MeshError, match=r"shardwise\.jax\.mesh"):
         swj.init(lambda key: {"w": key}, jax.make_mesh((8,), ("data",)))
-    with pytest.raises(MeshError, match=r"mesh=8 is no mesh: make one with shardwise\.jax\.mesh"):
+    with pytest.raises(MeshError, match=r"mesh=8 is not a mesh: make one with shardwise\.jax\.mesh"):
         swj.init(lambda key: {"w": key}, 8)
 
 

@@ -72,7 +72,7 @@ def test_the_page_has_the_table_and_what_each_program_holds(planned: dict[str, A
     ("options", "said"),
     [
         (["--strategy", "shard_grad_op"], "--strategy shard_grad_op: with --backend jax there are full_shard"),
-        (["--optimizer", "muon"], "--optimizer says nothing to --backend jax"),
+        (["--optimizer", "muon"], "--optimizer has no effect with --backend jax"),
         (["--precision", "fp16"], "--precision fp16: with --backend jax one of fp32, bf16"),
         (["--activation-checkpointing", "every-2"], "--activation-checkpointing every-2: JAX has none, full"),
         (["--strategy", "hybrid_shard", "--shard-group", "3"], "--shard-group 3 does not divide the 8 devices"),

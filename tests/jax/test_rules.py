@@ -93,7 +93,7 @@ def test_the_first_rule_decides_and_annotations_go_first() -> None:
         ([("w", P(None, None, "fsdp"))], "has 3 dims, the parameter 2"),
         ([("w", P(None, ("fsdp", "fsdp")))], "cannot be cut into 64|names an axis twice"),
         ([("(", P())], r"rule \('\(', .*regular expression"),
-        ([("w", "fsdp")], "'fsdp' is no PartitionSpec"),
+        ([("w", "fsdp")], "'fsdp' is not a PartitionSpec"),
         (["w"], "rule 'w': a pair"),
     ],
 )

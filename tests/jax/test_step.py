@@ -6,6 +6,7 @@ import pytest
 
 swj = pytest.importorskip("shardwise.jax", reason="the extra jax is not installed")
 
+import dataclasses  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
+from jax.sharding import PartitionSpec  # noqa: E402
 
 from shardwise.errors import ConfigError, UsageError  # noqa: E402
 from shardwise.jax.batches import check_batch  # noqa: E402
@@ -209,11 +211,16 @@ def test_rows_of_a_micro_batch_stay_on_their_device() -> None:
     [
         ({"accumulation": 0}, ConfigError, "accumulation=0"),
         ({"clip": 0.0}, ConfigError, r"clip=0\.0"),
+        ({"clip": float("nan")}, ConfigError, "clip=nan: a norm above 0"),
+        ({"clip": True}, ConfigError, "clip=True"),
+        ({"accumulation": True}, ConfigError, "accumulation=True"),
+        ({"seed": 0.5}, ConfigError, r"seed=0\.5: a whole number"),
+        ({"seed": 2**32}, ConfigError, "seed=4294967296: a whole number of 32 bits"),  # JAX would draw as from 0
         ({"remat": "ful"}, ConfigError, "remat='ful': choose one of none, full, offload.*did you mean full"),
         ({"compute_dtype": "bf61"}, ConfigError, "compute_dtype = 'bf61'"),
         ({"compute_dtype": jnp.int32}, ConfigError, "compute_dtype = 'int32'"),
         ({"accumulation": 2.0}, ConfigError, r"accumulation=2\.0: .* whole number"),
-        ({"tx": optax.adamw}, UsageError, "is no optimizer of optax: pass one such as"),
+        ({"tx": optax.adamw}, UsageError, "is not an optimizer of optax: pass one such as"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -237,6 +244,14 @@ def test_batches_that_cannot_be() -> None:
         step.lower(state, None)
 
 
+ROWS_OF_ONES = {"x": np.ones((8, 4), np.float32)}
+
+
+def square(params: Any, batch: Any, rng: Any) -> Any:
+    """A loss of parameters alone: the mean over rows is the sum of their squares."""
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)) * batch["x"].shape[0], batch["x"].shape[0]
+
+
 def test_states_that_cannot_be() -> None:
     mesh = small.on(2)
     step = swj.train_step(small.loss_fn, optax.adamw(small.LR), mesh)
@@ -245,12 +260,123 @@ def test_states_that_cannot_be() -> None:
     step(state, batch)
     with pytest.raises(UsageError, match="was given to a step before, which took its memory over"):
         step(state, batch)
-    with pytest.raises(UsageError, match=r"a dict is no state: make one with step\.init"):
+    with pytest.raises(UsageError, match=r"a dict is not a state: make one with step\.init"):
         step.lower({"w": 1}, batch)
     other = swj.mesh()
     elsewhere = step.init(swj.init(small.create, mesh).abstract())
-    with pytest.raises(UsageError, match="does not lie on the step's mesh"):
+    with pytest.raises(UsageError, match="is not placed on the step's mesh"):
         swj.train_step(small.loss_fn, optax.adamw(small.LR), other).lower(elsewhere, batch)
+
+
+def test_arrays_that_two_states_or_two_places_share() -> None:
+    """XLA ends the process where it is given the same memory to take over twice, or what is gone."""
+    mesh = small.on(2)
+    step = swj.train_step(square, optax.sgd(0.1), mesh)
+    model = swj.shard({"a": jnp.ones((64, 32)), "b": jnp.zeros(3)}, mesh)
+    twice = {"a": model["a"], "b": model["a"]}
+    state, _ = step(step.init(twice), ROWS_OF_ONES)
+    np.testing.assert_array_equal(state.params["a"], state.params["b"])  # each took the step of its own
+    with pytest.raises(UsageError, match=r"a step has taken this model's arrays over: use state\.model\(\)"):
+        step.init(model)
+    model = swj.shard({"a": jnp.ones((64, 32)), "b": jnp.zeros(3)}, mesh)
+    one, other = step.init(model), step.init(model)
+    step(one, ROWS_OF_ONES)
+    with pytest.raises(UsageError, match=r"'params\.a' of this state was taken over by a step of another state"):
+        step(other, ROWS_OF_ONES)
+    shared = dataclasses.replace(state, params={"a": state.params["a"], "b": state.params["a"]})
+    with pytest.raises(UsageError, match=r"'params\.a' and 'params\.b' of this state are one array"):
+        step(shared, ROWS_OF_ONES)
+    with pytest.raises(UsageError, match=r"a step is a compiled program of its own: call it outside jax\.jit"):
+        jax.jit(step)(shared, ROWS_OF_ONES)
+    with pytest.raises(UsageError, match="this state is abstract: make or load one with numbers"):
+        step(step.init(swj.init(small.create, mesh).abstract()), ROWS_OF_ONES)
+
+
+def test_states_keep_their_own_shardings() -> None:
+    mesh = small.on(2)
+    step = swj.train_step(square, optax.sgd(0.1), mesh)
+    specs = []
+    for rules in (None, [("a", PartitionSpec(None, "fsdp"))]):
+        state, _ = step(step.init(swj.shard({"a": jnp.ones((64, 32))}, mesh, rules)), ROWS_OF_ONES)
+        specs.append(state.params["a"].sharding.spec)
+    assert specs == [PartitionSpec("fsdp", None), PartitionSpec(None, "fsdp")]
+
+
+def test_gradients_in_bf16_are_divided_in_fp32() -> None:
+    """1 / 1003 in bf16 is off by 0.2 %, and all gradients would be."""
+    mesh = small.on(2)
+    summed = jax.random.normal(jax.random.key(0), (64, 32), jnp.bfloat16)
+    step = swj.train_step(lambda params, batch, rng: ((params["a"] * summed).sum(), 1003), optax.sgd(1.0), mesh)
+    state = step.init(swj.shard({"a": jnp.zeros((64, 32), jnp.bfloat16)}, mesh))
+    gradients = step.lower_gradients(state, ROWS_OF_ONES).compile()(state, swj.put_batch(ROWS_OF_ONES, mesh))
+    exact = (summed.astype(jnp.float32) * np.float32(1 / 1003)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(gradients["a"], exact)
+
+
+def test_the_state_of_an_optimizer_keeps_its_dtypes() -> None:
+    """Options that are arrays of fp32 would make bf16 means fp32 in the first step."""
+    mesh = small.on(2)
+    step = swj.train_step(square, optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), mesh)
+    state = step.init(swj.shard({"a": jnp.ones((64, 32)), "b": jnp.ones((64, 32), jnp.bfloat16)}, mesh))
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(state)]
+    for _ in range(2):
+        state, _ = step(state, ROWS_OF_ONES)
+    assert [leaf.dtype for leaf in jax.tree.leaves(state)] == dtypes
+    assert next(iter(step._programs.values()))._cache_size() == 1
+
+
+def test_transforms_that_want_the_loss_get_it() -> None:
+    mesh = small.on(2)
+    tx = optax.chain(optax.sgd(1e-3), optax.contrib.reduce_on_plateau())
+    step = swj.train_step(square, tx, mesh)
+    state, metrics = step(step.init(swj.shard({"a": jnp.ones((64, 32))}, mesh)), ROWS_OF_ONES)
+    assert float(state.opt_state[1].best_value) == float(metrics["loss"]) == 64 * 32
+
+
+def test_whole_numbers_that_jax_would_cut_off() -> None:
+    mesh = small.on(2)
+    with pytest.raises(UsageError, match=r"numbers from 0 to 1099511627776, and JAX keeps int64 as int32"):
+        swj.put_batch({"ids": np.array([0, 2**40])}, mesh)
+    assert swj.put_batch({"ids": np.array([0, 2**31 - 1])}, mesh)["ids"].tolist() == [0, 2**31 - 1]
+
+
+def test_parameters_without_a_gradient() -> None:
+    step = swj.train_step(square, optax.sgd(0.1), small.on(2))
+    with pytest.raises(UsageError, match="parameter 'n' is int32, and a step takes gradients of all parameters"):
+        step.init(swj.shard({"a": jnp.ones((64, 32)), "n": jnp.arange(4)}, small.on(2)))
+
+
+class Sowing(nnx.Module):
+    """Counts its calls, in a dtype of its choice, and may put something aside."""
+
+    def __init__(self, sows: bool, dtype: Any) -> None:
+        self.kernel = nnx.Param(jnp.ones((64, 32)))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.float32))
+        self.sows, self.dtype = sows, dtype
+
+    def __call__(self) -> Any:
+        self.calls.set_value((self.calls.get_value() + 1).astype(self.dtype))
+        if self.sows:
+            self.seen = nnx.Intermediate(jnp.ones(()))
+        return jnp.sum(self.kernel.get_value() ** 2)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("sows", "dtype", "said"),
+    [
+        (True, jnp.float32, r"loss_fn left 'seen' in the module.*nnx\.pop\(model, nnx\.Intermediate\)"),
+        (False, jnp.bfloat16, r"the variable 'calls' was float32\[\] and is bfloat16\[\] after loss_fn"),
+    ],
+)
+def test_variables_that_a_loss_may_not_leave(accumulation: int, sows: bool, dtype: Any, said: str) -> None:
+    mesh = small.on(1)
+    step = swj.train_step(
+        lambda model, batch, rng: (model(), batch["x"].shape[0]), optax.sgd(0.1), mesh, accumulation=accumulation
+    )
+    state = step.init(swj.init(lambda key: Sowing(sows, dtype), mesh).abstract())
+    with pytest.raises(UsageError, match=said):
+        step.lower(state, ROWS_OF_ONES)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +396,7 @@ def test_losses_that_cannot_be(returned: Any, said: str) -> None:
 
 def test_parameters_must_lie_on_the_mesh() -> None:
     step = swj.train_step(small.loss_fn, optax.sgd(0.1), swj.mesh())
-    with pytest.raises(UsageError, match=r"'w' does not lie on this mesh: make it with init"):
+    with pytest.raises(UsageError, match=r"'w' is not placed on this mesh: make it with init"):
         step.init({"w": jnp.zeros((8, 8))})
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
-from safetensors.numpy import load_file  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import shardwise.jax as swj  # noqa: E402
 from shardwise.errors import ConfigError, MeshError, UserError  # noqa: E402
@@ -138,12 +138,12 @@ def test_a_cache_whose_programs_can_wait_for_ever_is_turned_off(folder: Path) ->
 @pytest.mark.parametrize(
     ("override", "error", "said"),
     [
-        ("train.optimizer=muon", ConfigError, r'train\.optimizer = "muon" is not there with parallel\.backend = "jax"'),
+        ("train.optimizer=muon", ConfigError, r'train\.optimizer = "muon" is not supported with .*backend = "jax"'),
         ("lora.r=4", ConfigError, r"lora\.r = 4 is not there"),
         ("parallel.strategy=shard_grad_op", ConfigError, r'parallel\.strategy = "shard_grad_op"'),
         ("train.activation_checkpointing=every-2", ConfigError, r'"every-2" is not there'),
         ("parallel.ranks=64", MeshError, r"parallel\.ranks=64, and JAX has 8 devices \(cpu\)"),
-        ("model.config.hidden_sise=3", ConfigError, r"model\.config\.hidden_sise is no key .*hidden_size"),
+        ("model.config.hidden_sise=3", ConfigError, r"model\.config\.hidden_sise is not a key .*hidden_size"),
         ("model.config.model_type=mamba", ConfigError, r"model_type='mamba' is none of the JAX models"),
         ("train.global_batch=6", ConfigError, r"train\.global_batch=6 is not a multiple"),
         ("model.config.vocab_size=100", ConfigError, r"vocab_size=100 and the tokenizer needs 320"),
@@ -224,6 +224,25 @@ def test_a_factory_hybrid_and_recomputation(folder: Path, monkeypatch: pytest.Mo
     assert losses_of("tiny")[-1] < losses_of("tiny")[0] - 0.2
     assert json.loads(Path("runs/tiny/final/config.json").read_text())["model_type"] == "gpt2"
     assert len(Path("runs/tiny/evaluations.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_factory_with_dropout_begins_with_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "dropping.py").write_text(
+        "import jax\nfrom flax import nnx\n"
+        "class Net(nnx.Module):\n"
+        "    def __init__(self, rngs):\n"
+        "        self.embed = nnx.Embed(320, 8, rngs=rngs)\n"
+        "        self.dropout = nnx.Dropout(0.5, rngs=rngs)\n"
+        "    def __call__(self, ids):\n"
+        "        return self.embed.attend(self.dropout(self.embed(ids)))\n"
+        "def make(key):\n"
+        "    return Net(nnx.Rngs(key))\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    (folder / "weights").mkdir()
+    save_file({"embed.embedding": np.zeros((320, 8), np.float32)}, folder / "weights/model.safetensors")
+    train("model.config=none", "model.factory=dropping:make", "model.weights=weights", "train.steps=1")
+    assert losses_of("tiny") == pytest.approx([np.log(320)])
 
 
 def test_the_command_without_torch(folder: Path) -> None:

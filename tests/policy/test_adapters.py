@@ -38,7 +38,7 @@ def test_words_are_read_back(adapters: Adapters) -> None:
         (-1, "lora=-1: a whole number from 0 on"),
         (True, "lora=True: a whole number"),
         ("sixteen", "lora='sixteen': a rank, or r=16 and"),
-        ("r=x", "lora='r=x': r=x is no number"),
+        ("r=x", "lora='r=x': r=x is not a number"),
         ("targets=q_proj", "without a rank: add r, such as r=16"),
         ("r=4,target=q_proj", "lora: 'target' is none of r, targets, dropout, dtype; did you mean targets?"),
         ("r=0", "lora.r=0: a whole number from 1 on"),

@@ -6,7 +6,7 @@ import copy
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,10 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
             `adapter_config.json`). `load` leaves the base as it is.
 
     Raises:
-        CheckpointError: `path` exists (with `overwrite`: and is no checkpoint), it cannot be written, or not all ranks
-            see it; or the asynchronous save before failed, and nothing else was done. UsageError: something that cannot
-            be saved. MismatchError: ranks want to save different things. On every rank, whichever failed; then `path`
-            is as it was before.
+        CheckpointError: `path` exists (with `overwrite`: and is not a checkpoint), it cannot be written, or not all
+            ranks see it; or the asynchronous save before failed, and nothing else was done. UsageError: something that
+            cannot be saved. MismatchError: ranks want to save different things. On every rank, whichever failed; then
+            `path` is as it was before.
 
     No weights travel between ranks: each writes the byte ranges of its own fragments, replicas sharing the work.
     """
@@ -95,21 +95,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     wait_for_last_save(peers)
     with peers.together("the checkpoint cannot be saved"):
         check_arguments(step, extra, max_file_bytes)
-        for engine in engines:
-            give_up_interrupted(engine)
-            engine.reducer.steps.check()
-        shards, states = shard_stores(*engines), [] if optimizer is None else stores_of(optimizer)
-        for shard_store in shards:
-            shard_store.medium.check()
-        if optimizer is not None:
-            for state_store in states:
-                state_store.check(optimizer)
-        if asynchronous and (shards or states):
-            raise UsageError(
-                "asynchronous=True with parameters or optimizer state offloaded: the next step would write "
-                "over what is being saved, and a copy of all of it is what host memory has no room for; leave "
-                "asynchronous out"
-            )
+        _check_ready(engines, optimizer, asynchronous)
         target = target_at(path, overwrite)
         writing, whole = _prepare(target, model, optimizer, peers, max_file_bytes, adapter)
         take_along(files or {}, writing)
@@ -119,6 +105,25 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     if rows:
         writing.file_sets.append(FileSet(tensor_files.files_for(per_rank_buffers.STEM, rows, max_file_bytes), rows))
     publish(writing, peers, _host_memory.setdefault(engines[0], HostMemory()).copy if asynchronous else None)
+
+
+def _check_ready(engines: Sequence[Engine], optimizer: Optimizer | None, asynchronous: bool) -> None:
+    """Give up what an interrupt left. Raise UsageError where units are at different steps or a disk has failed, and for
+    an asynchronous save of what rests elsewhere."""
+    for engine in engines:
+        give_up_interrupted(engine)
+        engine.reducer.steps.check()
+    shards, states = shard_stores(*engines), [] if optimizer is None else stores_of(optimizer)
+    for shard_store in shards:
+        shard_store.medium.check()
+    if optimizer is not None:
+        for state_store in states:
+            state_store.check(optimizer)
+    if asynchronous and (shards or states):
+        raise UsageError(
+            "asynchronous=True with parameters or optimizer state offloaded: the next step would write over what is "
+            "being saved, and host memory has no room for a copy of all of it; leave asynchronous out"
+        )
 
 
 def wait(model: nn.Module) -> None:

@@ -11,9 +11,9 @@ import typer
 
 from shardwise.cli import bench as bench_script
 from shardwise.cli import plan as plan_command
-from shardwise.cli.exit import Exit, full_traceback, mistake
 from shardwise.cli.foreign import convert as convert_configuration
 from shardwise.cli.foreign import is_configuration
+from shardwise.cli.process.exit import Exit, full_traceback, mistake
 from shardwise.errors import UserError
 
 app = typer.Typer(
@@ -89,12 +89,12 @@ def train(
 
         return train_on_jax(loaded)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from shardwise.cli.worker import run_under_torchrun
+        from shardwise.cli.process.worker import run_under_torchrun
 
         return run_under_torchrun(config, overrides, debug)
 
     from shardwise import accelerators
-    from shardwise.cli.launch import launch
+    from shardwise.cli.process.launch import launch
     from shardwise.train.run.preflight import check, crowding
 
     gpus = accelerators.count()

@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from shardwise.cli.exit import Exit, missing_extra
+from shardwise.cli.process.exit import Exit, missing_extra
 
 
 def main() -> NoReturn:

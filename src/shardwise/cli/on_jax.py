@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.exit import Exit
-from shardwise.cli.standard_streams import outlive_readers
+from shardwise.cli.process.exit import Exit
+from shardwise.cli.process.standard_streams import outlive_readers
 from shardwise.errors import PlanError, UserError
 from shardwise.train.process.interruption import ending_signals
 

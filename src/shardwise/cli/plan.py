@@ -10,9 +10,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.exit import Exit
 from shardwise.cli.foreign import with_settings
 from shardwise.cli.plan_options import CALIBRATED, Options, numbers_of, words_of
+from shardwise.cli.process.exit import Exit
 from shardwise.cli.searching import Searching
 from shardwise.errors import PlanError, UserError
 from shardwise.policy.adapters import Adapters
@@ -84,7 +84,7 @@ def _asked_of_jax(options: Options) -> "Asked":
     for field in fields(Options):
         if field.name not in _OF_JAX and getattr(options, field.name) != field.default:
             name = {"foreign": "from", "compiled": "compile"}.get(field.name, field.name.replace("_", "-"))
-            raise UserError(f"--{name} says nothing to --backend jax: leave it out")
+            raise UserError(f"--{name} has no effect with --backend jax: leave it out")
     precision = options.precision or "bf16"
     if precision not in PRECISIONS:
         raise PlanError(f"--precision {precision}: with --backend jax one of {', '.join(PRECISIONS)}")
@@ -161,12 +161,12 @@ def _show(answer: "Plan", options: Options) -> None:
 def _calibrate(options: Options) -> int:
     """Measure this machine, on ranks of its own or as one of torchrun's."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from shardwise.cli.worker import calibrate
+        from shardwise.cli.process.worker import calibrate
 
         calibrate(options.output, options.quick)
         return Exit.DONE
     from shardwise import accelerators
-    from shardwise.cli.launch import launch_task
+    from shardwise.cli.process.launch import launch_task
     from shardwise.train.run.preflight import DEFAULT_CPU_RANKS, check_devices
 
     gpus = accelerators.count()

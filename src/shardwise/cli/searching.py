@@ -10,7 +10,7 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from shardwise.cli.exit import Exit
+from shardwise.cli.process.exit import Exit
 
 if TYPE_CHECKING:
     from shardwise.plan.dry_run.job import Job

@@ -19,7 +19,7 @@ def timeout_s(group: dist.ProcessGroup) -> float:
     """Seconds to wait for a peer: `SHARDWISE_TIMEOUT_S`, else the process group's own timeout.
 
     Raises:
-        ConfigError: the variable is no positive number.
+        ConfigError: the variable is not a positive number.
     """
     asked = os.environ.get("SHARDWISE_TIMEOUT_S")
     if not asked:

@@ -379,7 +379,7 @@ class FSDPModule:
         )
 
     def _refuse(self, what: str, instead: str) -> NoReturn:
-        raise UsageError(f"{type(self).__name__}.{what} cannot be had: {instead}")
+        raise UsageError(f"{type(self).__name__}.{what} is not supported: {instead}")
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -36,7 +36,7 @@ def read(path: Path) -> Settings:
         return fsdp.read_fsdp(values, str(path))
     found = f"it has {', '.join(sorted(map(str, values))[:5])}" if values else "it is empty"
     raise ConfigError(
-        f"{path} is no configuration of DeepSpeed's (zero_optimization, ...) or of Accelerate's (distributed_type, "
+        f"{path} is not a configuration of DeepSpeed's (zero_optimization, ...) or of Accelerate's (distributed_type, "
         f"...): {found}"
     )
 
@@ -61,7 +61,7 @@ def _tree(path: Path) -> Mapping[str, Any]:
         table = tables.pop()
         for key, value in table.items():
             if not isinstance(key, str):
-                raise ConfigError(f"{path}: the key {key!r} is no text, as keys of a configuration are")
+                raise ConfigError(f"{path}: the key {key!r} is not text, as keys of a configuration are")
             if isinstance(value, Mapping):
                 tables.append(value)
     return values

@@ -85,7 +85,7 @@ class ShardwiseStrategy(DDPStrategy):
             super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
             return
         if storage_options is not None or filter is not None:
-            raise UsageError("fabric.save of a sharded module: storage_options and filter cannot be had")
+            raise UsageError("fabric.save of a sharded module: storage_options and filter are not supported")
         lightning_common.check_checkpoint_io(self._checkpoint_io)
         if len(modules) > 1:
             raise UsageError(f"fabric.save: the state has {len(modules)} sharded modules, and a checkpoint holds one")

@@ -21,7 +21,8 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
             processes, in their order, are the batch. Abstract arrays and arrays of jax are global.
         mesh: from `shardwise.jax.mesh`.
 
-    Raises UsageError for numpy arrays where the mesh's tensor axis goes over several processes.
+    Raises UsageError for numpy arrays where the mesh's tensor axis goes over several processes, and for whole numbers
+    that 32 bits do not hold, which JAX would cut off.
     """
     check_own_rows(batch, mesh)
     sharding = rows(mesh)
@@ -31,9 +32,22 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         if isinstance(leaf, jax.Array):
             return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+        return jax.make_array_from_process_local_data(sharding, _held(np.asarray(leaf)))
 
     return jax.tree.map(put, batch)
+
+
+def _held(own: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array. Raises UsageError for numbers beyond what JAX makes of its dtype."""
+    kept = jax.dtypes.canonicalize_dtype(own.dtype)
+    if kept != own.dtype and np.issubdtype(kept, np.integer) and own.size:
+        least, most = own.min(), own.max()
+        if least < np.iinfo(kept).min or most > np.iinfo(kept).max:
+            raise UsageError(
+                f"a batch has numbers from {least} to {most}, and JAX keeps {own.dtype} as {kept}: map them to smaller "
+                'ones, or call jax.config.update("jax_enable_x64", True) first'
+            )
+    return own
 
 
 def keep_rows(x: Any) -> Any:

@@ -86,9 +86,9 @@ def over_slices(devices: Sequence[Any], slices: int, shape: tuple[int, int, int]
 
 
 def check_axes(on: Mesh) -> None:
-    """Raises MeshError for a mesh without the three axes, or what is no mesh."""
+    """Raises MeshError for a mesh without the three axes, or what is not a mesh."""
     if not isinstance(on, Mesh):
-        raise MeshError(f"mesh={on!r} is no mesh: make one with shardwise.jax.mesh()")
+        raise MeshError(f"mesh={on!r} is not a mesh: make one with shardwise.jax.mesh()")
     if set(AXES) - set(on.axis_names):
         raise MeshError(
             f"a mesh with the axes {', '.join(on.axis_names)}: make it with shardwise.jax.mesh, which has {AXES}"

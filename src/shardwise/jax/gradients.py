@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from shardwise.errors import UsageError
 from shardwise.jax.recomputation import Policy, has_blocks, recompute_blocks
-from shardwise.jax.trees import Parts, parts_of
+from shardwise.jax.trees import Parts, leaves_by_path, parts_of
 
 LossFn = Callable[[Any, Any, Any], tuple[Any, Any]]
 """(params or module, batch, rng) -> (loss_sum, weight)"""
@@ -29,8 +29,12 @@ class Gradients(NamedTuple):
 
     def mean(self) -> Any:
         """Gradients of the mean loss; zeros if nothing had a weight."""
-        scale = jnp.where(self.weight == 0, 0.0, 1 / self.weight)
-        return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), self.summed)
+        return scaled(self.summed, jnp.where(self.weight == 0, 0.0, 1 / self.weight))
+
+
+def scaled(gradients: Any, factor: jax.Array) -> Any:
+    """Gradients times a float32 number, in their dtypes: the number is not rounded to these before."""
+    return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), gradients)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Loss:
             if self.policy is not None:
                 recompute_blocks(model, self.policy)
             loss_sum, weight = _two_numbers(self.loss_fn(model, batch, rng))
-            variables = variables if graph is None else parts_of(model).variables
+            variables = variables if graph is None else _checked(variables, parts_of(model).variables)
             return jnp.asarray(loss_sum, jnp.float32), (jnp.asarray(weight, jnp.float32), variables)
 
         if self.policy is not None and not has_blocks(Parts(params, variables, graph).model()):
@@ -72,6 +76,25 @@ def _two_numbers(found: Any) -> tuple[Any, Any]:
             "weight), such as losses.sum(), losses.size"
         )
     return found
+
+
+def _checked(before: Any, after: Any) -> Any:
+    """A module's other variables after a loss. Raises UsageError unless they are those that the state has."""
+    had, has = leaves_by_path(before), leaves_by_path(after)
+    if new := [path for path in has if path not in had]:
+        raise UsageError(
+            f"loss_fn left {', '.join(map(repr, new[:3]))} in the module, which the state has no place for: take out "
+            "what was sown before it returns, nnx.pop(model, nnx.Intermediate), or create variables in the constructor"
+        )
+    for path, leaf in had.items():
+        now = has.get(path)
+        if now is None or (now.shape, now.dtype) != (leaf.shape, leaf.dtype):
+            found = "is gone" if now is None else f"is {now.dtype}{list(now.shape)}"
+            raise UsageError(
+                f"the variable {path!r} was {leaf.dtype}{list(leaf.shape)} and {found} after loss_fn: states keep "
+                "shapes and dtypes; cast what is assigned to it"
+            )
+    return after
 
 
 def of_batch(loss: Loss, parts: Parts, batch: Any, rng: Any, shardings: Any) -> Gradients:

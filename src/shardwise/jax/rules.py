@@ -90,7 +90,7 @@ def check_rules(rules: Rules, paths: dict[str, Any]) -> None:
                 f"rule {rule!r}: a pair of a regular expression and a PartitionSpec is needed ({error})"
             ) from None
         if isinstance(spec, str) or not isinstance(spec, (PartitionSpec, tuple)):
-            raise LayoutError(f"rule {pattern!r}: {spec!r} is no PartitionSpec")
+            raise LayoutError(f"rule {pattern!r}: {spec!r} is not a PartitionSpec")
         if not found:
             some = ", ".join(list(paths)[:3])
             raise LayoutError(f"rule {pattern!r} matches none of {len(paths)} parameters; they are called {some}, ...")

@@ -5,16 +5,38 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Protocol
 
 from torch import Tensor
 
 from shardwise.errors import UsageError
 from shardwise.offload.medium import Medium
-from shardwise.offload.slice_home import HomeState, SliceHome
 from shardwise.sharded.parameter import ShardedParameter
 
 BUFFERS = 4
 """Of the ring, each as large as the largest slice: one is worked on, the others are read ahead and written back."""
+
+
+class Holder(Protocol):
+    """A slice that has a buffer (`SliceHome`)."""
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether it is on its way to the buffer."""
+
+    @property
+    def is_being_written(self) -> bool:
+        """Whether it is on its way back to the medium."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether that write is over, and the buffer can be had."""
+
+    def let_go(self) -> None:
+        """Give the buffer back, now or when it is written; not while anybody has a view of it."""
+
+    def finish(self) -> None:
+        """Wait for a read or write under way, and give the buffer back."""
 
 
 class ShardStore:
@@ -29,7 +51,7 @@ class ShardStore:
         self._free: list[Tensor] = []
         self._made = 0
         """Buffers that there are, free or not. More than the ring's while users keep views of many slices."""
-        self._held: dict[SliceHome, None] = {}
+        self._held: dict[Holder, None] = {}
         """Slices that have a buffer, the one that took its last first."""
 
     @property
@@ -60,8 +82,8 @@ class ShardStore:
         """A buffer, which may have to be waited for: after the writes, what was read ahead too soon gives up its own.
         Where views are kept of all, one more. Raises UsageError where the medium has no room, or failed."""
         while (buffer := self.take_free_buffer()) is None:
-            writing = [home for home in self._held if home.state is HomeState.WRITING]
-            reading = [home for home in self._held if home.state is HomeState.READING]
+            writing = [home for home in self._held if home.is_being_written]
+            reading = [home for home in self._held if home.is_being_read]
             if not writing and not reading:
                 return self._new_buffer()
             (writing[0] if writing else reading[-1]).finish()
@@ -80,11 +102,11 @@ class ShardStore:
         self._made += 1
         return self.medium.buffer(self._buffer_bytes)
 
-    def hold(self, home: SliceHome) -> None:
+    def hold(self, home: Holder) -> None:
         """A slice has taken a buffer."""
         self._held[home] = None
 
-    def give_back(self, home: SliceHome, buffer: Tensor) -> None:
+    def give_back(self, home: Holder, buffer: Tensor) -> None:
         """A slice gives it back."""
         del self._held[home]
         if self._made > BUFFERS:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,10 +21,8 @@ from torch import Tensor
 from shardwise.errors import UsageError
 from shardwise.files.direct import PAGE_BYTES
 from shardwise.layout.flat import round_up
-
-if TYPE_CHECKING:
-    from shardwise.offload.medium import Transfer
-    from shardwise.offload.shard_store import ShardStore
+from shardwise.offload.medium import Transfer
+from shardwise.offload.shard_store import ShardStore
 
 
 class HomeState(enum.Enum):
@@ -178,6 +175,16 @@ class SliceHome:
         self._under_way = self.store.medium.write(self.start, self._bytes)
         self._is_written, self._clean_version = False, self._bytes._version
         self._move(HomeState.WRITING)
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether it is on its way to a buffer."""
+        return self.state is HomeState.READING
+
+    @property
+    def is_being_written(self) -> bool:
+        """Whether it is on its way back to the medium."""
+        return self.state is HomeState.WRITING
 
     @property
     def is_written(self) -> bool:

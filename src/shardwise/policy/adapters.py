@@ -83,5 +83,5 @@ def _entries(words: str) -> dict[str, object]:
         try:
             found[name] = _PARSED.get(name, str)(value)
         except ValueError:
-            raise ConfigError(f"lora={words!r}: {name}={value} is no number") from None
+            raise ConfigError(f"lora={words!r}: {name}={value} is not a number") from None
     return found

@@ -85,7 +85,7 @@ def _entries(words: str) -> dict[str, object]:
     for name, place in entries(words, refusal):
         if name in _RING:
             if not place.isdecimal():
-                raise ConfigError(f"offload={words!r}: {name}={place} is no number")
+                raise ConfigError(f"offload={words!r}: {name}={place} is not a number")
             found["ring_bytes"] = int(place) * _RING[name]
         else:
             found[name] = place

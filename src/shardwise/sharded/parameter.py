@@ -208,7 +208,8 @@ class ShardedParameter(Tensor):
         `named_parameters` cost one collective a unit, and the memory of one unit and those around it meanwhile; a
         tensor alone costs one for each rank that has some of it.
         """
-        return whole.full_tensor(self)
+        face = self.face
+        return whole.full_tensor(self, face.unit if face is not None and _share_memory(face, self) else None)
 
     def write(self, piece: Tensor) -> None:
         """Copy to this rank's piece: 1-D, of any dtype, on any device. No communication; every rank must do so, those
@@ -457,6 +458,10 @@ def _refuse(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 def _refusal(operation: str, fqn: str, way_out: str) -> str:
     return f"{operation} of the sharded parameter {fqn!r} is not possible: {way_out}"
+
+
+def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
+    return a.local is b.local if a.home is None else a.home is b.home
 
 
 def _wholes(tree: Any) -> Any:

@@ -10,18 +10,39 @@ them stay.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.protocol import BufferKind, Collectives, Region
+from shardwise.sharded.placement import Placement
 
-if TYPE_CHECKING:
-    from shardwise.sharded.parameter import Owner, ShardedParameter
-    from shardwise.sharded.placement import Placement
+
+class Pieces(Protocol):
+    """A tensor of which each rank has a piece."""
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's: 1-D."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where it lies in the whole."""
+
+
+class OneUnit(Protocol):
+    """Whose parameters are gathered together."""
+
+    @property
+    def version(self) -> int:
+        """Grows whenever its weights are written, on every rank alike."""
+
+    @property
+    def ancestors(self) -> Sequence[OneUnit]:
+        """The units around it."""
 
 
 @dataclass(slots=True)
@@ -35,15 +56,20 @@ class _Gathered:
     """The parameter that is to be asked for next."""
 
 
-_Kept = weakref.WeakKeyDictionary["Owner", dict[str, _Gathered]]
+_Kept = weakref.WeakKeyDictionary[OneUnit, dict[str, _Gathered]]
 _kept: weakref.WeakKeyDictionary[Collectives, _Kept] = weakref.WeakKeyDictionary()
 """Those that are not used up, by group of ranks, unit and first parameter: every rank has the same ones."""
 
 
-def full_tensor(tensor: ShardedParameter) -> Tensor:
-    """A new plain tensor of the global shape. Every rank of the shard group must call this."""
-    placement, face = tensor.placement, tensor.face
-    layout, unit = placement.layout, None if face is None or not _share_memory(face, tensor) else face.unit
+def full_tensor(tensor: Pieces, unit: OneUnit | None) -> Tensor:
+    """A new plain tensor of the global shape. Every rank of the shard group must call this.
+
+    Args:
+        tensor: what is wanted whole.
+        unit: of a model's parameter, whose unit's others are going to be asked for; None for any other tensor.
+    """
+    placement = tensor.placement
+    layout = placement.layout
     flat = None
     if unit is not None and layout.world_size > 1 and len(layout.entries) > 1 and layout.numel:
         flat = _of_unit(placement, tensor, unit)
@@ -53,11 +79,7 @@ def full_tensor(tensor: ShardedParameter) -> Tensor:
     return flat[entry.start : entry.stop].view(entry.shape).clone()
 
 
-def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
-    return a.local is b.local if a.home is None else a.home is b.home
-
-
-def forget(units: Iterable[Owner]) -> None:
+def forget(units: Iterable[OneUnit]) -> None:
     """Drop what is kept of these units. No communication, but every rank must do so."""
     for kept in _kept.values():
         for unit in units if kept else ():
@@ -76,7 +98,7 @@ def of_fragments(placement: Placement, local: Tensor) -> Tensor:
     return flat.view(placement.shape)
 
 
-def _of_unit(placement: Placement, tensor: ShardedParameter, unit: Owner) -> Tensor | None:
+def _of_unit(placement: Placement, tensor: Pieces, unit: OneUnit) -> Tensor | None:
     """The flat buffer that the parameter lies in, gathered now if it is the first one there and else if it is the next;
     None if it is neither."""
     kept = _kept.setdefault(placement.shard_group, weakref.WeakKeyDictionary())

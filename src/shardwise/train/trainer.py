@@ -44,7 +44,7 @@ from shardwise.train.process.ranks import Ranks, started
 from shardwise.train.run.checkpoints import Resumed, why_finished
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
-from shardwise.train.run.metrics import MetricsWriter, StepMetrics
+from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
 from shardwise.train.run.preflight import check_wishes
 
 _IN_FORM = {
@@ -222,7 +222,10 @@ class Trainer:
         accelerators.reset_peak(self.ranks.device)  # what it took to build the model is no peak of training
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             with self.ranks.together():
-                writer = stack.enter_context(self._open_writer(directory)) if self.ranks.is_first else None
+                writer = None
+                if self.ranks.is_first:
+                    opened = open_writer(directory, self.config, self.first_step, self.console.say)
+                    writer = stack.enter_context(opened)
             if self.evaluates_first:
                 self._evaluate(self.first_step, writer)
                 if self.interruption.agreed:
@@ -294,14 +297,8 @@ class Trainer:
     def _leave(self, checkpoints: Checkpoints, step: int) -> NoReturn:
         """End, as was asked for, after so many steps. Every rank must call this."""
         checkpoints.finish(self.model)
-        if step == self.first_step:
-            self.console.say(f"interrupted before step {step + 1}; start it again to go on")
-        elif checkpoints.are_on:
-            self.console.say(
-                f"interrupted after step {step}: saved as {checkpoints.path(step)}; start it again to go on"
-            )
-        else:
-            self.console.say(f"interrupted after step {step}; checkpoint.every=0, so nothing was saved")
+        saved = checkpoints.path(step) if checkpoints.are_on else None
+        self.console.interrupted(step, self.first_step, saved)
         raise Interrupted
 
     @property
@@ -431,13 +428,6 @@ class Trainer:
         if writer is not None:
             writer.evaluation(step, loss, self.data.held_out.target_tokens)
         return True
-
-    def _open_writer(self, directory: RunDirectory) -> MetricsWriter:
-        if directory.begin(self.config, self.first_step):
-            self.console.say(f"{directory.path} held a run that had not finished: it starts again")
-        log = self.config.log
-        board = directory.tensorboard if log.tensorboard else None
-        return MetricsWriter(directory.metrics, directory.evaluations, log.every, board)
 
     def _say_data(self) -> None:
         train, held_out = self.data.train, self.data.held_out

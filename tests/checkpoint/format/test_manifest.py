@@ -113,7 +113,7 @@ def test_a_number_without_end_is_damage(directory: Path) -> None:
 
 def test_a_file_is_no_checkpoint(directory: Path) -> None:
     for path in (directory / "manifest.json", directory / "manifest.json" / "below"):
-        with pytest.raises(CheckpointError, match=r"is no directory, so it is no checkpoint$"):
+        with pytest.raises(CheckpointError, match=r"is not a directory, so it is not a checkpoint$"):
             verify(path)
 
 

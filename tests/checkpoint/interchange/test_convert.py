@@ -521,7 +521,7 @@ def test_each_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     torch.save({"w": torch.ones(3), "args": argparse.Namespace(lr=1)}, tmp_path / "args.pt")
     cases: list[tuple[tuple[object, ...], str]] = [
         ((tmp_path / "nothing", own), "does not exist"),
-        ((tmp_path / "empty", own), "is no checkpoint"),
+        ((tmp_path / "empty", own), "is not a checkpoint"),
         ((tmp_path / "c.partial", own), "was left by a save that did not end"),
         ((tmp_path / "unfinished", own), "a DCP save that did not end"),
         ((tmp_path / "text.pt", tmp_path / "x"), "is not a file of torch.save"),
@@ -539,9 +539,9 @@ def test_each_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         ((own, "s3://bucket/x", "--to", "dcp"), "s3://bucket/x is a URL, and a conversion writes to a path"),
         (
             (weights, tmp_path / "x", "--files-from", tmp_path / "nodir"),
-            "nodir, whose files are to go along, is no dir",
+            "nodir, whose files are to go along, is not a dir",
         ),
-        ((weights, tmp_path / "x", "--files-from", weights), "weights.pt, whose files are to go along, is no dir"),
+        ((weights, tmp_path / "x", "--files-from", weights), "weights.pt, whose files are to go along, is not a dir"),
         ((tmp_path / ("x" * 256), own), "xxx cannot be read: File name too long"),
         ((weights, tmp_path / ("x" * 256)), "xxx cannot be written: [Errno 36] File name too long"),
         ((tmp_path / "reserved.pt", tmp_path / "x"), "a tensor is called '__metadata__', which files keep for"),

@@ -97,7 +97,7 @@ def test_paths_stay_in_the_directory(file: str, directory: Path) -> None:
 def test_chunks_must_make_up_the_tensor(directory: Path) -> None:
     metadata = pickle.loads((directory / ".metadata").read_bytes())
     chunk = metadata.state_dict_metadata["model.torch.float32"].chunks[0]
-    for offsets, sizes, message in (((0, 0), (1, 3), "do not have the 6"), ((1, 0), (2, 3), "does not lie in")):
+    for offsets, sizes, message in (((0, 0), (1, 3), "do not hold the 6"), ((1, 0), (2, 3), "does not lie in")):
         chunk.offsets, chunk.sizes = torch.Size(offsets), torch.Size(sizes)
         index = next(i for i in metadata.storage_data if i.fqn == "model.torch.float32")
         metadata.storage_data[torch_metadata.MetadataIndex(index.fqn, offsets)] = metadata.storage_data[index]

@@ -189,10 +189,10 @@ def test_one_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not exist" in told(capsys, 2, room / "nothing")
     (room / "empty").mkdir()
-    assert "is no checkpoint" in told(capsys, 2, room / "empty")
+    assert "is not a checkpoint" in told(capsys, 2, room / "empty")
     text = room / "notes.txt"
     text.write_text("PKZIP is a program\n")
-    assert "notes.txt is no checkpoint: no directory, and no file of torch.save" in told(capsys, 2, text)
+    assert "notes.txt is not a checkpoint: no directory, and no file of torch.save" in told(capsys, 2, text)
     (room / "empty.bin").touch()
     assert "DAMAGED" in told(capsys, 1, room / "empty.bin")
     assert "overrides are for configurations" in told(capsys, 2, room / "checkpoints" / "step-000001", "train.steps=1")

@@ -17,13 +17,14 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
-from safetensors.numpy import load_file  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import shardwise.jax as swj  # noqa: E402
 from shardwise.errors import CheckpointError, UsageError  # noqa: E402
 from shardwise.jax.checkpoint.boxes import Box, to_write  # noqa: E402
 from shardwise.jax.checkpoint.leaves import Leaf  # noqa: E402
 from shardwise.jax.checkpoint.name_map import NameMap, Rule  # noqa: E402
+from shardwise.jax.trees import leaves_by_path, plain  # noqa: E402
 
 MAP = NameMap(
     (
@@ -202,6 +203,43 @@ def test_modules_numbers_and_bfloat16(tmp_path: Path) -> None:
     assert_same(as_state["params"], nnx.state(module))  # the same names with or without the module around
 
 
+class Trained(nnx.Module):
+    """With everything that modules have beside parameters: running means and a random stream."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def test_a_module_is_read_from_weights_and_from_a_training_state(tmp_path: Path) -> None:
+    on = swj.mesh(devices=jax.devices()[:2])
+    create = swj.init(lambda key: Trained(nnx.Rngs(key)), on)
+    module = create(jax.random.key(1))
+    weights = {name: np.asarray(leaf) for name, leaf in leaves_by_path(plain(module)).items() if "dropout" not in name}
+    (tmp_path / "weights").mkdir()
+    save_file({name: leaf + 1 for name, leaf in weights.items()}, tmp_path / "weights/model.safetensors")
+    read = swj.checkpoint.load_pretrained(tmp_path / "weights", like=module)
+    assert_same(nnx.state(read, nnx.RngState), nnx.state(module, nnx.RngState))
+    np.testing.assert_array_equal(read.norm.mean[...], module.norm.mean[...] + 1)
+    with pytest.raises(
+        UsageError, match=r"'dropout\.rngs\.count' is of a random stream.*give like= a module with numbers"
+    ):
+        swj.checkpoint.load_pretrained(tmp_path / "weights", like=create.abstract())
+
+    step = swj.train_step(lambda module, batch, rng: (module(batch).sum(), batch.shape[0]), optax.adamw(1e-2), on)
+    state = step.init(module)
+    for _ in range(2):
+        state, _ = step(state, np.arange(8 * 64, dtype=np.float32).reshape(8, 64))
+    swj.checkpoint.save(tmp_path / "state", state)
+    again = swj.checkpoint.load_pretrained(tmp_path / "state", like=create.abstract())
+    assert_same(nnx.state(again), nnx.state(state.model()))
+    assert int(again.dropout.rngs.count[...]) == 2
+
+
 def test_the_parameters_alone(tmp_path: Path) -> None:
     saved = state(mesh(8))
     swj.checkpoint.save(tmp_path / "a", saved, names=MAP)
@@ -210,6 +248,23 @@ def test_the_parameters_alone(tmp_path: Path) -> None:
     half = jax.eval_shape(lambda: params(jnp.bfloat16))
     read = swj.checkpoint.load_pretrained(tmp_path / "a", like=half, names=MAP)
     assert_same(read, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), saved.params))
+
+
+def test_rows_of_several_dtypes_and_numbers_without_room(tmp_path: Path) -> None:
+    rows = [np.full((8, 4), 1 + 2.0**-20, np.float32), np.ones((8, 4), jnp.bfloat16)]
+    for first in (0, 1):
+        place = tmp_path / str(first)
+        place.mkdir()
+        save_file({f"layers.{i}.w": rows[(first + i) % 2] for i in range(2)}, place / "model.safetensors")
+        names = NameMap((Rule("w", "layers.{}.w"),))
+        like = {"w": jax.ShapeDtypeStruct((2, 8, 4), jnp.float32)}
+        read = swj.checkpoint.load_pretrained(place, like=like, names=names)
+        assert float(read["w"][first, 0, 0]) == 1 + 2.0**-20  # not rounded to the other row's dtype
+    swj.checkpoint.save(tmp_path / "ints", {"a": np.array([1, 2**40]), "b": np.array([1, 2])})
+    narrow = {"a": np.zeros(2, np.int64), "b": np.zeros(2, np.int8)}
+    assert swj.checkpoint.load(tmp_path / "ints", like=narrow)[0]["b"].tolist() == [1, 2]
+    with pytest.raises(CheckpointError, match="'a' holds whole numbers from 1 to 1099511627776, for which int32 has"):
+        swj.checkpoint.load(tmp_path / "ints", like={**narrow, "a": jax.ShapeDtypeStruct((2,), jnp.int32)})
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
@@ -262,6 +317,10 @@ def test_a_checkpoint_of_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (int(found["count"]), found["epoch"], type(found["epoch"])) == (4, 3, int)
     again = swj.checkpoint.import_orbax(tmp_path / "module", nnx.eval_shape(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(1))))
     assert_same(nnx.state(again), nnx.state(module))
+    attention = {"key": jnp.ones(3), "value": jnp.zeros(3)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "attention", attention)
+    assert_same(swj.checkpoint.import_orbax(tmp_path / "attention", attention), attention)
     (tmp_path / "manager" / "default").parent.mkdir()
     (tmp_path / "tree").rename(tmp_path / "manager" / "default")
     assert_same(swj.checkpoint.import_orbax(tmp_path / "manager", like)["params"], found["params"])
@@ -270,7 +329,7 @@ def test_a_checkpoint_of_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         swj.checkpoint.import_orbax(tmp_path / "manager", {"params": params(), "count": jnp.int32(0), "more": 1})
     with pytest.raises(CheckpointError, match=r"of another shape: bias \(here \(6,\), stored \(4,\)\)"):
         swj.checkpoint.import_orbax(tmp_path / "module", {"bias": jnp.ones(6), "kernel": jnp.ones((8, 4))})
-    with pytest.raises(CheckpointError, match=r"is no checkpoint of orbax"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint of orbax"):
         swj.checkpoint.import_orbax(tmp_path / "nowhere", like)
     with pytest.raises(CheckpointError, match=r"is of orbax: swj\.checkpoint\.import_orbax"):
         swj.checkpoint.load(tmp_path / "module", like)

@@ -72,6 +72,12 @@ def test_tokens_that_cannot_be_continued() -> None:
     assert models.generate(model, [[1]], 0).tolist() == [[1]]
 
 
+def test_ids_that_the_table_does_not_have_are_nan() -> None:
+    """Padding of -100 that was left in would otherwise be some token."""
+    logits = models.from_config(SMALL, KEY)(jnp.array([[1, 2, -1], [31, 32, 0], [3, 4, 5]]))
+    assert np.isnan(np.asarray(logits)).any(axis=(1, 2)).tolist() == [True, True, False]
+
+
 def test_layers_recompute_without_other_numbers() -> None:
     model = models.from_config(SMALL, jax.random.key(0))
     ids = jnp.arange(12).reshape(2, 6)

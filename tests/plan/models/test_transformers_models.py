@@ -19,7 +19,7 @@ from shardwise.plan.models.transformers_models import build_transformer, impossi
         ({"num_attention_heads": 0, "num_key_value_heads": 0}, "num_attention_heads=0 is less than 1"),
         ({"hidden_size": -4}, "hidden_size=-4 is less than 1"),
         ({"num_attention_heads": 4, "num_key_value_heads": 0}, "num_key_value_heads=0 is less than 1"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 8}, "num_attention_heads=4 is no multiple of"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 8}, "num_attention_heads=4 is not a multiple of"),
     ],
 )
 def test_sizes(counts: dict[str, Any], wrong: str | None) -> None:

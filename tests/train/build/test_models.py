@@ -106,7 +106,7 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("inline", "message"),
     [
         ({"model_type": "lama"}, "'lama' is unknown; did you mean .*llama"),
-        ({**TINY, "num_layer": 2}, "num_layer is no key of model_type 'llama'; did you mean"),
+        ({**TINY, "num_layer": 2}, "num_layer is not a key of model_type 'llama'; did you mean"),
         ({**TINY, "vocab_size": 257}, "vocab_size=257 and the tokenizer needs 320"),
         ({**TINY, "max_position_embeddings": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
         ({"model_type": "gpt2", "n_positions": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
@@ -116,7 +116,7 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({**TINY, "num_hidden_layers": -1}, "no such llama: num_hidden_layers=-1 is less than 0"),
         (
             {**TINY, "num_attention_heads": 4, "num_key_value_heads": 3},
-            "num_attention_heads=4 is no multiple of num_key_value_heads=3",
+            "num_attention_heads=4 is not a multiple of num_key_value_heads=3",
         ),
         ({**TINY, "hidden_size": 0}, "hidden_size=0 is less than 1"),
         ({**TINY, "num_attention_heads": 0}, "num_attention_heads=0 is less than 1"),

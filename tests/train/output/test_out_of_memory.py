@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.cli import report
+from shardwise.cli.process import report
 from shardwise.errors import OutOfMemory
 from shardwise.train import trainer
 from shardwise.train.config.files import load

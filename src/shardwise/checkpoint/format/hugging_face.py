@@ -56,7 +56,7 @@ def _promised(directory: Directory) -> dict[str, str]:
         with manifest.reading(path):
             promised = dict(json.loads(directory.read(INDEX))["weight_map"])
     except (FileNotFoundError, NotADirectoryError):
-        found = f"has neither {SINGLE} nor {INDEX}" if directory.names() else "is no directory, or an empty one"
+        found = f"has neither {SINGLE} nor {INDEX}" if directory.names() else "is not a directory, or an empty one"
         raise CheckpointError(f"{directory} {found}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
@@ -64,7 +64,7 @@ def _promised(directory: Directory) -> dict[str, str]:
         raise CheckpointError(f"{path} names no files")
     for name in promised.values():
         if not isinstance(name, str) or set(name) & set("/\\\0") or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{path} names {name!r}, which is no safetensors file beside it")
+            raise CheckpointError(f"{path} names {name!r}, which is not a safetensors file beside it")
     return promised
 
 

@@ -113,7 +113,7 @@ def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
             what = "has no manifest.json, so it is not a committed checkpoint"
         raise CheckpointError(f"{directory} {what}") from None
     except NotADirectoryError:
-        raise CheckpointError(f"{directory} is no directory, so it is no checkpoint") from None
+        raise CheckpointError(f"{directory} is not a directory, so it is not a checkpoint") from None
     except UnreadableError as error:
         if not isinstance(error.__cause__, IsADirectoryError):
             raise
@@ -121,10 +121,10 @@ def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
     try:
         document = json.loads(text.decode(), object_pairs_hook=_without_repetition)
         if document["format"] != _FORMAT or document["checksum"] != _CHECKSUM:
-            raise ValueError(f"format {document['format']!r} with checksum {document['checksum']!r} is not known")
+            raise ValueError(f"format {document['format']!r} with checksum {document['checksum']!r} is unknown")
         unknown = document.keys() - _KEYS
         if unknown:
-            raise ValueError(f"it has {min(unknown)!r}, which is not known")
+            raise ValueError(f"it has {min(unknown)!r}, which this version does not know")
         files = {plain_name(name): _record(entry) for name, entry in document["files"].items()}
         joined = {plain_name(name): _joined(entry) for name, entry in document.get("joined", {}).items()}
         for name, file in joined.items():
@@ -218,7 +218,7 @@ def _check_parts(name: str, joined: JoinedFile, files: Mapping[str, FileRecord])
             raise ValueError(f"bytes [{part.start}, {part.stop}) of {name!r} are not in {part.file!r}")
         reached = part.stop
     if reached != joined.nbytes:
-        raise ValueError(f"bytes [{reached}, {joined.nbytes}) of {name!r} are nowhere")
+        raise ValueError(f"bytes [{reached}, {joined.nbytes}) of {name!r} are in none of its parts")
 
 
 def verify(path: Location, progress: Callable[[int, int], None] | None = None) -> None:

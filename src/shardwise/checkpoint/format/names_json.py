@@ -70,7 +70,7 @@ def decode(text: str | bytes) -> list[Named]:
     try:
         document = json.loads(text)
         if document["format"] != _FORMAT:
-            raise ValueError(f"format {document['format']!r} is not known")
+            raise ValueError(f"format {document['format']!r} is unknown")
         return [_named(entry) for entry in document["tensors"]]
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None

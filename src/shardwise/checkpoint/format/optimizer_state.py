@@ -98,7 +98,7 @@ def _check_owners(optimizer: Optimizer, named: list[list[tuple[str, Tensor]]]) -
             continue
         what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
         raise UsageError(
-            f"this {type(optimizer).__name__} has state of {what}, which is no parameter of its groups, so that it "
+            f"this {type(optimizer).__name__} has state of {what}, which is not a parameter of its groups, so that it "
             "cannot be saved by name: keep it in a group's options, or save it as `extra`"
         )
 

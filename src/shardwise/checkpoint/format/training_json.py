@@ -84,7 +84,7 @@ def read(contents: Contents) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(contents.read(NAME))
         if document["format"] != _FORMAT:
-            raise ValueError(f"format {document['format']!r} is not known")
+            raise ValueError(f"format {document['format']!r} is unknown")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{contents}/{NAME} is damaged: {type(error).__name__}: {error}") from None
     return document

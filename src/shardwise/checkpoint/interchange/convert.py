@@ -76,8 +76,8 @@ def convert(  # noqa: PLR0913 - options of a command
     position only is refused. Learning rate schedules and the like go into `extra` where JSON can hold them.
 
     Raises:
-        CheckpointError: the source is no checkpoint, damaged, or holds what does not belong there; the target exists
-            or cannot be written; `files_from` is no directory. UnreadableError: the source is there and cannot be read.
+        CheckpointError: the source is not a checkpoint, damaged, or holds what does not belong there; the target exists
+            or cannot be written; `files_from` is not a directory. UnreadableError: the source cannot be read.
         UsageError: the target is a URL.
     """
     save_thread.wait()
@@ -126,14 +126,16 @@ def read(source: Location, kind: Kind, model_only: bool = False) -> Carried:
 def _refuse_base(source: Location, base: object) -> None:
     if base is not None:
         raise CheckpointError(
-            f"{source} is no adapter of PEFT's, and only those are merged into a base (--base {base})"
+            f"{source} is not an adapter of PEFT's, and only those are merged into a base (--base {base})"
         )
 
 
 def _given_files(directory: Path) -> dict[str, bytes]:
     with manifest.reading(directory):
         if not directory.is_dir():
-            raise CheckpointError(f"{directory}, whose files are to go along, is no directory{nearest_path(directory)}")
+            raise CheckpointError(
+                f"{directory}, whose files are to go along, is not a directory{nearest_path(directory)}"
+            )
         return configuration_of(directory)
 
 

@@ -157,7 +157,7 @@ def _checked(document: Any) -> DcpMetadata:
     for name, entry in document.state_dict_metadata.items():
         key = tuple(ways[name]) if name in ways else (name,)
         if not key or not all(isinstance(part, (str, int)) for part in key):
-            raise ValueError(f"{name!r} lies nowhere")
+            raise ValueError(f"{name!r} is in none of its files")
         if hasattr(entry, "chunks"):
             tensors[key] = _tensor(_text(name), entry, places.__getitem__)
         else:
@@ -178,13 +178,13 @@ def _tensor(name: str, entry: Any, place: Callable[[tuple[str, tuple[int, ...]]]
         chunks.append((box, place((name, box.offsets))))
     numel = Box(shape, shape).numel
     if sum(box.numel for box, _ in chunks) != numel:
-        raise ValueError(f"the chunks of {name!r} do not have the {numel} elements of {shape}")
+        raise ValueError(f"the chunks of {name!r} do not hold the {numel} elements of {shape}")
     return DcpTensor(dtype, shape, tuple(chunks))
 
 
 def _place(info: Any) -> FileRange:
     if getattr(info, "transform_descriptors", None):
-        raise ValueError(f"its data went through {info.transform_descriptors}, which is not undone")
+        raise ValueError(f"its data is transformed by {info.transform_descriptors}, which cannot be undone here")
     file = _text(info.relative_path)
     if file != os.path.basename(file) or file in {"", ".", ".."} or "\0" in file:  # noqa: PTH119
         raise ValueError(f"{file!r} is not the name of a file in the checkpoint")

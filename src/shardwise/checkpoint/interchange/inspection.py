@@ -86,7 +86,7 @@ class RunCheckpoint:
 
     name: str
     step: int | None
-    """None where it is no checkpoint."""
+    """None where it is not a checkpoint."""
     nbytes: int
     saved_by: int
     damage: tuple[str, ...]

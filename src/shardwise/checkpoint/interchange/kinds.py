@@ -51,7 +51,7 @@ def kind_of(location: Location) -> Kind:
             raise CheckpointError(f"{path} is one file of a checkpoint: give its directory, {path.parent}")
         if path.suffix in PT_SUFFIXES or _begins(path, _PICKLE) or _begins(path, _ZIP):
             return Kind.PT
-        raise CheckpointError(f"{path} is no checkpoint: no directory, and no file of torch.save")
+        raise CheckpointError(f"{path} is not a checkpoint: no directory, and no file of torch.save")
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
     if path.suffix == commit.PARTIAL:
@@ -83,7 +83,7 @@ def _own(location: Location) -> Kind:
 
 
 def _instead(path: Path) -> str:
-    """A description of a directory that is no checkpoint, and the path to give instead."""
+    """A description of a directory that is not a checkpoint, and the path to give instead."""
     if _has(path, "*.distcp"):
         return "has .distcp files and no .metadata: a DCP save that did not end"
     if _has(path, "shard-*.safetensors"):
@@ -99,7 +99,7 @@ def _instead(path: Path) -> str:
     newest = commit.latest(path)
     if newest is not None:
         return f"is a run's directory: give one of its checkpoints, such as {newest}"
-    return f"is no checkpoint: it has no {manifest.NAME}, {dcp_metadata.NAME} or {hugging_face.SINGLE}"
+    return f"is not a checkpoint: it has no {manifest.NAME}, {dcp_metadata.NAME} or {hugging_face.SINGLE}"
 
 
 def _has(directory: Path, pattern: str) -> bool:

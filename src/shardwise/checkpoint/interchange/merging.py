@@ -111,7 +111,7 @@ def _base(adapter: Path, given: Path | None, config: Mapping[str, Any]) -> Path:
     if name and Path(name).is_dir():
         return Path(name)
     if given is not None:
-        raise CheckpointError(f"--base {given} is no directory{nearest_path(given)}")
+        raise CheckpointError(f"--base {given} is not a directory{nearest_path(given)}")
     named = f"names {name!r}, which is not here" if name else "names none"
     raise CheckpointError(f"{adapter} is an adapter and {CONFIG} {named}: give its base's directory with --base")
 
@@ -125,7 +125,7 @@ def _factors(adapter: Path, config: Mapping[str, Any], base: Tensors) -> dict[st
             continue
         target, partner = f"{layer}.weight", name.replace("lora_A", "lora_B")
         if end != "lora_A" or partner not in tensors.stored:
-            raise CheckpointError(f"{adapter}: {name!r} is no factor of plain LoRA: have PEFT merge this adapter")
+            raise CheckpointError(f"{adapter}: {name!r} is not a factor of plain LoRA: have PEFT merge this adapter")
         right, left = _whole(tensors, name), _whole(tensors, partner)
         if config.get("fan_in_fan_out"):  # stored transposed, as GPT-2's
             left, right = right.T, left.T

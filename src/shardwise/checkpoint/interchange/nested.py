@@ -287,7 +287,7 @@ class _Optimizer:
         owner, _, name = way.removeprefix("state.").rpartition(".")
         fqn = self._fqns.get(owner, owner)
         if not way.startswith("state.") or not owner:
-            raise CheckpointError(f"its optimizer has {way!r}, which is no state of a parameter: use --model-only")
+            raise CheckpointError(f"its optimizer has {way!r}, which is not state of a parameter: use --model-only")
         if fqn not in self._model and fqn.isdecimal():
             raise CheckpointError(
                 "its optimizer state is by position, so nobody knows whose it is: save it with "

@@ -40,7 +40,9 @@ def begin(path: Path, overwrite: bool = False) -> Path:
                 f"{path} exists already: save to another path, remove it first, or replace it with overwrite=True"
             )
         if path.is_symlink() or not (path / manifest.NAME).is_file():
-            raise CheckpointError(f"{path} is no checkpoint, and overwrite=True replaces nothing else: remove it first")
+            raise CheckpointError(
+                f"{path} is not a checkpoint, and overwrite=True replaces nothing else: remove it first"
+            )
     partial = _cleared(path)
     new = [above for above in partial.parents if not above.exists()]
     partial.mkdir(parents=True)

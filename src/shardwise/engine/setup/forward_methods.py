@@ -63,7 +63,7 @@ def _is_generating(module: nn.Module) -> bool:
 
 def _as_forward(function: Any, name: str) -> Any:
     if function is None:
-        raise UsageError(f"sw.register_forward_method: {name!r} is no method of Python's")
+        raise UsageError(f"sw.register_forward_method: {name!r} is not a Python method")
 
     @functools.wraps(function)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def _as_forward(function: Any, name: str) -> Any:
             output = engine.post_forward(unit, output)
         return output
 
-    setattr(call, _REGISTERED, True)
+    call.__dict__[_REGISTERED] = True
     return call
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,9 +50,9 @@ def import_orbax(path: str | os.PathLike[str], like: T) -> T:
     leaves = leaves_of(like)
     with ocp.StandardCheckpointer() as checkpointer:
         stored, structure = jax.tree_util.tree_flatten_with_path(checkpointer.metadata(place).item_metadata.tree)
-        names = [_name(keys) for keys, _ in stored]
-        shapes = dict(zip(names, (tuple(leaf.shape) for _, leaf in stored), strict=True))
         wanted = {_full(leaf): leaf for leaf in leaves}
+        names = [_name(keys, wanted) for keys, _ in stored]
+        shapes = dict(zip(names, (tuple(leaf.shape) for _, leaf in stored), strict=True))
         _check(place, wanted, shapes)
         targets = [_target(wanted[name]) for name in names]
         found = checkpointer.restore(place, jax.tree_util.tree_unflatten(structure, targets))
@@ -70,16 +70,19 @@ def _trees_in(place: Path) -> list[Path]:
 def _tree_at(path: Path) -> Path:
     found = _trees_in(path) if path.is_dir() else []
     if not found:
-        raise CheckpointError(f"{path} is no checkpoint of orbax: neither it nor a directory in it has a {_METADATA}")
+        raise CheckpointError(
+            f"{path} is not a checkpoint of orbax: neither it nor a directory in it has a {_METADATA}"
+        )
     if len(found) > 1:
         raise CheckpointError(f"{path} holds several trees: name one of {', '.join(map(str, found))}")
     return found[0].absolute()
 
 
-def _name(keys: Any) -> str:
-    """Of a stored leaf: its path without flax's `value` at the end."""
+def _name(keys: Any, wanted: Collection[str]) -> str:
+    """Of a stored leaf: its path, without flax's `value` at the end unless a leaf is called so."""
     names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys]
-    return ".".join(names[:-1] if names[-1:] == ["value"] else names)
+    whole = ".".join(names)
+    return ".".join(names[:-1]) if names[-1:] == ["value"] and whole not in wanted else whole
 
 
 def _full(leaf: Leaf) -> str:

@@ -16,6 +16,8 @@ from shardwise.errors import UsageError
 
 PARAMS = "params"
 """The part of a training state that is the model."""
+VARIABLES = "variables"
+"""The part that is a module's other variables."""
 _NUMBERS = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
@@ -103,6 +105,14 @@ def leaves_of(tree: Any) -> list[Leaf]:
             raise UsageError(f"the tree has two leaves called {leaf.path!r}: rename one of them")
         seen.add((leaf.is_model, leaf.path))
     return leaves
+
+
+def random_streams(tree: Any) -> set[str]:
+    """The paths of a module's random streams: keys, and how often they were used. None of any other tree."""
+    if not _is_module(tree):
+        return set()
+    found = jax.tree_util.tree_flatten_with_path(nnx.state(tree, nnx.RngState))[0]
+    return {_leaf(path, value).path for path, value in found}
 
 
 def with_leaves(tree: Any, values: Sequence[Any]) -> Any:

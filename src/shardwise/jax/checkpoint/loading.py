@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -16,11 +17,11 @@ from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.format.tensor_files import TensorFiles
 from shardwise.checkpoint.io.storage import Directory, Location, check_location, directory_of
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.jax.checkpoint import adam, tree_json
 from shardwise.jax.checkpoint.from_orbax import is_of_orbax
-from shardwise.jax.checkpoint.leaves import Leaf, leaves_of, split, with_leaves
-from shardwise.jax.checkpoint.name_map import PLAIN, NameMap, Part
+from shardwise.jax.checkpoint.leaves import VARIABLES, Leaf, leaves_of, random_streams, split, with_leaves
+from shardwise.jax.checkpoint.name_map import ANY, PLAIN, NameMap, Part
 from shardwise.jax.checkpoint.pieces import DTYPES, LeafToRead
 from shardwise.jax.checkpoint.processes import Processes
 from shardwise.jax.checkpoint.saving import names_of
@@ -93,7 +94,8 @@ def load_pretrained(path: Location, like: T, names: NameMap | None = None) -> T:
 
     Args:
         path: a Hugging Face directory of safetensors files, or a checkpoint of the torch engine or of JAX.
-        like: parameters, or `jax.eval_shape` of them with shardings; see `load`.
+        like: parameters, or `jax.eval_shape` of them with shardings; see `load`. The random streams of a module with
+            numbers are kept where the files have none; its running means are read from a training state's too.
         names: what their leaves are called in the files; None = that the module brings along, or their own paths.
 
     Raises CheckpointError and UsageError as `load` does. What the directory has beside the leaves is an error too, but
@@ -107,14 +109,28 @@ def load_pretrained(path: Location, like: T, names: NameMap | None = None) -> T:
         opened, files = _opened(path)
         names = names.as_in(files.tensors)
         leaves = leaves_of(like)
+        parts = {leaf.path: names.parts(leaf.path, leaf.shape) for leaf in leaves}
+        stored, absent = _apart(leaves, lambda leaf: all(part.name in files.tensors for part in parts[leaf.path]))
         reading = _Reading(opened)
-        reading.expect(leaves, files, {leaf.path: names.parts(leaf.path, leaf.shape) for leaf in leaves}, names)
+        absent = reading.expect_beside_parameters(absent)
+        streams, absent = _apart(absent, partial(_is_among, random_streams(like)))
+        reading.keep(streams)
+        reading.expect([leaf for leaf in leaves if leaf in {*stored, *absent}], files, parts, names)
         reading.check()
     headers = [(name, file.nbytes, file.header) for name, file in files.files.items()]
     peers.agree(f"{headers}|{reading.described}", _DISAGREE)
     with peers.together(f"{os.fspath(path)} cannot be loaded"):
         found = reading.run()
     return with_leaves(like, [found[leaf] for leaf in leaves])
+
+
+def _apart(leaves: Sequence[Leaf], has: Callable[[Leaf], bool]) -> tuple[list[Leaf], list[Leaf]]:
+    """The leaves of which something is true, and the others."""
+    return [leaf for leaf in leaves if has(leaf)], [leaf for leaf in leaves if not has(leaf)]
+
+
+def _is_among(paths: Collection[str], leaf: Leaf) -> bool:
+    return leaf.path in paths
 
 
 def _opened(path: Location) -> tuple[Contents | Directory, TensorFiles]:
@@ -152,6 +168,26 @@ class _Reading:
             elif self._fits(leaf, own, stored):
                 self._wanted.append((files, LeafToRead(leaf, own, [stored[part.name] for part in own])))
         self._unexpected += left if leaves else ()
+
+    def expect_beside_parameters(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Find leaves among a module's variables in a training state that JAX saved. Returns those that are not."""
+        if not isinstance(self._opened, Contents) or not tree_json.is_there(self._opened):
+            return list(leaves)
+        files = tensor_files.find(self._opened, tensor_files.OPTIMIZER)
+        parts = {leaf.path: (Part(f"{VARIABLES}.{leaf.path}"),) for leaf in leaves}
+        found, absent = _apart(leaves, lambda leaf: parts[leaf.path][0].name in files.tensors)
+        self.expect(found, files, parts, ANY)
+        return absent
+
+    def keep(self, streams: Sequence[Leaf]) -> None:
+        """Random streams that files of weights do not hold stay as they are. Raises UsageError for abstract ones."""
+        for leaf in streams:
+            if isinstance(leaf.value, jax.ShapeDtypeStruct):
+                raise UsageError(
+                    f"{leaf.path!r} is of a random stream, which {self._opened} does not hold: give like= a module "
+                    "with numbers, whose streams are kept, such as init(...)(jax.random.key(0))"
+                )
+            self._known[leaf] = leaf.value
 
     def expect_all(self, leaves: Sequence[Leaf]) -> None:
         """Match a whole tree with a checkpoint of JAX."""

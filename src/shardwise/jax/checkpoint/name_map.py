@@ -102,3 +102,6 @@ class NameMap:
 
 PLAIN = NameMap(())
 """Every leaf as it is, under its own path."""
+
+ANY = NameMap((), ignored=(".*",))
+"""The same, beside whatever else a file has."""

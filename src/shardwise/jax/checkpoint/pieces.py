@@ -14,7 +14,7 @@ from shardwise.checkpoint.format.safetensors_layout import TORCH_NAMES, StoredTe
 from shardwise.checkpoint.format.tensor_files import Read
 from shardwise.checkpoint.io.range_reader import RangeReader
 from shardwise.checkpoint.names.index_map import IndexMap, Place
-from shardwise.errors import UsageError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.jax.checkpoint.boxes import Box, Held, to_read, to_write
 from shardwise.jax.checkpoint.leaves import Leaf
@@ -193,7 +193,8 @@ class LeafToRead:
 
     def begin(self) -> list[PieceToRead]:
         """Make room, and say what has to be read into it."""
-        dtype = DTYPES[self.tensors[0].dtype] if self.tensors else self.leaf.dtype
+        stored = {tensor.dtype for tensor in self.tensors}
+        dtype = DTYPES[stored.pop()] if len(stored) == 1 else self.leaf.dtype  # rows of layers may be of several
         for box in to_read(self.leaf.sharding, self.leaf.shape):
             room = self.boxes[box] = np.empty(box.size, dtype)
             for part, tensor in zip(self.parts, self.tensors, strict=True):
@@ -213,16 +214,26 @@ class LeafToRead:
 
     def _array(self) -> Any:
         if self.leaf.is_on_host:
-            return next(iter(self.boxes.values())).astype(self.leaf.dtype, copy=False)
+            return self._cast(next(iter(self.boxes.values())))
 
         def numbers(index: tuple[slice, ...] | None) -> _Array:
             wanted = Box.of(index or (), self.leaf.shape)
             if not wanted.numel:
                 return np.empty(wanted.size, self.leaf.dtype)
             outer = next(box for box in self.boxes if _contains(box, wanted))
-            return self.boxes[outer][wanted.within(outer)].astype(self.leaf.dtype, copy=False)
+            return self._cast(self.boxes[outer][wanted.within(outer)])
 
         return jax.make_array_from_callback(self.leaf.shape, self.leaf.sharding, numbers)
+
+    def _cast(self, numbers: _Array) -> _Array:
+        """In the leaf's dtype. Raises CheckpointError for whole numbers that it has no room for."""
+        cast = numbers.astype(self.leaf.dtype, copy=False)
+        if cast is not numbers and np.issubdtype(cast.dtype, np.integer) and not np.array_equal(cast, numbers):
+            raise CheckpointError(
+                f"{self.leaf.path!r} holds whole numbers from {numbers.min()} to {numbers.max()}, for which "
+                f"{self.leaf.dtype} has no room: load it as {numbers.dtype}"
+            )
+        return cast
 
 
 def _piece_to_read(view: _Array, box: Box, part: Part, tensor: StoredTensor) -> PieceToRead:

@@ -11,7 +11,7 @@ import numpy as np
 from shardwise.checkpoint.ranks.agreement import Agreement
 from shardwise.errors import UsageError
 
-_PATIENCE_MS = 7 * 24 * 3600 * 1000
+_PATIENCE_S = 7 * 24 * 3600.0
 """For another process. One that died is noticed by JAX's coordinator, which then ends the others."""
 _exchanges = itertools.count(1)
 
@@ -19,17 +19,20 @@ _exchanges = itertools.count(1)
 class Processes(Agreement):
     """Every process of `jax.distributed`; this one alone without it. Every method is collective."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
+        """patience_s: for other processes, after which JAX's own error is raised."""
         super().__init__(jax.process_index(), jax.process_count())
+        self._patience_ms = int(1000 * patience_s)
 
     def _highest(self, numbers: list[int]) -> list[int]:
         if self.world_size == 1:
             return numbers
-        found: list[int] = np.frombuffer(_highest_bytes(numbers, self.rank, self.world_size), np.int64).tolist()
+        highest = _highest_bytes(numbers, self.rank, self.world_size, self._patience_ms)
+        found: list[int] = np.frombuffer(highest, np.int64).tolist()
         return found
 
 
-def _highest_bytes(numbers: list[int], rank: int, world_size: int) -> bytes:
+def _highest_bytes(numbers: list[int], rank: int, world_size: int, patience_ms: int) -> bytes:
     """The elementwise maximum over all processes, as int64, through the store of JAX's coordinator.
 
     Not through a collective of the devices: that waits until they are done with what they were given before, and on
@@ -39,13 +42,13 @@ def _highest_bytes(numbers: list[int], rank: int, world_size: int) -> bytes:
     own = np.array(numbers, np.int64)
     place = f"shardwise/{number}"
     if rank == 0:
-        peers = [client.blocking_key_value_get_bytes(f"{place}/{peer}", _PATIENCE_MS) for peer in range(1, world_size)]
+        peers = [client.blocking_key_value_get_bytes(f"{place}/{peer}", patience_ms) for peer in range(1, world_size)]
         highest: bytes = np.max([own, *(np.frombuffer(peer, np.int64) for peer in peers)], axis=0).tobytes()
         client.key_value_set_bytes(f"{place}/highest", highest)
         client.key_value_delete(f"shardwise/{number - 1}/")  # whoever is at this exchange has read the one before
         return highest
     client.key_value_set_bytes(f"{place}/{rank}", own.tobytes())
-    found: bytes = client.blocking_key_value_get_bytes(f"{place}/highest", _PATIENCE_MS)
+    found: bytes = client.blocking_key_value_get_bytes(f"{place}/highest", patience_ms)
     return found
 
 

@@ -36,7 +36,7 @@ def read(contents: Contents) -> tuple[dict[str, tuple[Part, ...]], dict[str, tup
     try:
         document = json.loads(contents.read(NAME))
         if document["format"] != _FORMAT:
-            raise ValueError(f"format {document['format']!r} is not known")
+            raise ValueError(f"format {document['format']!r} is unknown")
         model, others = (
             {path: tuple(Part.of_json(part) for part in own) for path, own in leaves.items()}
             for leaves in (document["leaves"], document.get("others", {}))

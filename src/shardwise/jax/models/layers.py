@@ -50,8 +50,9 @@ class Embedding(nnx.Module):
         self.embedding = nnx.Param(std * jax.random.normal(keys(), shape, dtype))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """In the dtype of the table."""
-        return jnp.take(self.embedding[...], ids, axis=0)
+        """In the dtype of the table. NaN for ids that it does not have; JAX would count negative ones from its end."""
+        table = self.embedding[...]
+        return jnp.take(table, jnp.where(ids < 0, table.shape[0], ids), axis=0)
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Logits [..., ids] of a head that is tied to the table."""

@@ -22,7 +22,7 @@ def frequencies(head: int, settings: Mapping[str, Any]) -> np.ndarray[Any, np.dt
     """
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in _KINDS:
-        raise ConfigError(f"rope_type={kind!r} is not there in JAX models, which know {', '.join(_KINDS)}")
+        raise ConfigError(f"rope_type={kind!r} is not supported by JAX models, which have {', '.join(_KINDS)}")
     own = 1.0 / float(settings["rope_theta"]) ** (np.arange(0, head, 2, dtype=np.float64) / head)
     if kind == "linear":
         own = own / settings["factor"]

@@ -124,7 +124,7 @@ def collectives(compiled: Any) -> Collectives:
         compiled: `step.lower(state, batch).compile()`, or any other program compiled by jax for a mesh.
 
     Raises:
-        UsageError: a program whose arguments lie on no mesh.
+        UsageError: a program whose arguments are not on a mesh.
     """
     compiled = unwrapped(compiled)
     mesh = mesh_of(compiled)

@@ -16,8 +16,8 @@ def unwrapped(compiled: Any) -> Any:
     found = inner if isinstance(inner, jax.stages.Compiled) else compiled
     if not hasattr(found, "input_shardings"):
         raise UsageError(
-            f"a {type(compiled).__name__} is no compiled program: pass step.lower(state, batch).compile(), or that of "
-            "a function of jax.jit"
+            f"a {type(compiled).__name__} is not a compiled program: pass step.lower(state, batch).compile(), or that "
+            "of a function of jax.jit"
         )
     return found
 
@@ -27,4 +27,4 @@ def mesh_of(compiled: Any) -> Mesh:
     for sharding in jax.tree.leaves(compiled.input_shardings):
         if isinstance(sharding, NamedSharding):
             return sharding.mesh
-    raise UsageError("this program's arguments lie on no mesh: compile it with sharded arguments")
+    raise UsageError("this program's arguments are not on a mesh: compile it with sharded arguments")

@@ -98,7 +98,7 @@ class Description:
         Every piece is as large as another there. Of more than two dims, the two that are cut, or else are largest.
 
         Raises:
-            UsageError: no array has that path, or it lies on no mesh; or rich is not installed.
+            UsageError: no array has that path, or it is not on a mesh; or rich is not installed.
         """
         pieces = self.pieces(path)
         if find_spec("rich") is None:
@@ -110,13 +110,13 @@ class Description:
         """How an array is cut, along two dims at most: those that are cut, or else are largest.
 
         Raises:
-            UsageError: no array has that path, or it lies on no mesh.
+            UsageError: no array has that path, or it is not on a mesh.
         """
         if path not in self.shardings:
             raise UsageError(f"no array is called {path!r}{did_you_mean(path, self.shardings)}")
         sharding = self.shardings[path]
         if not isinstance(sharding, NamedSharding):
-            raise UsageError(f"{path!r} lies on no mesh")
+            raise UsageError(f"{path!r} is not on a mesh")
         shape = next(place.shape for place in self.places if place.path == path)
         if not shape:
             raise UsageError(f"{path!r} is a single number, of which there are no parts")

@@ -46,7 +46,7 @@ def page(compiled: Any, path: str | os.PathLike[str]) -> None:
         path: of the file. HTML that needs no other file.
 
     Raises:
-        UsageError: a program whose arguments lie on no mesh, or a file that cannot be written.
+        UsageError: a program whose arguments are not on a mesh, or a file that cannot be written.
     """
     compiled = unwrapped(compiled)
     mesh = mesh_of(compiled)

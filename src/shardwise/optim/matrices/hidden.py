@@ -60,14 +60,14 @@ def hidden_matrices(model: nn.Module | None, groups: Iterable[Named], hidden: Hi
     given by name), an embedding is what has "emb", "wte" or "wpe" in its module's name. Vectors, stacks of matrices,
     convolutions and matrices of one element are none. `hidden` decides about matrices instead, where given.
 
-    Raises UsageError if `hidden` wants what is no matrix.
+    Raises UsageError if `hidden` wants what is not a matrix.
     """
     members = [member for group in groups for member in group.members]
     if hidden is not None:
         chosen = [(fqn, parameter) for fqn, parameter in members if hidden(fqn, parameter)]
         for fqn, parameter in chosen:
             if not _is_matrix(parameter):
-                raise UsageError(f"hidden= wants {fqn!r} {tuple(parameter.shape)}, which is no matrix")
+                raise UsageError(f"hidden= wants {fqn!r} {tuple(parameter.shape)}, which is not a matrix")
         return {id(parameter) for _, parameter in chosen}
     held_by = _modules_of_plain(model)
     embeddings = {id(p) for fqn, p in members if _is_embedding(fqn, p, held_by.get(id(p), []))}

@@ -82,6 +82,6 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_count(name: str, value: object, least: int) -> None:
-    """Raises ConfigError for what is no whole number, or a smaller one."""
+    """Raises ConfigError for what is not a whole number, or a smaller one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r}: a whole number from {least} on")

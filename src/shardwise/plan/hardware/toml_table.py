@@ -24,7 +24,7 @@ class TomlTable:
             known: keys that it may have. None: any.
 
         Raises:
-            HardwareFileError: it is no table, or has an unknown key; the message names the nearest.
+            HardwareFileError: it is not a table, or has an unknown key; the message names the nearest.
         """
         if not isinstance(data, dict):
             raise HardwareFileError(f"{name} = {data!r} is not a table")

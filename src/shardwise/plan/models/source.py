@@ -187,7 +187,7 @@ def _from_path(path: Path) -> ModelSource:
         raise PlanError(f"MODEL {str(path)!r}: {file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         hint = "; a run's settings are read with --from, beside a MODEL" if file.suffix == ".toml" else ""
-        raise PlanError(f"MODEL {str(path)!r}: {file} is no JSON: {one_line(error)}{hint}") from None
+        raise PlanError(f"MODEL {str(path)!r}: {file} is not JSON: {one_line(error)}{hint}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise PlanError(f'MODEL {str(path)!r}: {file} has no "model_type", so transformers cannot tell what it is')
     _check_known(config, str(file))

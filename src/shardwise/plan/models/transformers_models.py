@@ -195,5 +195,5 @@ def impossible_size(config: object) -> str | None:
             return f"{name}={value} is less than {_LEAST[name]}"
     heads, shared = counts.get("num_attention_heads"), counts.get("num_key_value_heads")
     if heads is not None and shared is not None and heads % shared:
-        return f"num_attention_heads={heads} is no multiple of num_key_value_heads={shared}"
+        return f"num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}"
     return None

@@ -31,7 +31,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
         name: of the run.
 
     Raises:
-        PlanError: the trainer cannot run it: it is no language model, or it was planned with something else.
+        PlanError: the trainer cannot run it: it is not a language model, or it was planned with something else.
     """
     check_model(source)
     _check_job(job)
@@ -98,7 +98,7 @@ def _data(source: ModelSource) -> dict[str, Any]:
 
 
 def check_model(source: ModelSource) -> None:
-    """Raise PlanError for a model that the trainer cannot train: one of transformers that is no language model."""
+    """Raise PlanError for a model that the trainer cannot train: one of transformers that is not a language model."""
     if source.description is not None and not source.description.is_language_model:
         raise PlanError(
             f"{source.title}: `shardwise train` trains causal language models; plan it without --config and train it "

@@ -108,7 +108,7 @@ def _config_at(name: str) -> PreTrainedConfig:
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
     except Exception as error:
         raise ConfigError(
-            f"model.path={name!r} is no configuration of transformers: {one_line(error, with_type=True)}"
+            f"model.path={name!r} is not a configuration of transformers: {one_line(error, with_type=True)}"
         ) from error
     return loaded
 
@@ -127,7 +127,7 @@ def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
     known = {*vars(blank), *blank.attribute_map}
     for key in values:
         if key not in known:
-            raise ConfigError(f"model.config.{key} is no key of model_type {model_type!r}{did_you_mean(key, known)}")
+            raise ConfigError(f"model.config.{key} is not a key of model_type {model_type!r}{did_you_mean(key, known)}")
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         values.setdefault(key, text.end_id)
     values.setdefault("vocab_size", text.vocab_size)

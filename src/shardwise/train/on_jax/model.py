@@ -63,7 +63,9 @@ def _described(config: ModelConfig, tokenizer: Tokenizer, seq_len: int) -> dict[
     known = models.known_keys(kind)
     for key in inline:
         if key not in known:
-            raise ConfigError(f"model.config.{key} is no key of model_type {kind!r} in JAX{did_you_mean(key, known)}")
+            raise ConfigError(
+                f"model.config.{key} is not a key of model_type {kind!r} in JAX{did_you_mean(key, known)}"
+            )
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         inline.setdefault(key, tokenizer.end_id)
     inline.setdefault("vocab_size", tokenizer.vocab_size)

@@ -21,6 +21,7 @@ import shardwise.jax as swj
 from shardwise.errors import UserError
 from shardwise.jax import models
 from shardwise.jax.batches import put_batch
+from shardwise.jax.checkpoint.leaves import random_streams
 from shardwise.jax.checkpoint.saving import names_of
 from shardwise.jax.trees import parts_of
 from shardwise.policy.kinds import KINDS
@@ -40,7 +41,7 @@ from shardwise.train.run import preflight
 from shardwise.train.run.checkpoints import Resumed, why_finished
 from shardwise.train.run.claim import claimed
 from shardwise.train.run.directory import RunDirectory
-from shardwise.train.run.metrics import MetricsWriter, StepMetrics
+from shardwise.train.run.metrics import MetricsWriter, StepMetrics, open_writer
 from shardwise.train.run.sample import TEMPERATURE, Sample, lengths
 
 
@@ -159,7 +160,10 @@ class Trainer:
         footprint = (bytes_per_device((state.params, state.opt_state)), bytes_whole((state.params, state.opt_state)))
         with self.interruption.heard(), self.checkpoints.finished(), ExitStack() as stack:
             with self.processes.together("the run directory cannot be written"):
-                writer = stack.enter_context(self._open_writer(directory)) if self.processes.is_first else None
+                writer = None
+                if self.processes.is_first:
+                    opened = open_writer(directory, self.config, self.first_step, self.console.say)
+                    writer = stack.enter_context(opened)
             if self.evaluates_first and not self._evaluate(self.first_step, state, writer):
                 self._leave(self.first_step)
             for step in range(self.first_step, train.steps):
@@ -179,7 +183,10 @@ class Trainer:
         weights = self.config.model.weights
         if weights is None:
             return self.step.init(self.init(jax.random.key(train.seed)))
-        return self.step.init(swj.checkpoint.load_pretrained(weights, self.init.abstract(), self.names))
+        like = self.init.abstract()
+        if random_streams(like):  # which no file of weights has
+            like = self.init(jax.random.key(train.seed))
+        return self.step.init(swj.checkpoint.load_pretrained(weights, like, self.names))
 
     def _go_on(self, resumed: Resumed) -> None:
         data = self.config.data
@@ -272,22 +279,9 @@ class Trainer:
     def _leave(self, step: int) -> NoReturn:
         """End, as was asked for, after so many steps."""
         self.checkpoints.finish()
-        if step == self.first_step:
-            self.console.say(f"interrupted before step {step + 1}; start it again to go on")
-        elif self.checkpoints.are_on:
-            self.console.say(
-                f"interrupted after step {step}: saved as {self.checkpoints.path(step)}; start it again to go on"
-            )
-        else:
-            self.console.say(f"interrupted after step {step}; checkpoint.every=0, so nothing was saved")
+        saved = self.checkpoints.path(step) if self.checkpoints.are_on else None
+        self.console.interrupted(step, self.first_step, saved)
         raise Interrupted
-
-    def _open_writer(self, directory: RunDirectory) -> MetricsWriter:
-        if directory.begin(self.config, self.first_step):
-            self.console.say(f"{directory.path} held a run that had not finished: it starts again")
-        log = self.config.log
-        board = directory.tensorboard if log.tensorboard else None
-        return MetricsWriter(directory.metrics, directory.evaluations, log.every, board)
 
     def _end(self, directory: RunDirectory, state: Any, footprint: tuple[int, int]) -> None:
         """`final/`, a sample, and what each device held."""

@@ -70,7 +70,7 @@ class Checkpoints(KeptCheckpoints):
         Raises:
             ConfigError: there are checkpoints of the run and none may be, or can be, used; or it is an adapter that was
                 trained beside another base.
-            CheckpointError: the one that the configuration names is no checkpoint or is damaged; or, as
+            CheckpointError: the one that the configuration names is not a checkpoint or is damaged; or, as
                 UnreadableError, storage does not let a checkpoint be read, which is then left as it is.
         """
         path, set_aside = self.chosen()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group
@@ -133,6 +134,21 @@ class RunConsole:
     def evaluated(self, step: int, loss: float) -> None:
         """The held-out loss after `step` steps."""
         self.say(f"step {step}/{self._steps}  held-out loss {loss:.4f}")
+
+    def interrupted(self, step: int, first_step: int, saved: Path | None) -> None:
+        """The run ends as it was asked to.
+
+        Args:
+            step: steps taken.
+            first_step: of those, before this start of the run.
+            saved: the checkpoint of that step; None where the run saves none.
+        """
+        if step == first_step:
+            self.say(f"interrupted before step {step + 1}; start it again to go on")
+        elif saved is not None:
+            self.say(f"interrupted after step {step}: saved as {saved}; start it again to go on")
+        else:
+            self.say(f"interrupted after step {step}; checkpoint.every=0, so nothing was saved")
 
     def sample(self, sample: Sample) -> None:
         """Generated text, the prompt dimmed."""

@@ -135,7 +135,7 @@ class KeptCheckpoints:
         """What a checkpoint that was loaded says. Every rank must call this. Raises ConfigError for one that is not a
         run's, or is older than others of the run."""
         if "data" not in extra:
-            raise ConfigError(f"{path} is no checkpoint of `shardwise train`: it has no position in the data")
+            raise ConfigError(f"{path} is not a checkpoint of `shardwise train`: it has no position in the data")
         self.refuse_newer_than(step)
         return Resumed(path, step, Position(**extra["data"]), extra, tuple(set_aside), tuple(changed))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self
 
 from shardwise.errors import UserError
+from shardwise.train.config.schema import Config
+from shardwise.train.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -89,6 +91,21 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def open_writer(directory: RunDirectory, config: Config, first_step: int, say: Callable[[str], None]) -> MetricsWriter:
+    """A run's writer, where it begins or goes on: its directory is made ready first. Rank 0 only.
+
+    Args:
+        directory: the run's.
+        config: the run's; kept in the directory.
+        first_step: steps that were taken before.
+        say: takes a line where what was there gives way.
+    """
+    if directory.begin(config, first_step):
+        say(f"{directory.path} held a run that had not finished: it starts again")
+    board = directory.tensorboard if config.log.tensorboard else None
+    return MetricsWriter(directory.metrics, directory.evaluations, config.log.every, board)
 
 
 def _open_board(directory: Path) -> SummaryWriter:

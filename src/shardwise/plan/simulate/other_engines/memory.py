@@ -24,9 +24,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shardwise.plan.dry_run.kept_blocks import with_kept_blocks
 from shardwise.plan.dry_run.recording import Allocate, Free, Gradient, Recording, StepEvent, StepPhase, UnitMark
 from shardwise.plan.simulate.other_engines.float8 import GATHERS, is_of_a_block
+from shardwise.plan.simulate.other_engines.kept_blocks import with_kept_blocks
 from shardwise.policy.strategy import Strategy
 
 _COMPUTE, _GATHER, _REDUCE = 0, 1, 2

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.cli.exit import full_traceback, mistake
+from shardwise.cli.process.exit import full_traceback, mistake
 from shardwise.errors import CollectiveTimeout, OutOfMemory, PeerError
 
 ENVIRONMENT = "SHARDWISE_REPORTS"

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.launch import STOPPING, malloc_settings
-
-from .conftest import Start, Started
+from shardwise.cli.process.launch import STOPPING, malloc_settings
+from tests.cli.conftest import Start, Started
 
 ON_RANK_1 = """
 if rank == 0:
@@ -109,7 +108,7 @@ def _runs(pid: int) -> bool:
 def test_the_cause_is_shown_and_not_what_its_peers_say(start: Start) -> None:
     """Rank 0 ends first, because rank 1 has already closed its connections and is slow to end."""
     scenario = """
-from shardwise.cli import report
+from shardwise.cli.process import report
 directory = report.Path(os.environ[report.ENVIRONMENT])
 if rank == 1:
     report.write(directory, report.describe(ValueError("the cause"), 1))
@@ -303,7 +302,7 @@ if rank == 0:
 os.write(1, b"training\\n")  # in one piece: both ranks write to one pipe
 time.sleep(600)
 """
-    shorter = "from shardwise.cli import launch; launch.STRAGGLER_GRACE_S = 1.0"
+    shorter = "from shardwise.cli.process import launch; launch.STRAGGLER_GRACE_S = 1.0"
     command = _start_and_wait(start, scenario, shorter)
     command.interrupt()
     ended = command.end(timeout_s=15)

@@ -13,7 +13,7 @@ import pytest
 
 TALK = """
 import sys
-from shardwise.cli.standard_streams import outlive_readers
+from shardwise.cli.process.standard_streams import outlive_readers
 outlive_readers()
 print("here", flush=True)
 sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""A recording as if blocks were compiled, with what they keep for backward (`compilation`) in place of activations."""
+"""Recordings as if blocks were compiled: what they keep for backward (`dry_run.compilation`) for their activations."""
 
 from __future__ import annotations
 

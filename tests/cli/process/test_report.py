@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardwise.cli import report
+from shardwise.cli.process import report
 from shardwise.errors import CollectiveTimeout
 
 REMOTE = (

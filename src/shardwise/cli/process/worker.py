@@ -1,4 +1,4 @@
-"""The program of one rank: `python -m shardwise.cli.worker TASK PATH`, started by `cli.launch`."""
+"""The program of one rank: `python -m shardwise.cli.process.worker TASK PATH`, started by `cli.process.launch`."""
 
 import atexit
 import ctypes
@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from shardwise.cli import report
-from shardwise.cli.exit import Exit
-from shardwise.cli.standard_streams import outlive_readers
+from shardwise.cli.process import report
+from shardwise.cli.process.exit import Exit
+from shardwise.cli.process.standard_streams import outlive_readers
 from shardwise.train.process.interruption import ENDING_SIGNALS, ending_signals
 
 _PR_SET_PDEATHSIG = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.cli.exit import mistake
+from shardwise.cli.process.exit import mistake
 
 
 @pytest.mark.parametrize(("module", "extra"), [("transformers.models", "train"), ("typer", "train"), ("jax", "jax")])

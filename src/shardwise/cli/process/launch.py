@@ -19,9 +19,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwise import accelerators
-from shardwise.cli import report
-from shardwise.cli.exit import Exit
-from shardwise.cli.standard_streams import outlive_readers
+from shardwise.cli.process import report
+from shardwise.cli.process.exit import Exit
+from shardwise.cli.process.standard_streams import outlive_readers
 from shardwise.errors import UserError
 from shardwise.train.config.files import dump_toml
 from shardwise.train.config.schema import Config
@@ -63,7 +63,7 @@ def launch(config: Config, debug: bool = False) -> Exit:
 
 
 def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
-    """Run one of `cli.worker`'s tasks on ranks of this machine and wait for their end; otherwise as `launch`.
+    """Run one of `cli.process.worker`'s tasks on ranks of this machine and wait for their end; otherwise as `launch`.
 
     Args:
         task: "train", "calibrate" or "calibrate-quick".
@@ -116,7 +116,7 @@ def _started(task: str, path: Path, ranks: int, port: int, directory: Path) -> I
         processes = start_processes(
             name="rank",
             entrypoint=sys.executable,
-            args={rank: ("-m", "shardwise.cli.worker", task, str(path)) for rank in range(ranks)},
+            args={rank: ("-m", "shardwise.cli.process.worker", task, str(path)) for rank in range(ranks)},
             envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=str(directory / "torchrun")),
         )

@@ -237,9 +237,9 @@ def test_products_in_loops_and_what_a_cpu_widens() -> None:
 
 
 def test_programs_that_cannot_be_read() -> None:
-    with pytest.raises(UsageError, match=r"a Lowered is no compiled program: pass step\.lower"):
+    with pytest.raises(UsageError, match=r"a Lowered is not a compiled program: pass step\.lower"):
         swj.memory(jax.jit(lambda x: x + 1).lower(1.0))
-    with pytest.raises(UsageError, match="lie on no mesh"):
+    with pytest.raises(UsageError, match="are not on a mesh"):
         swj.collectives(jax.jit(lambda x: x + 1).lower(1.0).compile())
 
 
