@@ -15,6 +15,7 @@ from shardwise.engine.units.kept import Dtypes
 from shardwise.engine.units.settings import Settings
 from shardwise.engine.units.unit import Unit
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize, on_meta
+from shardwise.modules.deferred_init.put_off import blank_, is_put_off
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.modules.site import Site, Values
 from shardwise.modules.wrapping import UnitPlan
@@ -53,7 +54,9 @@ def build_units(
         with together((mesh.shard, mesh.replicate), "sw.shard"):
             stores.shards.take_room()
     with torch.no_grad(), torch.inference_mode(False):
-        if on_meta(model):
+        if on_meta(model) and is_put_off() and not draws_on_device():
+            _put_off(units, mesh)
+        elif on_meta(model):
             _materialize(model, units, plans, mesh, precision)
         else:
             for unit, plan in units:
@@ -84,6 +87,20 @@ def _materialize(
     for unit, plan in units:
         if not plan.parameters:
             unit.shard_parameters(mesh.device)
+
+
+def _put_off(units: Sequence[tuple[Unit, UnitPlan]], mesh: Mesh) -> None:
+    """Shards without numbers of what is on the meta device."""
+    for unit, plan in units:
+        real = {fqn: parameter for fqn, parameter, _ in plan.parameters if not parameter.is_meta}
+        agree_on_values(list(real.items()), mesh)
+        unit.shard_parameters(mesh.device, real.get)
+        for group in unit.groups:
+            blank = [face for face in group.sharded if face.fqn not in real]
+            for face in blank:
+                blank_(face.local)
+            for face in blank:
+                face.put_off_at = group.counter._version
 
 
 class _SameRandomState:
@@ -152,7 +169,8 @@ def prepare_buffers(model: nn.Module, mesh: Mesh, precision: Precision, settled:
             if buffer is not None and buffer not in moved:
                 is_cast = dtype is not None and buffer.is_floating_point() and module not in settled
                 cast = dtype if is_cast else buffer.dtype
-                moved[buffer] = buffer.to(mesh.device, cast)
+                moved[buffer] = buffer.to("meta" if buffer.is_meta else mesh.device, cast)
             if buffer is not None:
                 module._buffers[name] = moved[buffer]
-    agree_on_values([(name, buffer) for name, buffer in model.named_buffers() if buffer.numel()], mesh)
+    real = [(name, buffer) for name, buffer in model.named_buffers() if buffer.numel() and not buffer.is_meta]
+    agree_on_values(real, mesh)

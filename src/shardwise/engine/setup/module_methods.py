@@ -13,6 +13,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.setup.forward_methods import register_generate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.modules.deferred_init.put_off import come
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 _WATCHED = "_shardwise_state_dicts"
@@ -88,17 +89,19 @@ def _before_loading(module: nn.Module, state: object, prefix: str, metadata: dic
 
 def refuse_conversions(module: nn.Module) -> None:
     """Have `.to()`, `.half()` and the like raise where they would move or cast sharded parameters of the module or
-    below."""
+    below, and `.to_empty()` give memory to what was left on the meta device."""
 
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        kinds = {(p.dtype, p.device) for p in module.parameters() if isinstance(p, ShardedParameter)}
-        for dtype, device in kinds:
+        faces = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
+        for dtype, device, stored, rests in {(p.dtype, p.device, p.stored_device, p.home is not None) for p in faces}:
             result = fn(torch.empty(0, dtype=dtype, device=device))
-            if (result.dtype, result.device) != (dtype, device):
+            on_host = rests and device.type == "meta" and result.device.type == "cpu"
+            if result.dtype != dtype or not (result.device == stored or on_host):
                 raise UsageError(
-                    f"a sharded model cannot be converted from {dtype} on {device} to {result.dtype} on "
+                    f"a sharded model cannot be converted from {dtype} on {stored} to {result.dtype} on "
                     f"{result.device}: convert it before sw.shard, or pass sw.shard(precision=sw.Precision(...))"
                 )
+        come(module, fn)
         return module
 
     module.__dict__.update(_apply=apply)
