@@ -74,8 +74,8 @@ DIFFERENT = {
     "init.test_raise_noncontiguous_parameter": f"{_WORKS}: parameters in channels_last",
     "init.test_raise_scalar_parameter": f"{_WORKS}: 0-d parameters",
     "state.test_fully_shard_deepcopy": f"{_WORKS}: copy.deepcopy gives a second sharded model",
-    "init.test_reset_sharded_param_in_lazy_init": "norms of rows of a sharded parameter outside forward, and a parameter "
-    "that is exchanged for another after fully_shard, which wants it written in place",
+    "init.test_reset_sharded_param_in_lazy_init": "norms of rows of a sharded parameter outside forward, and a "
+    "parameter that is exchanged for another after fully_shard, which wants it written in place",
     "init.test_hsdp_broadcast_across_replicas": "replicas are to differ after fully_shard; here all get rank 0's",
     "mixed_precision.test_reduce_dtype": "sums of bf16 are to be rounded to bf16; here pieces travel in bf16 and are "
     "summed in fp32",
