@@ -27,7 +27,8 @@ class Block(nn.Module):
         self.down = nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        added: Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + added
 
 
 class Net(nn.Module):
@@ -45,10 +46,13 @@ class Net(nn.Module):
 
 
 def losses(fsdp: types.ModuleType, recipe: str, bf16: bool, recomputes: bool) -> list[float]:
-    """Of a script in which the linear layers of blocks compute in float8 and weights travel as they are."""
+    """Of a script in which the linear layers of blocks compute in float8; "gathered": weights travel in it too."""
     torch.manual_seed(0)
     model: Any = Net(recomputes)
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    if recipe == "gathered":
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    else:
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", True)  # processors have no matmul in float8
     float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: "blocks" in fqn)
     policy = torchs.MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else torchs.MixedPrecisionPolicy()
@@ -65,10 +69,11 @@ def losses(fsdp: types.ModuleType, recipe: str, bf16: bool, recomputes: bool) ->
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        float8.precompute_float8_dynamic_scale_for_fsdp(model)
     return found
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "gathered"])
 @on_ranks(2, timeout_s=120)
 def test_float8_layers_train_as_with_fsdp2(recipe: str) -> None:
     plain = losses(torchs, recipe, bf16=True, recomputes=False)
