@@ -443,8 +443,6 @@ _GRADIENT_EDGE = (
     "gradient) or register_post_accumulate_grad_hook (the mean over ranks)"
 )
 _WAYS_OUT: dict[str, str] = {
-    "aten::_amp_foreach_non_finite_check_and_unscale_": "torch's GradScaler would let ranks disagree about a step: "
-    "use sw.GradScaler",
     "aten::_local_scalar_dense": _LOOK,
     "aten::_foreach_powsum": "use torch._foreach_norm",
     "aten::view": "each rank holds only a 1-D piece, which has no other shape. weight_norm, pruning and other "
