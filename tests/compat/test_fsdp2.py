@@ -27,7 +27,12 @@ from tests.engine.rig import Net, batch, on_ranks, seeded, squares
 
 
 def script(
-    fsdp: types.ModuleType, *, bf16: bool = False, replicas: bool = False, together: bool = False
+    fsdp: types.ModuleType,
+    *,
+    bf16: bool = False,
+    replicas: bool = False,
+    together: bool = False,
+    autocast: bool = False,
 ) -> list[float]:
     """A user's: blocks and root, clipping, accumulation, a schedule; returns losses and norms."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
@@ -49,7 +54,8 @@ def script(
         for micro in range(2):
             model.set_is_last_backward(micro == 1)
             model.set_requires_gradient_sync(micro == 1)
-            loss = squares(model, batch(2 * step + micro))
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = squares(model, batch(2 * step + micro))
             loss.backward()
             found.append(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -64,6 +70,14 @@ def script(
 @on_ranks(2, timeout_s=120)
 def test_a_script_of_fsdp2s(together: bool) -> None:
     assert script(ours, together=together) == pytest.approx(script(torchs, together=together), rel=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@on_ranks(2, timeout_s=120)
+def test_autocast_around_fp32_units(together: bool) -> None:
+    found = script(ours, autocast=True, together=together)
+    assert found == pytest.approx(script(torchs, autocast=True, together=together), rel=1e-5)
+    assert found != pytest.approx(script(ours, together=together), rel=1e-5)
 
 
 @on_ranks(4, timeout_s=120)

@@ -435,7 +435,8 @@ _ANYTHING_ELSE = (
     "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. Outside "
     "the model's forward: for a method that computes, sw.register_forward_method(module, name); for a loss, "
     "sw.unshard(module) first (collective). Else use sw.unsharded(model), .full_tensor() (collective), or .local for "
-    "this rank's piece; parametrizations (spectral_norm, ...) and pruning go before sw.shard"
+    "this rank's piece; parametrizations (spectral_norm, ...) and pruning go before sw.shard, optimizers of whole "
+    "matrices (Muon, ...) into sw.optim.whole_matrix"
 )
 _GRADIENT_EDGE = (
     "gradients do not come to it but to the leaf that its unit computes with, so a hook of "
