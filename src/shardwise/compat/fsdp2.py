@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from shardwise.compat.common import mixed_class, without_effect
+from shardwise.compat.common import allow_autocast, mixed_class, without_effect
 from shardwise.engine.lookup import engine_of, engines_of
 from shardwise.engine.setup.agreement import anywhere
 from shardwise.engine.setup.forward_methods import register_forward_method
@@ -120,15 +120,9 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
         )
     for one in [module] if isinstance(module, nn.Module) else module:
         one.__class__ = _class_for(type(one))
-        _allow_autocast(one)
+        allow_autocast(one)
     _expect_numbers(module)
     return module
-
-
-def _allow_autocast(module: nn.Module) -> None:
-    """As in FSDP2, whose scripts may have it around fp32 units: cast copies of weights then stay until backward."""
-    if (engine := engine_of(module, below=False)) is not None:
-        engine.refuses_autocast = False
 
 
 def _expect_numbers(module: nn.Module | Sequence[nn.Module]) -> None:
@@ -465,4 +459,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     first = next((engine for root in roots if (engine := engine_of(root)) is not None), None)
     if first is not None and len({engine_of(root) for root in roots}) > 1:
         shard(roots, first.strategy, precision=first.precision, reshard_after_forward=first.resharding)
-        _allow_autocast(roots[0])
+        allow_autocast(roots[0])
