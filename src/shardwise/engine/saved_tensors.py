@@ -221,16 +221,15 @@ class SavedTensors:
             return None  # sparse and other storage-less tensors alias no slot
         if slot is None or slot.holder is None:
             return None
-        unit = slot.holder
-        place, version = self._places[-1] if self._places else None, unit.parameters.version
+        unit, version = slot.holder, slot.holder.parameters.version
+        place = self._places[-1] if self._places else None
         offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         conj, neg = tensor.is_conj(), tensor.is_neg()
         return Handle(unit, place, version, tensor.dtype, offset, shape, stride, conj, neg, around=around)
 
     def _face_handle(self, face: ShardedParameter, unit: Unit) -> Handle:
-        place = self._places[-1] if self._places else None
-        version, shape = unit.parameters.version, face.shape
-        return Handle(unit, place, version, face.dtype, 0, shape, (), False, False, face.without_autograd())
+        place, version = self.innermost, unit.parameters.version
+        return Handle(unit, place, version, face.dtype, 0, face.shape, (), False, False, face.without_autograd())
 
     def _note(self, place: Place | None) -> None:
         if place is None:
