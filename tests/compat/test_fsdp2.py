@@ -6,6 +6,7 @@ import copy
 import inspect
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 import shardwise as sw
 from shardwise.compat import fsdp2 as ours
 from shardwise.compat.common import without_effect
-from shardwise.compat.state_dict import StateDictOptions, get_model_state_dict
+from shardwise.compat.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, batch, on_ranks, seeded, squares
@@ -410,6 +411,43 @@ def test_a_checkpoint_may_come_without_to_empty() -> None:
         assert model(batch(0)).isnan().all()
         for module in (model, *model.inner):
             module.angles.copy_(torch.arange(4.0))
+    assert torch.equal(model(batch(0)), whole(batch(0)))
+
+
+class Counting(Later):
+    """With a buffer beside its own parameters, and in what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.count
+
+
+@pytest.mark.parametrize("way", ["assign", "full", "rank 0's", "directory"])
+@on_ranks(2)
+def test_checkpoints_give_buffers_too(way: str, tmp_path: Path) -> None:
+    whole = Counting()
+    whole.init_weights()
+    with torch.device("meta"):
+        model: Any = Counting()
+    ours.fully_shard(list(model.inner))
+    ours.fully_shard(model)
+    full = whole.state_dict()
+    if way == "assign":
+        model.load_state_dict(full, assign=True)
+        assert model.count is not whole.count
+    elif way == "directory":
+        sw.checkpoint.save(tmp_path / "saved", ours.fully_shard(copy.deepcopy(whole)))
+        sw.checkpoint.load(tmp_path / "saved", model)
+    else:
+        from_rank0 = way != "full"
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
+        set_model_state_dict(model, {} if from_rank0 and dist.get_rank() else full, options=options)
+    model.to_empty(device="cpu")
+    for module in (model, *model.inner):
+        module.angles.copy_(torch.arange(4.0))
     assert torch.equal(model(batch(0)), whole(batch(0)))
 
 

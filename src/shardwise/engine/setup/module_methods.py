@@ -3,7 +3,7 @@ get it wrong, and transformers' `generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -78,8 +78,14 @@ def _before_saving(module: nn.Module, *_: object) -> None:
         )
 
 
-def _before_loading(module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *_: object) -> None:
-    metadata.pop("assign_to_params_buffers", None)
+def _before_loading(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: dict[str, Any], *_: object
+) -> None:
+    if metadata.pop("assign_to_params_buffers", None):
+        for buffer in [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]:
+            given: Any = state.get(f"{prefix}{buffer}")
+            if isinstance(given, Tensor):
+                module._buffers[buffer] = given.detach().clone()
     where = repr(prefix.removesuffix(".")) if prefix else f"this {type(module).__name__}"
     if not _is_between_steps(module):
         raise UsageError(

@@ -42,7 +42,7 @@ def blank_(tensor: Tensor) -> Tensor:
 def come(module: nn.Module, empty_like: Callable[[Tensor], Tensor]) -> None:
     """`to_empty`: have the parameters and buffers of a module and below it in memory, without numbers. Those that were
     written since stay as they are. No communication."""
-    made: dict[Tensor, Tensor] = {}  # a buffer in two places stays one
+    _give_buffers(module, empty_like)
     for below in module.modules():
         held: dict[str, Any] = below._parameters
         for parameter in held.values():
@@ -51,6 +51,18 @@ def come(module: nn.Module, empty_like: Callable[[Tensor], Tensor]) -> None:
             elif parameter is not None and parameter.is_meta:  # it was to be left alone, and is known as this object
                 real = nn.Parameter(blank_(empty_like(parameter.detach())), requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, real)
+
+
+def give_buffers(module: nn.Module, device: torch.device) -> None:
+    """Have the buffers of a module and below it in memory on `device`, without numbers: a checkpoint is going to write
+    them. No communication."""
+    _give_buffers(module, lambda buffer: torch.empty_like(buffer, device=device))
+
+
+@torch.no_grad()
+def _give_buffers(module: nn.Module, empty_like: Callable[[Tensor], Tensor]) -> None:
+    made: dict[Tensor, Tensor] = {}  # a buffer in two places stays one
+    for below in module.modules():
         for name, buffer in below._buffers.items():
             if buffer is not None and buffer.is_meta:
                 if buffer not in made:
