@@ -94,6 +94,28 @@ def test_a_script_of_fsdp1s(strategy: str) -> None:
         torch.testing.assert_close(my_weights[name], value, rtol=1e-3, atol=1e-4)
 
 
+@on_ranks(2)
+def test_autocast_around_fp32_units() -> None:
+    warnings.simplefilter("ignore")
+    found = []
+    for fsdp, wrap in ((ours, ours_wrap), (torchs, torchs_wrap)):
+        model = fsdp.FullyShardedDataParallel(
+            seeded(Net),
+            auto_wrap_policy=wrap.ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = squares(model, batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.item())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def wrapped(**options: Any) -> Any:
     return FSDP(seeded(Net), auto_wrap_policy=ours.ModuleWrapPolicy({Block}), **options)
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +16,24 @@ import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
 from shardwise.compat import fsdp2 as ours
 from shardwise.compat.common import without_effect
-from shardwise.compat.state_dict import StateDictOptions, get_model_state_dict
+from shardwise.compat.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, batch, on_ranks, seeded, squares
 
 
 def script(
-    fsdp: types.ModuleType, *, bf16: bool = False, replicas: bool = False, together: bool = False
+    fsdp: types.ModuleType,
+    *,
+    bf16: bool = False,
+    replicas: bool = False,
+    together: bool = False,
+    autocast: bool = False,
 ) -> list[float]:
     """A user's: blocks and root, clipping, accumulation, a schedule; returns losses and norms."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
@@ -49,7 +55,8 @@ def script(
         for micro in range(2):
             model.set_is_last_backward(micro == 1)
             model.set_requires_gradient_sync(micro == 1)
-            loss = squares(model, batch(2 * step + micro))
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = squares(model, batch(2 * step + micro))
             loss.backward()
             found.append(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -64,6 +71,14 @@ def script(
 @on_ranks(2, timeout_s=120)
 def test_a_script_of_fsdp2s(together: bool) -> None:
     assert script(ours, together=together) == pytest.approx(script(torchs, together=together), rel=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@on_ranks(2, timeout_s=120)
+def test_autocast_around_fp32_units(together: bool) -> None:
+    found = script(ours, autocast=True, together=together)
+    assert found == pytest.approx(script(torchs, autocast=True, together=together), rel=1e-5)
+    assert found != pytest.approx(script(ours, together=together), rel=1e-5)
 
 
 @on_ranks(4, timeout_s=120)
@@ -279,6 +294,31 @@ def test_what_cannot_be_sharded_raises_fsdp2s_errors() -> None:
             ours.fully_shard(given)
 
 
+@on_ranks(2)
+def test_placements_are_asked_for_and_checked_as_fsdp2_does() -> None:
+    asked: list[torch.Size] = []
+
+    def answering(answer: Any) -> Any:
+        return lambda parameter: asked.append(parameter.shape) or answer
+
+    without_effect.cache_clear()
+    for answer, error in (
+        (Shard(2), "Shard dim 2 is invalid for 2D tensor"),
+        (Shard(-3), "Shard dim -1 is invalid for 2D tensor"),
+        ("rows", "Invalid shard_placement_fn result: 'rows'"),
+        (types.SimpleNamespace(placement=Shard(0), mesh_info=None), "a mesh of its own"),
+    ):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+        ours.fully_shard(model[0])
+        with pytest.raises((AssertionError, ValueError, UsageError), match=error):
+            ours.fully_shard(model, shard_placement_fn=answering(answer), ignored_params={model[1].bias})
+    assert asked == [model[1].weight.shape] * 4  # neither what is sharded already nor what is ignored
+    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1.*world size: 2"):
+        ours.fully_shard(nn.Linear(3, 4), shard_placement_fn=answering(Shard(1)))
+    with pytest.warns(UserWarning, match="shard_placement_fn has no effect: parameters are cut as one flat buffer"):
+        ours.fully_shard(nn.Linear(4, 4), shard_placement_fn=answering(Shard(-1)))
+
+
 class Later(nn.Module):
     """As torchtitan's: `init_weights` knows what no constructor and no `reset_parameters` does."""
 
@@ -333,10 +373,92 @@ def test_what_only_the_script_initialises() -> None:
 
 
 @on_ranks(2)
+def test_nothing_is_drawn_and_all_is_on_the_meta_device_until_to_empty() -> None:
+    before = torch.get_rng_state()
+    model = on_meta()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    for grad in (False, True):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(RuntimeError, match=r"still on meta device: \['scale', 'linear.weight', 'linear.bias'\]"),
+        ):
+            model(batch(0))
+    with pytest.raises(NotImplementedError, match="to_empty"):
+        model.to("cpu")
+    faces = list(model.parameters())
+    model.to_empty(device="cpu")
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert all(parameter is face for parameter, face in zip(model.parameters(), faces, strict=True))
+    assert all(tensor.detach().sum().isnan() for tensor in (*model.parameters(), *model.buffers()))
+    model.init_weights()
+    model.to_empty(device="cpu")  # what has numbers keeps them
+    squares(model, batch(0)).backward()
+    assert torch.isfinite(model.scale.grad).all()
+
+
+@on_ranks(2)
+def test_a_checkpoint_may_come_without_to_empty() -> None:
+    whole = Later()
+    whole.init_weights()
+    model = on_meta()
+    model.load_state_dict(whole.state_dict(), assign=True)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    with pytest.raises(RuntimeError, match=r"still on meta device: \['angles', 'inner.0.angles', 'inner.1.angles'\]"):
+        model(batch(0))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        assert model(batch(0)).isnan().all()
+        for module in (model, *model.inner):
+            module.angles.copy_(torch.arange(4.0))
+    assert torch.equal(model(batch(0)), whole(batch(0)))
+
+
+class Counting(Later):
+    """With a buffer beside its own parameters, and in what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.count
+
+
+@pytest.mark.parametrize("way", ["assign", "full", "rank 0's", "directory"])
+@on_ranks(2)
+def test_checkpoints_give_buffers_too(way: str, tmp_path: Path) -> None:
+    whole = Counting()
+    whole.init_weights()
+    with torch.device("meta"):
+        model: Any = Counting()
+    ours.fully_shard(list(model.inner))
+    ours.fully_shard(model)
+    full = whole.state_dict()
+    if way == "assign":
+        model.load_state_dict(full, assign=True)
+        assert model.count is not whole.count
+    elif way == "directory":
+        sw.checkpoint.save(tmp_path / "saved", ours.fully_shard(copy.deepcopy(whole)))
+        sw.checkpoint.load(tmp_path / "saved", model)
+    else:
+        from_rank0 = way != "full"
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
+        set_model_state_dict(model, {} if from_rank0 and dist.get_rank() else full, options=options)
+    model.to_empty(device="cpu")
+    for module in (model, *model.inner):
+        module.angles.copy_(torch.arange(4.0))
+    assert torch.equal(model(batch(0)), whole(batch(0)))
+
+
+@on_ranks(2)
 def test_what_nothing_initialises_is_named_where_training_begins() -> None:
     model = on_meta()
+    model.to_empty(device="cpu")
     for block in model.inner:
         block.init_weights()
+    model.linear.reset_parameters()
+    model.angles.zero_()
     with torch.no_grad():
         assert model(batch(0)).isnan().all()
     with pytest.raises(UsageError, match=r"'scale' of FSDPLater was built on the meta device.*init_weights\) after"):
@@ -344,6 +466,20 @@ def test_what_nothing_initialises_is_named_where_training_begins() -> None:
     model.init_weights()
     squares(model, batch(0)).backward()
     assert torch.isfinite(model.scale.grad).all()
+
+
+@on_ranks(2)
+def test_what_is_ignored_waits_on_the_meta_device_too() -> None:
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        ours.fully_shard(model, ignored_params={model[1].weight}, offload_policy=ours.CPUOffloadPolicy())
+    ignored = model[1].weight
+    model.to_empty(device="cpu")
+    assert model[1].weight is ignored
+    for layer in model:
+        layer.reset_parameters()
+    model(batch(0)).sum().backward()
+    assert ignored.grad is not None
 
 
 @on_ranks(2)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import UsageError
 from shardwise.optim.scaler import GradScaler
 from tests.sharded.threads import cut, on_threads, randn
 
@@ -24,8 +23,13 @@ def scaled_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) 
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("where", [0, -1])
+@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
 def test_one_ranks_overflow_skips_everybodys_step(
-    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], bad: float, where: int
+    optimizer: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    bad: float,
+    where: int,
+    kind: type[torch.amp.GradScaler],
 ) -> None:
     gradients = randn(*SHAPES, seed=1)
     gradients[where].view(-1)[where] = bad
@@ -35,7 +39,7 @@ def test_one_ranks_overflow_skips_everybodys_step(
         before = [p.local.clone() for p in parameters]
         for parameter, gradient in zip(parameters, cut(group, gradients), strict=True):
             parameter.grad = gradient
-        scaler = GradScaler("cpu", init_scale=1024.0)
+        scaler = kind("cpu", init_scale=1024.0)
         scaled_step(scaler, optimizer(parameters, lr=0.1, **options))
         assert scaler.get_scale() == 512.0
         assert group.calls == 1
@@ -45,7 +49,10 @@ def test_one_ranks_overflow_skips_everybodys_step(
 
 
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS)
-def test_finite_gradients_step_as_unsharded(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
+def test_finite_gradients_step_as_unsharded(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], kind: type[torch.amp.GradScaler]
+) -> None:
     whole = [nn.Parameter(t) for t in randn(*SHAPES)]
     gradients = [[g * 1024 for g in randn(*SHAPES, seed=seed)] for seed in (1, 2)]
     settings: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 1}
@@ -60,7 +67,7 @@ def test_finite_gradients_step_as_unsharded(optimizer: type[torch.optim.Optimize
 
     def rank(group: Any) -> None:
         parameters = [nn.Parameter(p) for p in cut(group, randn(*SHAPES))]
-        scale = train(parameters, [cut(group, several) for several in gradients], GradScaler("cpu", **settings))
+        scale = train(parameters, [cut(group, several) for several in gradients], kind("cpu", **settings))
         assert scale == expected
         for parameter, other in zip(parameters, whole, strict=True):
             assert torch.equal(parameter.full_tensor(), other)
@@ -68,16 +75,6 @@ def test_finite_gradients_step_as_unsharded(optimizer: type[torch.optim.Optimize
     copies = [[g.clone() for g in several] for several in gradients]
     expected = train(whole, copies, torch.amp.GradScaler("cpu", **settings))
     on_threads(3, rank)
-
-
-def test_torchs_own_names_ours() -> None:
-    def rank(group: Any) -> None:
-        parameter = nn.Parameter(cut(group, randn((4,)))[0])
-        parameter.grad = cut(group, randn((4,)))[0]
-        with pytest.raises(UsageError, match=r"sw\.GradScaler"):
-            scaled_step(torch.amp.GradScaler("cpu"), torch.optim.SGD([parameter]))
-
-    on_threads(2, rank)
 
 
 def test_fp16_gradients_are_refused() -> None:

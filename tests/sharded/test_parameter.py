@@ -242,9 +242,6 @@ REFUSED: dict[str, Callable[[ShardedParameter], Any]] = {
     "differently_cut": lambda p: p + rank_0_of_2(*randn((7,), (4, 6)))[1],
     "foreach_differently_cut": lambda p: torch._foreach_add([p], [rank_0_of_2(*randn((7,), (4, 6)))[1]]),
     "data_to_other_dtype": lambda p: setattr(p, "data", p.double()),
-    "torch_grad_scaler": lambda p: torch._amp_foreach_non_finite_check_and_unscale_(
-        [p.detach()], torch.zeros(1), torch.ones(1)
-    ),
 }
 
 
@@ -263,7 +260,6 @@ def test_nothing_is_silently_local(sharded: ShardedParameter, operation: Callabl
         ("save", ["torch.save", "'p0'", "sw.full_state_dict"]),
         ("item", ["'p0'", ".full_tensor()"]),
         ("normal_", ["aten.normal_", "into a parameter of a sharded model"]),
-        ("torch_grad_scaler", ["sw.GradScaler"]),
         ("plain_global", ["'p0' (4, 6)", "plain tensor of shape (4, 6)"]),
         ("differently_cut", ["'p0' (4, 6)", "'p1' (4, 6)"]),
     ],

@@ -73,7 +73,6 @@ def test_a_deferred_build_the_way_fsdp2s_users_do_it() -> None:
     for block in model.blocks:
         fsdp2.fully_shard(block)
     fsdp2.fully_shard(model)
-    before = model(torch.ones(2, 4))
     model.to_empty(device="cpu")
     torch.manual_seed(11)
     model.apply(reset)
@@ -83,7 +82,6 @@ def test_a_deferred_build_the_way_fsdp2s_users_do_it() -> None:
     plain.apply(reset)
     same_tensors(dict(plain.named_parameters()), dict(model.named_parameters()))
     assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
-    assert not torch.equal(model(torch.ones(2, 4)), before)
 
 
 @on_ranks(2)

@@ -30,6 +30,7 @@ from shardwise.engine.lookup import engines_of, shard_stores
 from shardwise.engine.setup.torch_patches import with_state
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import adapter_config, adapter_names
+from shardwise.modules.deferred_init.put_off import give_buffers
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.state_store import StateStore
@@ -87,6 +88,7 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     model = uncompiled(model)
     engines = engines_of(model)
     peers = Peers(mesh_of(engines))
+    give_buffers(model, engines[0].mesh.device)
     shards, states = shard_stores(*engines), [] if optimizer is None else stores_of(optimizer)
     wait_for_last_save(peers)
     doing = f"{os.fspath(path)} cannot be loaded"

@@ -30,6 +30,7 @@ from shardwise.engine.lookup import engines_of
 from shardwise.errors import CheckpointError
 from shardwise.modules.adapters import base_names, base_of
 from shardwise.modules.deferred_init.materialize import left_blank
+from shardwise.modules.deferred_init.put_off import give_buffers
 
 _DISAGREE = (
     "ranks disagree about what to load: call sw.checkpoint.load_pretrained with the same path and strict on every "
@@ -84,6 +85,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     model = uncompiled(model)
     engines = engines_of(model)
     peers = Peers(mesh_of(engines))
+    give_buffers(model, engines[0].mesh.device)
     wait_for_last_save(peers)
     where = os.fspath(path)
     with peers.together(f"{where} cannot be loaded"):

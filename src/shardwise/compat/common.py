@@ -6,6 +6,16 @@ import warnings
 from functools import cache
 from typing import Any
 
+from torch import nn
+
+from shardwise.engine.lookup import engine_of
+
+
+def allow_autocast(module: nn.Module) -> None:
+    """Around fp32 units, as torch's engines take it: cast copies of weights then stay until backward."""
+    if (engine := engine_of(module, below=False)) is not None:
+        engine.refuses_autocast = False
+
 
 def mixed_class(mixin: type, kind: type, name: str) -> Any:
     """A class that is both, the mixin first. The same each time."""

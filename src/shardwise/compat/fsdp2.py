@@ -13,18 +13,20 @@ UsageError and says what to do instead: `docs/fsdp2.md` lists them. Parameters a
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import contract  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 
-from shardwise.compat.common import mixed_class, without_effect
-from shardwise.engine.lookup import engine_of
+from shardwise.compat.common import allow_autocast, mixed_class, without_effect
+from shardwise.engine.lookup import engine_of, engines_of
+from shardwise.engine.setup.agreement import anywhere
 from shardwise.engine.setup.forward_methods import register_forward_method
 from shardwise.engine.setup.shard import shard
 from shardwise.errors import UsageError
@@ -37,7 +39,7 @@ from shardwise.model_tools.reduction import (
     sync_replicas,
 )
 from shardwise.model_tools.release import reshard_after_forward as resharding
-from shardwise.modules.deferred_init.builder import later_initialised
+from shardwise.modules.deferred_init.put_off import put_off
 from shardwise.modules.graph_breaks import hide_from_dynamo
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
@@ -59,6 +61,8 @@ __all__ = [
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 _SUMS_AS_STORED = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
 """Torch 2.15: without `reduce_dtype` gradients are reduced in the parameters' own dtype, in `param_dtype` before."""
+_EXPECTING = "_shardwise_expects_numbers"
+"""Attribute of a module whose first forward looks whether everything was initialised: the hook's handle."""
 
 
 @contract()  # one call a module; torch's `replicate` around it then leaves it alone
@@ -79,7 +83,8 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
         module: changed in place, also in its class: an FSDPModule as well from here on.
         mesh: 1 axis = shard, 2 axes = (replicate, shard). Default: all ranks.
         reshard_after_forward: None = True, but for the root, whose backward comes next; False = FSDP2's ZeRO-2.
-        shard_placement_fn: without effect, with a warning: parameters are cut as one flat, ragged buffer.
+        shard_placement_fn: called for each parameter, and its answers are checked as FSDP2 checks them; else without
+            effect, with a warning: parameters are cut as one flat, ragged buffer.
         mp_policy: dtypes of this unit.
         offload_policy: CPUOffloadPolicy = shards and optimizer state are in the host's memory between uses. `p.device`
             is the device that computes, and the step is taken there (docs/design/offload.md).
@@ -90,16 +95,19 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
         The same module, or modules.
 
     Raises ValueError for a container that is never called or a mesh of other axes, AssertionError for a module that was
-    given to a call before; else as `sw.shard`.
+    given to a call before, for a placement what FSDP2 raises, UsageError for one on a mesh of its own; else as
+    `sw.shard`.
     """
     _check_callable(module)
-    if shard_placement_fn is not None:
-        without_effect("shard_placement_fn", "parameters are cut as one flat buffer, in ragged pieces")
     if mesh is not None and dp_mesh_dims is not None:
         mesh = mesh[_dims(dp_mesh_dims)]
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: slice the data axes out of it")
-    with later_initialised() as waiting:
+    if shard_placement_fn is not None:
+        world_size = dist.get_world_size() if mesh is None else mesh.size(-1)
+        _check_placements(module, shard_placement_fn, ignored_params or (), world_size)
+        without_effect("shard_placement_fn", "parameters are cut as one flat buffer, in ragged pieces")
+    with put_off():
         shard(
             module,
             "hybrid_shard" if mesh is not None and mesh.ndim == 2 else "full_shard",
@@ -112,29 +120,52 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
         )
     for one in [module] if isinstance(module, nn.Module) else module:
         one.__class__ = _class_for(type(one))
-    if waiting:
-        _check_later(module, waiting)
+        allow_autocast(one)
+    _expect_numbers(module)
     return module
 
 
-def _check_later(module: nn.Module | Sequence[nn.Module], names: Sequence[str]) -> None:
-    """Have the first forward that trains raise UsageError, on every rank, if one of these still has no numbers."""
-    modules = [module] if isinstance(module, nn.Module) else list(module)
-    tree = module if isinstance(module, nn.Module) else nn.ModuleList(modules)
+def _expect_numbers(module: nn.Module | Sequence[nn.Module]) -> None:
+    """Have the first forward raise UsageError if something is on the meta device yet, and the first one that trains if
+    something was given no numbers: on every rank."""
+    tree = _tree(module)
+    if not any(tensor.device.type == "meta" for tensor in (*tree.parameters(), *tree.buffers())):
+        return
+    for below in tree.modules():
+        if (handle := below.__dict__.pop(_EXPECTING, None)) is not None:
+            handle.remove()  # this call's looks at those too
 
     @hide_from_dynamo
-    def check(first: nn.Module, args: object) -> None:
+    def check(called: nn.Module, args: object) -> None:
+        held = dict((*tree.named_parameters(remove_duplicate=False), *tree.named_buffers(remove_duplicate=False)))
+        _check_materialized(held)
         if torch.is_grad_enabled():
-            handle.remove()
-            held = dict((*tree.named_parameters(remove_duplicate=False), *tree.named_buffers(remove_duplicate=False)))
-            for name in names:
-                if name in held and math.isnan(held[name].detach().sum().item()):
-                    raise UsageError(
-                        f"{name!r} of {type(first).__name__} was built on the meta device and has no numbers: call "
-                        "what initialises it (FSDP2's scripts: to_empty, then init_weights) after fully_shard"
-                    )
+            called.__dict__.pop(_EXPECTING).remove()
+            pieces = [tensor.local if isinstance(tensor, ShardedParameter) else tensor for tensor in held.values()]
+            are_blank = anywhere([bool(piece.detach().isnan().any()) for piece in pieces], engines_of(tree)[0].mesh)
+            for name in (name for name, is_blank in zip(held, are_blank, strict=True) if is_blank):
+                raise UsageError(
+                    f"{name!r} of {type(called).__name__} was built on the meta device and has no numbers: call "
+                    "what initialises it (FSDP2's scripts: to_empty, then init_weights) after fully_shard"
+                )
 
-    handle = modules[0].register_forward_pre_hook(check, prepend=True)
+    first = module if isinstance(module, nn.Module) else module[0]
+    first.__dict__[_EXPECTING] = first.register_forward_pre_hook(check, prepend=True)
+
+
+def _check_materialized(held: Mapping[str, torch.Tensor]) -> None:
+    blank = [name for name, tensor in held.items() if tensor.device.type == "meta"]
+    if blank:
+        unit = getattr(held[blank[0]], "unit", None)
+        together = [name for name in blank if getattr(held[name], "unit", None) is unit]
+        raise UsageError(
+            "FSDP parameters should be materialized from meta device before training, but the following were "
+            f"still on meta device: {together}. Call to_empty(device=...), then what initialises them"
+        )
+
+
+def _tree(module: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    return module if isinstance(module, nn.Module) else nn.ModuleList(module)
 
 
 def _check_callable(module: nn.Module | Sequence[nn.Module]) -> None:
@@ -143,6 +174,38 @@ def _check_callable(module: nn.Module | Sequence[nn.Module]) -> None:
             "fully_shard does not support containers that do not implement forward: nobody calls a "
             f"{type(module).__name__}; give each module in it, or the module that calls them"
         )
+
+
+def _check_placements(
+    module: nn.Module | Sequence[nn.Module],
+    place: Callable[[nn.Parameter], Any],
+    ignored: Iterable[nn.Parameter],
+    world_size: int,
+) -> None:
+    """Ask for the placement of every parameter that this call shards, and raise what FSDP2 raises for one that it could
+    not have."""
+    skipped = set(map(id, ignored))
+    for parameter in _tree(module).parameters():
+        if isinstance(parameter, ShardedParameter) or id(parameter) in skipped:
+            continue
+        answer, shape = place(parameter), parameter.shape
+        if answer is None:
+            continue
+        if hasattr(answer, "mesh_info"):
+            raise UsageError(
+                f"shard_placement_fn: {answer!r} has a parameter of shape {tuple(shape)} on a mesh of its own; give "
+                "its module a fully_shard(mesh=) of its own, or the parameter to ignored_params"
+            )
+        if not isinstance(answer, Shard):
+            raise ValueError(f"Invalid shard_placement_fn result: {answer!r} is neither None nor a Shard")
+        dim = answer.dim if answer.dim >= 0 else answer.dim + len(shape)
+        if not 0 <= dim < len(shape):
+            raise AssertionError(f"Shard dim {dim} is invalid for {len(shape)}D tensor: {shape}")
+        if dim and shape[dim] % world_size:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: {shape} (world size: {world_size}). Here "
+                "parameters are cut without regard to dims: answer None"
+            )
 
 
 def _no_units(fqn: str, module: nn.Module) -> bool:
@@ -396,3 +459,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     first = next((engine for root in roots if (engine := engine_of(root)) is not None), None)
     if first is not None and len({engine_of(root) for root in roots}) > 1:
         shard(roots, first.strategy, precision=first.precision, reshard_after_forward=first.resharding)
+        allow_autocast(roots[0])

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shardwise.engine.lookup import engine_of, engines_below
 from shardwise.errors import UsageError
+from shardwise.modules.deferred_init.put_off import give_buffers
 from shardwise.offload.step import step_with_stores
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import ShardedParameter
@@ -152,9 +153,11 @@ def set_model_state_dict(
     With `broadcast_from_rank0` only rank 0's is read, and one tensor at a time travels.
     """
     options = options or StateDictOptions()
-    if engine_of(model) is None:
+    engine = engine_of(model)
+    if engine is None:
         return torchs.set_model_state_dict(model, dict(model_state_dict), options=options)
     model = _bare(model)
+    give_buffers(model, engine.mesh.device)  # `fully_shard` leaves those of the meta device there
     if not options.broadcast_from_rank0:
         report: _IncompatibleKeys = model.load_state_dict(model_state_dict, strict=options.strict)
         return report
@@ -169,7 +172,7 @@ def set_model_state_dict(
     for name in names:
         if name in targets:
             target = targets[name]
-            full = _received(model_state_dict.get(name), target.device)
+            full = _received(model_state_dict.get(name), engine.mesh.device)
             _check_shape(name, full, target)
             _write(full, target)
     return _IncompatibleKeys(missing, unexpected)
@@ -315,7 +318,8 @@ def _cut_from_rank0(given: Mapping[str, Any], optimizer: Optimizer, names: Mappi
     state: dict[str, Any] = {}
     for name, key in _from_rank0([(name, key) for name, values in given.items() for key in values]):
         if name in parameters:
-            value = _received(given[name][key] if is_first else None, parameters[name].device)
+            device = getattr(parameters[name], "stored_device", parameters[name].device)
+            value = _received(given[name][key] if is_first else None, device)
             value = value.cpu() if isinstance(value, Tensor) and value.ndim == 0 else value
             state.setdefault(name, {}).update(_cut(optimizer, parameters[name], {key: value}))
     return state

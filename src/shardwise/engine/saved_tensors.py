@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.units.arena import Slot
+from shardwise.engine.units.around import Around, taken_apart
 from shardwise.engine.units.calls import Call, ForwardPass
 from shardwise.engine.units.parameters import ParameterState
 from shardwise.engine.units.unit import Unit
@@ -52,6 +53,8 @@ class Handle:
     neg: bool
     face: Tensor | None = None
     """An alias of the outer face, where that was saved itself: the formula that meets it has the unit gathered."""
+    around: Around | None = None
+    """A tensor of another class that is around the view."""
 
     def view(self) -> Tensor:
         """The same view of the slot that the unit is in now."""
@@ -60,7 +63,8 @@ class Handle:
         view = slot.base(self.dtype).as_strided(self.shape, self.stride, self.offset)
         if self.conj:
             view = view.conj()
-        return torch._neg_view(view) if self.neg else view
+        view = torch._neg_view(view) if self.neg else view
+        return view if self.around is None else self.around.put(view)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,31 +210,26 @@ class SavedTensors:
         return pack, unpack
 
     def _handle(self, tensor: Tensor) -> Handle | None:
-        if type(tensor) not in _PLAIN and isinstance(tensor, ShardedParameter) and isinstance(tensor.unit, Unit):
-            return self._face_handle(tensor, tensor.unit)
+        around = None
+        if type(tensor) not in _PLAIN:
+            if isinstance(tensor, ShardedParameter) and isinstance(tensor.unit, Unit):
+                return self._face_handle(tensor, tensor.unit)
+            around, tensor = taken_apart(tensor, self._slots)
         try:  # by storage, which every view and alias shares; not by address: fake tensors have none
             slot = self._slots.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return None  # sparse and other storage-less tensors alias no slot
         if slot is None or slot.holder is None:
             return None
-        unit = slot.holder
-        return Handle(
-            unit,
-            self._places[-1] if self._places else None,
-            unit.parameters.version,
-            tensor.dtype,
-            int(tensor.storage_offset()),
-            tensor.shape,
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        unit, version = slot.holder, slot.holder.parameters.version
+        place = self._places[-1] if self._places else None
+        offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        conj, neg = tensor.is_conj(), tensor.is_neg()
+        return Handle(unit, place, version, tensor.dtype, offset, shape, stride, conj, neg, around=around)
 
     def _face_handle(self, face: ShardedParameter, unit: Unit) -> Handle:
-        place = self._places[-1] if self._places else None
-        version, shape = unit.parameters.version, face.shape
-        return Handle(unit, place, version, face.dtype, 0, shape, (), False, False, face.without_autograd())
+        place, version = self.innermost, unit.parameters.version
+        return Handle(unit, place, version, face.dtype, 0, face.shape, (), False, False, face.without_autograd())
 
     def _note(self, place: Place | None) -> None:
         if place is None:

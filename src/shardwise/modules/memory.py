@@ -34,6 +34,7 @@ class Extent:
             return None
         try:
             storage = tensor.untyped_storage()
+            address = 0 if storage.device.type == "meta" else storage.data_ptr()
         except (NotImplementedError, RuntimeError):  # some tensor subclass
             return None
         start = int(tensor.storage_offset()) * tensor.itemsize
@@ -41,7 +42,7 @@ class Extent:
             space = "meta", storage._cdata
         else:
             space = str(storage.device), 0
-            start += storage.data_ptr()
+            start += address
         dims = [(n, step * tensor.itemsize) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
         dims = [(n, step) for n, step in dims if step]  # expanded: the same bytes again
         sizes, strides = tuple(n for n, _ in dims), tuple(step for _, step in dims)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Collectives
 from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.lookup import steps_in_backward
-from shardwise.sharded.parameter import ShardedParameter
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for sharded models: an inf or NaN that one rank finds makes every rank skip the step.
+    """`torch.amp.GradScaler`, which refuses models whose steps are taken in backward. An inf or NaN that one rank finds
+    makes every rank skip the step, with torch's own class too (`sharded/loss_scaling.py`).
 
-    Used exactly as torch's, which would let the ranks of a sharded model disagree, and so refuses its gradients. Works
-    on CPUs with `device="cpu"`. Every rank must make the same calls; `unscale_` (also inside `step`) costs one
-    `all_reduce` of one number for each shard group.
+    Works on CPUs with `device="cpu"`. Every rank must make the same calls; `unscale_` (also inside `step`) costs one
+    `all_reduce` of one number for each shard group and dtype of gradients.
 
     The check is global over the shard group. Replicas (hybrid strategies) hold gradients that were summed over the
     replicate group, an inf of any of them included: they are equal, so the replicas decide alike without asking. The
@@ -26,26 +24,12 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if any(steps_in_backward(p) for group in optimizer.param_groups for p in group["params"]):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(map(steps_in_backward, parameters)):
             BackwardSteps.refuse("sw.GradScaler", "steps are taken before it is known whether gradients overflowed")
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        groups: dict[Collectives, torch.device] = {}
-        for gradient in _gradients(optimizer):
-            if gradient.dtype == torch.float16 and not allow_fp16:
-                raise ValueError(
-                    'fp16 gradients cannot be unscaled: keep parameters in fp32 and compute in precision="fp16"'
-                )
-            piece = gradient.local if isinstance(gradient, ShardedParameter) else gradient
-            by_kind.setdefault((piece.device, piece.dtype), []).append(piece)
-            if isinstance(gradient, ShardedParameter) and gradient.placement.shard_group.world_size > 1:
-                groups[gradient.placement.shard_group] = piece.device
-        found = {device: found_inf.to(device, copy=True) for device, _ in by_kind}
-        for (device, _), pieces in by_kind.items():
-            torch._amp_foreach_non_finite_check_and_unscale_(pieces, found[device], inv_scale.to(device))
-        for group, device in groups.items():
-            group.all_reduce(found[device], "max").wait()
-        return found
-
-
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        dtypes = {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
+        if torch.float16 in dtypes and not allow_fp16:
+            raise ValueError(
+                'fp16 gradients cannot be unscaled: keep parameters in fp32 and compute in precision="fp16"'
+            )
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

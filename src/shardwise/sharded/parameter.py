@@ -29,6 +29,7 @@ from shardwise.sharded import dcp_chunks, penalties, whole
 from shardwise.sharded.placement import FlatPieces, Placement, device_mesh, flat_pieces
 
 _stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_stored_device: Callable[[Tensor], torch.device] = Tensor.device.__get__
 
 SHARDED_FACE = "_shardwise_sharded"
 """Attribute of a plain parameter that was sharded: its outer face."""
@@ -82,6 +83,10 @@ class Home(Protocol):
     """Where this rank's slice of some parameters is while nobody reads it, if not in memory."""
 
     dtype: torch.dtype
+
+    @property
+    def _version(self) -> int:
+        """Counts writes, as a tensor's."""
 
     def flat(self) -> Tensor:
         """The slice in memory, 1-D: a view, and a write to it is kept. No communication."""
@@ -139,6 +144,8 @@ class ShardedParameter(Tensor):
 
     is_read: bool = False
     """Operations have read it whole, so formulas of backward do."""
+    put_off_at: int | None = None
+    """Its numbers are to come (`deferred_init/put_off.py`), unless its memory has another version by now."""
     _held_grad: Tensor | None = None
     """`.grad` while autograd puts a penalty's gradient there."""
     _origin: ShardedParameter | None = None
@@ -185,6 +192,18 @@ class ShardedParameter(Tensor):
         if self.inner is not None and self.unit is not None and self.unit.is_running:
             return self.inner.dtype
         return _stored_dtype(self)
+
+    @property
+    def stored_device(self) -> torch.device:
+        """The one that computes with it."""
+        return _stored_device(self)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The one that computes with it; the meta device while its numbers are put off."""
+        if self.put_off_at is not None and (self.home or self.local)._version == self.put_off_at:
+            return torch.device("meta")
+        return _stored_device(self)
 
     @property
     def fqn(self) -> str:
@@ -287,7 +306,8 @@ class ShardedParameter(Tensor):
     def without_autograd(self) -> Self:
         """An alias: the same piece, as `detach()` and `.data` give it."""
         home = self.home
-        alias = type(self)(self.local, self.placement) if home is None else self.at(home, self.device, self.placement)
+        device = self.stored_device
+        alias = type(self)(self.local, self.placement) if home is None else self.at(home, device, self.placement)
         origin = alias._origin = self if self._origin is None else self._origin
         origin._aliases = [*(held for held in origin._aliases if held() is not None), weakref.ref(alias)]
         return alias
@@ -306,9 +326,9 @@ class ShardedParameter(Tensor):
         """
         if value is self:
             return
-        if value.dtype != self.stored_dtype or value.device != self.device:
+        if value.dtype != self.stored_dtype or value.device != self.stored_device:
             raise UsageError(
-                f"cannot turn {self.fqn!r} from {self.stored_dtype} on {self.device} into {value.dtype} on "
+                f"cannot turn {self.fqn!r} from {self.stored_dtype} on {self.stored_device} into {value.dtype} on "
                 f"{value.device}: its memory belongs to its unit. Convert the model before sw.shard, or pass "
                 "sw.shard(precision=...)"
             )
@@ -416,7 +436,8 @@ _ANYTHING_ELSE = (
     "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. Outside "
     "the model's forward: for a method that computes, sw.register_forward_method(module, name); for a loss, "
     "sw.unshard(module) first (collective). Else use sw.unsharded(model), .full_tensor() (collective), or .local for "
-    "this rank's piece; parametrizations (spectral_norm, ...) and pruning go before sw.shard"
+    "this rank's piece; parametrizations (spectral_norm, ...) and pruning go before sw.shard, optimizers of whole "
+    "matrices (Muon, ...) into sw.optim.whole_matrix"
 )
 _GRADIENT_EDGE = (
     "gradients do not come to it but to the leaf that its unit computes with, so a hook of "
@@ -424,8 +445,6 @@ _GRADIENT_EDGE = (
     "gradient) or register_post_accumulate_grad_hook (the mean over ranks)"
 )
 _WAYS_OUT: dict[str, str] = {
-    "aten::_amp_foreach_non_finite_check_and_unscale_": "torch's GradScaler would let ranks disagree about a step: "
-    "use sw.GradScaler",
     "aten::_local_scalar_dense": _LOOK,
     "aten::_foreach_powsum": "use torch._foreach_norm",
     "aten::view": "each rank holds only a 1-D piece, which has no other shape. weight_norm, pruning and other "

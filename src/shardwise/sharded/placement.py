@@ -121,7 +121,14 @@ def flat_pieces(placement: Placement) -> FlatPieces:
 
 def device_mesh(placement: Placement) -> DeviceMesh:
     """The ranks of its shard group. No communication. Raises UsageError where there is no process group."""
-    group = placement.shard_group.process_group
+    return mesh_of(placement.shard_group, placement.fqn)
+
+
+def mesh_of(ranks: Collectives, fqn: str) -> DeviceMesh:
+    """Of these ranks, for that parameter. No communication. Raises UsageError where there is no process group."""
+    group = ranks.process_group
+    if group is None and dist.is_initialized() and dist.get_world_size() == 1:
+        group = dist.group.WORLD
     if group is None or not dist.is_initialized():
-        raise UsageError(f"{placement.fqn!r} lies on one rank without a process group: it has no device_mesh")
-    return DeviceMesh.from_group(group, placement.shard_group.device.type, mesh_dim_names=("shard",))
+        raise UsageError(f"{fqn!r} lies on one rank without a process group: it has no device_mesh")
+    return DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("shard",))

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.optim import Optimizer
 
-from shardwise.compat.common import mixed_class, without_effect
+from shardwise.compat.common import allow_autocast, mixed_class, without_effect
 from shardwise.compat.fsdp1 import arguments, optimizer_state
 from shardwise.compat.fsdp1.settings import restore, set_settings, settings_of
 from shardwise.compat.state_dict import get_optimizer_state_dict
@@ -112,6 +112,7 @@ class FullyShardedDataParallel(nn.Module):
         except BaseException:
             self.__class__ = type(self).__bases__[1]
             raise
+        allow_autocast(self)
         for below in chosen:
             if not isinstance(below, FullyShardedDataParallel):
                 below.__class__ = mixed_class(FullyShardedDataParallel, type(below), f"FSDP{type(below).__name__}")

@@ -91,6 +91,12 @@ def agree_on_values(named: Sequence[tuple[str, Tensor]], mesh: Mesh) -> list[str
     return names
 
 
+def anywhere(flags: Sequence[bool], mesh: Mesh) -> list[bool]:
+    """Which of these are true on some rank. Every rank must call this with as many."""
+    mine = torch.tensor(flags, dtype=torch.int64, device=mesh.device)
+    return [bool(flag) for flag in _extremes(mine, mesh)[1].tolist()]
+
+
 def _extremes(mine: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
     both = torch.cat([mine, -mine])
     mesh.shard.all_reduce(both, "max").wait()

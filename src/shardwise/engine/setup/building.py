@@ -6,15 +6,20 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.setup.agreement import agree_on_init, agree_on_layout, agree_on_values
+from shardwise.engine.units.extended import ExtendedGroup
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.kept import Dtypes
 from shardwise.engine.units.settings import Settings
 from shardwise.engine.units.unit import Unit
+from shardwise.errors import LayoutError
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize, on_meta
+from shardwise.modules.deferred_init.put_off import blank_, is_put_off
+from shardwise.modules.extended import EXTENDED
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.modules.site import Site, Values
 from shardwise.modules.wrapping import UnitPlan
@@ -41,19 +46,29 @@ def build_units(
     few = linear_weights(model) if precision.frozen is not None else set()
     inner = Settings(resharding)
     outer = Settings(resharding, precision.param if precision.cast_inputs else None, precision.output)
+    given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
+    if extended := [f"{fqn}|{tuple(p.shape)}" for fqn, p in given.items() if hasattr(p, EXTENDED)]:
+        agree_on_layout([], [], extended, mesh)  # before their classes ask all ranks for something
+        if any(p.is_meta for p in given.values() if hasattr(p, EXTENDED)) and (draws_on_device() or not is_put_off()):
+            raise LayoutError(
+                f"{extended[0].split('|')[0]!r} says itself how it travels and is on the meta device, where its "
+                "initialisation cannot be recorded: build the model on a real device, or shard it with "
+                "shardwise.compat.fsdp2.fully_shard and initialise it after to_empty"
+            )
     groups = [_groups(plan, engine, few, stores.shards) for plan in plans]
     units = [
         (Unit(plan.fqn, plan.modules, groups[index], (), inner if index else outer, stores.states), plan)
         for index, plan in enumerate(plans)
     ]
-    given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
     settings = (engine.strategy, precision, engine.slots, resharding, engine.align)
     agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
     if stores.shards is not None:
         with together((mesh.shard, mesh.replicate), "sw.shard"):
             stores.shards.take_room()
     with torch.no_grad(), torch.inference_mode(False):
-        if on_meta(model):
+        if on_meta(model) and is_put_off() and not draws_on_device():
+            _put_off(units, mesh)
+        elif on_meta(model):
             _materialize(model, units, plans, mesh, precision)
         else:
             for unit, plan in units:
@@ -86,6 +101,20 @@ def _materialize(
             unit.shard_parameters(mesh.device)
 
 
+def _put_off(units: Sequence[tuple[Unit, UnitPlan]], mesh: Mesh) -> None:
+    """Shards without numbers of what is on the meta device."""
+    for unit, plan in units:
+        real = {fqn: parameter for fqn, parameter, _ in plan.parameters if not parameter.is_meta}
+        agree_on_values(list(real.items()), mesh)
+        unit.shard_parameters(mesh.device, real.get)
+        for group in unit.groups:
+            blank = [face for face in group.sharded if face.fqn not in real]
+            for face in blank:
+                blank_(face.local)
+            for face in blank:
+                face.put_off_at = group.counter._version
+
+
 class _SameRandomState:
     """Rank 0's random state on every rank; afterwards other ranks have their own back."""
 
@@ -115,15 +144,47 @@ def _groups(plan: UnitPlan, engine: Engine, few: Collection[int], shards: ShardS
     """
     precision, group = engine.precision, engine.mesh.shard
     kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter, tuple[Site, ...]]]] = {}
+    extended: list[Group] = []
     for item in plan.parameters:
         parameter = item[1]
+        if hasattr(parameter, EXTENDED):
+            extended.append(_extended(item, engine, shards))
+            continue
         in_few = id(parameter) in few and not parameter.requires_grad and parameter.is_floating_point()
         kept = not in_few and precision.keeps(item[0])
         kinds.setdefault((parameter.dtype, parameter.requires_grad, in_few, kept), []).append(item)
     return [
-        Group(items, _dtypes(dtype, trainable, precision, in_few, kept), group, shards, engine.align)
-        for (dtype, trainable, in_few, kept), items in kinds.items()
+        *(
+            Group(items, _dtypes(dtype, trainable, precision, in_few, kept), group, shards, engine.align)
+            for (dtype, trainable, in_few, kept), items in kinds.items()
+        ),
+        *extended,
     ]
+
+
+def _extended(item: tuple[str, nn.Parameter, tuple[Site, ...]], engine: Engine, shards: ShardStore | None) -> Group:
+    """Of a parameter whose class says how it travels."""
+    fqn, parameter, _ = item
+    if engine.mesh.secondary is not None:
+        raise LayoutError(
+            f"{fqn!r} says itself how it travels, which is not possible with reshard_after_forward="
+            f"{engine.resharding}: pass True or False"
+        )
+    precision = engine.precision
+    kept = precision.keeps(fqn)
+    dtypes = _dtypes(parameter.dtype, parameter.requires_grad, precision, in_few=False, kept=kept)
+    return ExtendedGroup(item, dtypes, engine.mesh.shard, shards, _policy(precision))
+
+
+def _policy(precision: Precision) -> MixedPrecisionPolicy:
+    """What FSDP2 calls it."""
+
+    def named(name: str | None) -> torch.dtype | None:
+        return None if name is None else getattr(torch, name)
+
+    return MixedPrecisionPolicy(
+        named(precision.param), named(precision.reduce), named(precision.output), precision.cast_inputs
+    )
 
 
 def _dtypes(stored: torch.dtype, trainable: bool, precision: Precision, in_few: bool, kept: bool) -> Dtypes:
@@ -152,7 +213,8 @@ def prepare_buffers(model: nn.Module, mesh: Mesh, precision: Precision, settled:
             if buffer is not None and buffer not in moved:
                 is_cast = dtype is not None and buffer.is_floating_point() and module not in settled
                 cast = dtype if is_cast else buffer.dtype
-                moved[buffer] = buffer.to(mesh.device, cast)
+                moved[buffer] = buffer.to("meta" if buffer.is_meta else mesh.device, cast)
             if buffer is not None:
                 module._buffers[name] = moved[buffer]
-    agree_on_values([(name, buffer) for name, buffer in model.named_buffers() if buffer.numel()], mesh)
+    real = [(name, buffer) for name, buffer in model.named_buffers() if buffer.numel() and not buffer.is_meta]
+    agree_on_values(real, mesh)

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.setup.module_methods import give_up_interrupted
+from shardwise.engine.units.extended import ExtendedGroup
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.kept import copy_numbers
 from shardwise.engine.units.unit import Unit
@@ -120,6 +121,11 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
 
 
 def _copied_group(group: Group, memo: Mapping[int, Any]) -> Group:
+    if isinstance(group, ExtendedGroup):
+        raise UsageError(
+            f"copy.deepcopy of a sharded model with {group.fqns[0]!r}, whose class says how it travels, is not "
+            "possible: build the model anew, shard it and load_state_dict(model.state_dict())"
+        )
     parameters = zip(group.fqns, group.sharded, group.sites, strict=True)
     return Group(
         [

@@ -3,7 +3,7 @@ get it wrong, and transformers' `generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.setup.forward_methods import register_generate
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.modules.deferred_init.put_off import come
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 _WATCHED = "_shardwise_state_dicts"
@@ -77,8 +78,14 @@ def _before_saving(module: nn.Module, *_: object) -> None:
         )
 
 
-def _before_loading(module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *_: object) -> None:
-    metadata.pop("assign_to_params_buffers", None)
+def _before_loading(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: dict[str, Any], *_: object
+) -> None:
+    if metadata.pop("assign_to_params_buffers", None):
+        for buffer in [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]:
+            given: Any = state.get(f"{prefix}{buffer}")
+            if isinstance(given, Tensor):
+                module._buffers[buffer] = given.detach().clone()
     where = repr(prefix.removesuffix(".")) if prefix else f"this {type(module).__name__}"
     if not _is_between_steps(module):
         raise UsageError(
@@ -88,17 +95,19 @@ def _before_loading(module: nn.Module, state: object, prefix: str, metadata: dic
 
 def refuse_conversions(module: nn.Module) -> None:
     """Have `.to()`, `.half()` and the like raise where they would move or cast sharded parameters of the module or
-    below."""
+    below, and `.to_empty()` give memory to what was left on the meta device."""
 
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        kinds = {(p.dtype, p.device) for p in module.parameters() if isinstance(p, ShardedParameter)}
-        for dtype, device in kinds:
+        faces = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
+        for dtype, device, stored, rests in {(p.dtype, p.device, p.stored_device, p.home is not None) for p in faces}:
             result = fn(torch.empty(0, dtype=dtype, device=device))
-            if (result.dtype, result.device) != (dtype, device):
+            on_host = rests and device.type == "meta" and result.device.type == "cpu"
+            if result.dtype != dtype or not (result.device == stored or on_host):
                 raise UsageError(
-                    f"a sharded model cannot be converted from {dtype} on {device} to {result.dtype} on "
+                    f"a sharded model cannot be converted from {dtype} on {stored} to {result.dtype} on "
                     f"{result.device}: convert it before sw.shard, or pass sw.shard(precision=sw.Precision(...))"
                 )
+        come(module, fn)
         return module
 
     module.__dict__.update(_apply=apply)

@@ -29,6 +29,7 @@ from shardwise.engine.setup.torch_patches import give_sharded_parameters, instal
 from shardwise.errors import ConfigError, LayoutError, UsageError
 from shardwise.modules.adapters import watch_layers
 from shardwise.modules.admission import check_admissible
+from shardwise.modules.extended import plain_of
 from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.modules.wrapping import SideBySide, Together, UnitPlan, Units, assign_parameters, choose_units, nesting
@@ -182,6 +183,8 @@ def _plans(model: nn.Module, units: Units, ignored: Sequence[nn.Parameter], adop
     skipped = {id(parameter) for parameter in ignored}
     chosen = [] if isinstance(model, Together | SideBySide) else choose_units(model, units)
     plans = assign_parameters(model, chosen, lambda p: id(p) in skipped or isinstance(p, ShardedParameter))
+    for plan in plans:
+        plan.parameters = [(fqn, plain_of(parameter), sites) for fqn, parameter, sites in plan.parameters]
     check_admissible(model, plans)
     if not adopts and not any(plan.parameters for plan in plans):
         theirs = [p.fqn for p in model.parameters() if isinstance(p, ShardedParameter)]

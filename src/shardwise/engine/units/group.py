@@ -223,6 +223,10 @@ class Group:
         """The gradients in a reduce slot, full shapes, reduce dtype."""
         return self._views(self.flat_gradients(slot))
 
+    def send(self, place: Tensor, piece: Tensor) -> None:
+        """Write this rank's slice where it is gathered from."""
+        place.copy_(piece)
+
     def slice_in(self, slot: Slot[Any]) -> Tensor:
         """This rank's slice in a slot that has room for the unit's slices alone, 1-D, reduce dtype."""
         return slot.flat(self.gradients_start // self.layout.world_size, self.layout.shard_numel, self.dtypes.reduce)

@@ -30,6 +30,10 @@ class Dtypes:
     reduce: torch.dtype
     bits: str | None = None
     """Kept and gathered in blocks of that kind (`sharded.blocks`), which stand for numbers of the master dtype."""
+    travels: torch.dtype | None = None
+    """What its class makes of it on its way (`extended.py`), cut in whole rows."""
+    is_apart: bool = False
+    """What is computed with then lies beside what came."""
 
     @property
     def align(self) -> int:
@@ -37,6 +41,8 @@ class Dtypes:
         their bytes are a multiple of it."""
         if self.bits is not None:
             return BLOCK_NUMEL * ALIGN_BYTES // 2
+        if self.travels is not None:
+            return 1
         return max(1, ALIGN_BYTES // min(self.master.itemsize, self.compute.itemsize, self.reduce.itemsize))
 
     @property
@@ -46,8 +52,8 @@ class Dtypes:
 
     @property
     def gathered(self) -> torch.dtype:
-        """Of what travels: the compute dtype, or bytes of blocks."""
-        return self.compute if self.bits is None else torch.uint8
+        """Of what travels: the compute dtype, bytes of blocks, or what its class makes of it."""
+        return self.travels or (self.compute if self.bits is None else torch.uint8)
 
     def kept_numel(self, numel: int) -> int:
         """Elements of `kept`, or of `gathered`, that stand for `numel`, which `align` divides."""
@@ -56,9 +62,11 @@ class Dtypes:
     def places(self, start_bytes: int, numel: int) -> tuple[int, int]:
         """Where what is gathered lies in a slot in which numbers lie from `start_bytes` on, and where both end: at the
         numbers' own place, or behind it."""
+        gathered_bytes = round_up(self.kept_numel(numel) * self.gathered.itemsize, SLOT_ALIGN_BYTES)
+        if self.bits is None and not self.is_apart:
+            return start_bytes, start_bytes + gathered_bytes
         end = start_bytes + round_up(numel * self.compute.itemsize, SLOT_ALIGN_BYTES)
-        behind = 0 if self.bits is None else round_up(self.kept_numel(numel), SLOT_ALIGN_BYTES)
-        return end if behind else start_bytes, end + behind
+        return end, end + gathered_bytes
 
     def coder(self, device: torch.device) -> Coder | None:
         """Of the blocks, if these are kept."""

@@ -57,8 +57,8 @@ class Slices:
     def write_to(self, slot: Slot[Any]) -> None:
         """Copy the slices, cast, to their final places in a slot."""
         with self.collectives.writing(slot.buffer, after=self._written):
-            for piece, place in zip(self.pieces, self._places, strict=True):
-                slot.flat(*place).copy_(piece)
+            for group, piece, place in zip(self._groups, self.pieces, self._places, strict=True):
+                group.send(slot.flat(*place), piece)
 
     def read_from(self, slot: Slot[Any], version: int) -> None:
         """Take the slices out of a slot with weights of that version."""

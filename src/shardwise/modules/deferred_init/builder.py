@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,20 +18,6 @@ from shardwise.sharded.parameter import ShardedParameter
 
 Initialise = Callable[[nn.Module], object]
 
-_waiting: ContextVar[list[str] | None] = ContextVar("waiting", default=None)
-
-
-@contextmanager
-def later_initialised() -> Iterator[list[str]]:
-    """Inside, what nothing is known to initialise is NaN (zero, where that cannot be) instead of an error: the program
-    is going to write it. Gives the names of those parameters and buffers, which come in as models are sharded."""
-    names: list[str] = []
-    token = _waiting.set(names)
-    try:
-        yield names
-    finally:
-        _waiting.reset(token)
-
 
 def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
     """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's."""
@@ -45,8 +29,6 @@ def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
         try:
             builder = _Builder(model, tape, {id(slot.module) for slot in slots if slot.tensor.is_meta})
             builder.build(model, _by_reset)
-            if (waiting := _waiting.get()) is not None:
-                waiting += _fill_unwritten(model, tape, [slot for slot in slots if slot.kind and slot.tensor.is_meta])
             recorded: dict[int, Tensor] = {}
             for slot in slots:
                 current = slot.current()
@@ -56,18 +38,6 @@ def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
             for slot in slots:
                 slot.put(slot.tensor)
     return recorded
-
-
-@torch.no_grad()
-def _fill_unwritten(model: nn.Module, tape: Tape, blank: Sequence[Slot]) -> list[str]:
-    """Record that what nothing has initialised is filled with NaN. Returns its names."""
-    prefixes = {id(module): f"{prefix}.".lstrip(".") for prefix, module in model.named_modules()}
-    unwritten = [slot for slot in blank if (held := slot.current()) is not None and not tape.is_written(held)]
-    for slot in unwritten:
-        held = slot.current()
-        assert held is not None
-        held.fill_(float("nan") if held.is_floating_point() else 0)
-    return [f"{prefixes[id(slot.module)]}{slot.name}" for slot in unwritten]
 
 
 class Slot(NamedTuple):
@@ -235,11 +205,10 @@ class _Builder:
             with torch.no_grad(), self._tape.attempt():
                 initialise(module)
         except Exception as error:
-            if _waiting.get() is None:
-                raise LayoutError(
-                    f"{type(module).__name__} was built on the meta device and its initialisation cannot be recorded "
-                    f"({one_line(error, with_type=True)}): build the model on a real device"
-                ) from error
+            raise LayoutError(
+                f"{type(module).__name__} was built on the meta device and its initialisation cannot be recorded "
+                f"({one_line(error, with_type=True)}): build the model on a real device"
+            ) from error
         for slot in tied:
             slot.put(slot.tensor)
         self._initialised.update(id(slot.tensor) for slot in own)

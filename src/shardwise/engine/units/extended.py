@@ -1,0 +1,142 @@
+"""The group of a parameter whose class says how it travels (FSDP2's all-gather extensions; torchao's float8 weights).
+
+It is cut in whole rows, as FSDP2 cuts it, and its numbers are kept, reduced and stepped like all others. Before a
+gather the class makes of this rank's rows what travels, with a scale or the like beside it; after it, of what came, the
+tensor that the module computes with: around the slot, or in a place of its own beside that.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwise.comm.protocol import Collectives
+from shardwise.engine.units.arena import Slot, storage_key
+from shardwise.engine.units.group import Group
+from shardwise.engine.units.kept import Dtypes
+from shardwise.errors import LayoutError
+from shardwise.modules.extended import EXTENDED, inner_name
+from shardwise.modules.inner_face import placeholder_of
+from shardwise.modules.site import Site, Values
+from shardwise.offload.shard_store import ShardStore
+from shardwise.sharded.parameter import SHARDED_FACE
+from shardwise.sharded.placement import mesh_of
+
+
+class ExtendedGroup(Group):
+    """Of one such parameter."""
+
+    def __init__(
+        self,
+        item: tuple[str, nn.Parameter, tuple[Site, ...]],
+        dtypes: Dtypes,
+        collectives: Collectives,
+        store: ShardStore | None,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        """Every rank must call this: the class may ask all of them for a scale."""
+        fqn, plain, sites = item
+        original: Any = getattr(plain, EXTENDED)
+        self._arguments = (
+            mesh_of(collectives, fqn),
+            original.shape,
+            plain.data.contiguous().stride(),
+            sites[0].module,
+            policy,
+        )
+        columns = original.shape[1:]
+        chunk = -(-original.shape[0] // collectives.world_size) if original.ndim else 1
+        rows = max(0, min(chunk, original.shape[0] - collectives.rank * chunk))
+        self._rows: Any = original.detach().new_zeros((rows, *columns), device=collectives.device)
+        """This rank's, of the parameter's class, around its piece of the shard."""
+        self._inner = inner_name(self._rows)
+        self._beside: Any = None
+        """What the class gave to go beside what travels."""
+        came = torch.empty(original.shape, dtype=self._outgoing(fqn).dtype, device=collectives.device)
+        with torch.no_grad():
+            whole, _ = self._rows.fsdp_post_all_gather((came,), self._beside, dtypes.compute)
+        self._leaf = nn.Parameter(whole, requires_grad=plain.requires_grad)
+        self._leaf._backward_hooks = original._backward_hooks
+        self._leaf._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
+        self._held, apart = _holder(self._leaf, came, fqn)
+        self._empty = placeholder_of(original.shape, self._held.dtype, collectives.device)
+        dtypes = replace(dtypes, travels=came.dtype, is_apart=apart)
+        super().__init__([item], dtypes, collectives, store, math.prod(columns))
+        self.point_at_placeholders()
+
+    @property
+    def is_whole(self) -> bool:
+        """Never the shard itself."""
+        return self.layout.numel == 0
+
+    def shard_parameters(
+        self, device: torch.device, storage: Tensor | None = None, values: Values | None = None
+    ) -> None:
+        """As every group, with a leaf of the class's making."""
+        original = getattr(self.originals[0], EXTENDED)
+        super().shard_parameters(device, storage, values)
+        [sharded] = self.sharded
+        sharded.inner = self._leaf
+        sharded.take_grad_hooks(self._leaf)
+        for face in (self._leaf, original):
+            setattr(face, SHARDED_FACE, sharded)
+        self.leaves = [self._leaf]
+        self._places = [(module, name, self._leaf, sharded) for module, name, _, _ in self._places]
+
+    @torch.no_grad()
+    def send(self, place: Tensor, piece: Tensor) -> None:
+        """Write what travels of this rank's rows."""
+        rows = getattr(self._rows, self._inner)
+        rows.data = piece[: rows.numel()].view(rows.shape)
+        place[: rows.numel()].copy_(self._outgoing(self.fqns[0]).reshape(-1)[: rows.numel()])
+
+    def _outgoing(self, fqn: str) -> Tensor:
+        make = self._rows.fsdp_pre_all_gather
+        takes_mesh_alone = len(inspect.signature(make).parameters) == 1
+        with torch.no_grad():
+            made, self._beside = make(*(self._arguments[:1] if takes_mesh_alone else self._arguments))
+        made = made if isinstance(made, tuple | list) else (made,)
+        if len(made) != 1 or made[0].numel() < self._rows.numel():
+            raise LayoutError(
+                f"fsdp_pre_all_gather of {fqn!r} gave {[tuple(each.shape) for each in made]} for rows of shape "
+                f"{tuple(self._rows.shape)}: one tensor with an element for each is possible here"
+            )
+        outgoing: Tensor = made[0]
+        return outgoing
+
+    def unsharded_views(self, slot: Slot[Any]) -> list[Tensor]:
+        """What came, and where what is computed with lies."""
+        [entry] = self.layout.entries
+        starts = (self.gathered_start, self.dtypes.gathered), (self.unsharded_start, self._held.dtype)
+        return [slot.flat(start, entry.numel, dtype).view(entry.shape) for start, dtype in starts]
+
+    def point_at(self, views: Sequence[Tensor]) -> None:
+        """Point the leaf, or the tensor that it is around, at a slot, and have the class complete it."""
+        came, self._held.data = views
+        with torch.no_grad():
+            self._rows.fsdp_post_all_gather((came,), self._beside, self.dtypes.compute, out=self._leaf)
+
+    def point_at_placeholders(self) -> None:
+        """Point it at a full shape of one NaN, without memory."""
+        self._held.data = self._empty
+
+
+def _holder(leaf: nn.Parameter, came: Tensor, fqn: str) -> tuple[Tensor, bool]:
+    """What has the memory that a leaf's numbers are in, and whether that is another than what came."""
+    names = leaf.__tensor_flatten__()[0] if hasattr(leaf, "__tensor_flatten__") else []
+    around = [inner for inner in (getattr(leaf, name) for name in names) if storage_key(inner) == storage_key(came)]
+    if len(around) == 1:
+        return around[0], False
+    if type(leaf) is not nn.Parameter or leaf.shape != came.shape:
+        raise LayoutError(
+            f"fsdp_post_all_gather of {fqn!r} gave a {type(leaf).__name__} of shape {tuple(leaf.shape)} with memory of "
+            "its own: a plain tensor of the whole shape is possible here, or one around what came"
+        )
+    return leaf, storage_key(leaf) != storage_key(came)
