@@ -31,6 +31,7 @@ from shardwise.offload.staged_disk import THREADS, StagedDisk
 from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
+from tests.offload.test_every_place import Run
 from tests.offload.test_failures import failing
 from tests.offload.test_on_disk import LEAST, amsgrad, momentum, shared_folder
 from tests.offload.test_params_on_disk import Adapted, plain_adam
@@ -114,6 +115,18 @@ def test_steps_in_backward(place: str) -> None:
             twins.backward()
             twins.step()
             twins.same_parameters()
+    assert order.races == []
+
+
+@pytest.mark.parametrize("frozen", [None, "nf4"])
+@on_ranks(2)
+def test_frozen_parameters_tied_weights_accumulation_and_clipping_at_once(frozen: str | None) -> None:
+    with played() as order:
+        kept, usual = Run(frozen, offload("both")), Run(frozen, None)
+        for index in range(3):
+            assert kept.step(index) == usual.step(index)
+        ours, theirs = kept.weights(), usual.weights()
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     assert order.races == []
 
 
@@ -372,10 +385,12 @@ def test_memory_that_cannot_be_pinned_is_told_with_the_way_out() -> None:
 
 @on_ranks(1)
 def test_a_stage_is_given_back_when_nothing_uses_it() -> None:
-    unpinned: list[int] = []
+    pinned: list[int] = []
+    known: dict[int, dict[int, int]] = {}
 
     def pin(memory: Tensor, device: torch.device) -> Callable[[], object]:
-        return lambda: unpinned.append(len(order.waits))
+        pinned.append(memory.data_ptr())
+        return lambda: known.update({pinned.index(memory.data_ptr()): dict(order.host.clock)})
 
     with played() as order, mock.patch.object(accelerators, "pin", pin):
         medium = staged()
@@ -385,8 +400,10 @@ def test_a_stage_is_given_back_when_nothing_uses_it() -> None:
         medium.drop(first)
         medium.read(0, second).wait()
         medium.drop(second)
-        while len(unpinned) < 2:
+        while len(known) < 2:
             time.sleep(0.01)
-        assert unpinned == [0, 0], "no wait of the thread that trains"
+        for index, stream in enumerate((medium._outward, medium._inward)):
+            number = stream.number  # type: ignore[attr-defined]
+            assert known[index].get(number) == order.operations[number], "its copy is over"
+        assert order.waits == []
         assert medium.staged_bytes == 0
-    assert order.races == []
