@@ -24,8 +24,8 @@ from shardwise.offload.device_buffers import DeviceBuffers, follow
 from shardwise.offload.disk import Disk, OnThread
 from shardwise.offload.pinned import Pinned
 
-THREADS = 6
-"""Of the disk: more than read and write at a time, because some of them wait for copies."""
+THREADS = 4
+"""Of the disk: one more than read and write best at a time, because one of them often waits for a copy."""
 _PART_BYTES = 32 * 2**20
 """Of what comes and goes beside the stages."""
 
