@@ -381,6 +381,11 @@ def test_memory_that_cannot_be_pinned_is_told_with_the_way_out() -> None:
         with pytest.raises(UsageError, match=r"4096 bytes .* rank's weights cannot be pinned .*offload.pin = false"):
             places_of(staged(), 1)
         places_of(staged(pin=False), 1)
+        with (
+            mock.patch("shardwise.offload.disk.huge_page_buffer", side_effect=OSError("Cannot allocate memory")),
+            pytest.raises(UsageError, match=r"no room for a stage of 4096 bytes .*Cannot allocate"),
+        ):
+            places_of(staged(), 1)
 
 
 @on_ranks(1)

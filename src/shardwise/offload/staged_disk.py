@@ -78,7 +78,13 @@ class StagedDisk:
 
     def buffer(self, nbytes: int) -> Tensor:
         """See `Medium`. Raises UsageError where the host cannot pin as much."""
-        stage = _Stage(Pinned(self._disk.buffer(nbytes), self._device, self._what, self._pin))
+        try:
+            memory = self._disk.buffer(nbytes)
+        except OSError as error:
+            raise UsageError(
+                f"offload: the host has no room for a stage of {nbytes} bytes of this rank's {self._what} ({error})"
+            ) from error
+        stage = _Stage(Pinned(memory, self._device, self._what, self._pin))
         buffer = self._buffers.new(nbytes)
         self._stages[buffer.data_ptr()] = stage
         return buffer
