@@ -24,14 +24,9 @@ def resident():
 
 M_MMAP_THRESHOLD = -3
 ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**29)  # to which it grows by itself where large pieces come and go
-kept, before = [], resident()
-for _ in range(32):
-    large = torch.zeros(2**20)
-    kept.append(torch.zeros(1))
-    del large
-kept.append([torch.zeros(2**20) for _ in range(32)])
-kept.append([torch.zeros(1) for _ in range(64)])
-del kept[-2]
+before, pieces = resident(), [torch.zeros(size) for _ in range(48) for size in (2**20, 2**15)]
+kept = pieces[1::2]  # between the large ones
+del pieces
 held = resident() - before
 give_back_freed()
 print(held >> 20, (resident() - before) >> 20)
