@@ -88,6 +88,7 @@ def train(places: sw.Offload | None, slow_disk: bool = True) -> tuple[list[float
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.99)
+            with torch.inference_mode():
                 losses += [loss.item(), squares(model, batch(step + 30)).item()]
         assert not order.waits, f"the thread that trains waits for no device: {order.waits[0]}"
         full = sw.full_state_dict(model, rank0_only=False)
