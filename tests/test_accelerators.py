@@ -133,3 +133,16 @@ def test_bf16_counts_where_a_device_has_it_itself() -> None:
     assert not supported(SimpleNamespace(is_bf16_supported=lambda: False))
     assert supported(SimpleNamespace(is_bf16_supported=lambda: True))
     assert not accelerators.computes_in_bf16(torch.device("cpu"))
+
+
+def test_a_thread_looks_at_an_event_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    looks = iter([False, False, True])
+    event = mock.Mock(query=lambda: next(looks))
+    monkeypatch.setattr(accelerators.time, "sleep", done.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
+    accelerators.wait_on_thread(event, torch.device("xpu", 1))
+    assert done == [1, accelerators._LOOK_S, accelerators._LOOK_S], "of its device, not of the first one"
+    looks = iter([True])
+    accelerators.wait_on_thread(event, torch.device("cpu"))
+    assert len(done) == 3

@@ -71,8 +71,8 @@ CHECKS = (
     ),
     Check(
         "offload",
-        "shards and optimizer state in host memory: bits, share of the link, beyond the device's memory",
-        60,
+        "shards and optimizer state in host memory and on disk: bits, share of the link, beyond the device's memory",
+        75,
         "benchmarks.accelerator.offloaded",
         _POISON | _SAME_BITS,
     ),

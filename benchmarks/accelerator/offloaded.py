@@ -1,6 +1,7 @@
-"""Shards and optimizer state in the host's memory: the same bits, how much of the link is used, and a model that is
-larger than the device's memory."""
+"""Shards and optimizer state in the host's memory and on disk: the same bits, how much of the link is used, waits for
+the device, and a model that is larger than the device's memory."""
 
+import tempfile
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -16,6 +17,7 @@ from benchmarks.accelerator.models import SMALL, TINY, seeded
 from benchmarks.accelerator.row import NO_ACCELERATOR, Row, correct, figure, impossible, reached
 from benchmarks.accelerator.saves import copy_bytes_per_s
 from benchmarks.accelerator.twins import Course, Steps
+from benchmarks.accelerator.waits import waits
 from benchmarks.gpt import GPT, GPTShape
 
 _SHAPE = GPTShape(layers=12, width=1024, heads=16, vocab=16384, seq=1024)
@@ -26,6 +28,11 @@ _PLACES = {
     "params": {"params": "cpu"},
     "optimizer": {"optimizer": "cpu"},
     "params and optimizer": {"params": "cpu", "optimizer": "cpu"},
+}
+_ON_DISK = {
+    "params": {"params": "nvme"},
+    "optimizer": {"optimizer": "nvme"},
+    "params and optimizer": {"params": "nvme", "optimizer": "nvme"},
 }
 _LINK = 0.5
 """Of what the link moves one way, while a step computes nothing else."""
@@ -41,10 +48,18 @@ def bits(bench: Bench) -> Iterator[Row]:
         if bench.on_cpu:  # where the host's memory is the device's
             yield impossible(f"{name} on the host", NO_ACCELERATOR)
             continue
-        off, repeats = twins.apart(usual, ours), twins.same(usual, again)
-        why = "" if repeats else "without offload the same training does not repeat its own bits"
-        ok = twins.same(usual, ours) if repeats else off <= 2e-2
-        yield correct(f"{name} on the host", ok, f"off by {off:.2g}", "equal bits" if repeats else "at most 0.02", why)
+        yield _alike(f"{name} on the host", usual, again, ours)
+    with tempfile.TemporaryDirectory() as path:
+        for name, places in _ON_DISK.items():
+            yield _alike(f"{name} on disk", usual, again, _course(bench, sw.Offload(path=path, **places)))
+
+
+def _alike(name: str, usual: Course, again: Course, ours: Course) -> Row:
+    """Ours beside two courses without offload."""
+    off, repeats = twins.apart(usual, ours), twins.same(usual, again)
+    why = "" if repeats else "without offload the same training does not repeat its own bits"
+    ok = twins.same(usual, ours) if repeats else off <= 2e-2
+    return correct(name, ok, f"off by {off:.2g}", "equal bits" if repeats else "at most 0.02", why)
 
 
 def _course(bench: Bench, offload: sw.Offload | None) -> Course:
@@ -66,6 +81,7 @@ def link(bench: Bench) -> Iterator[Row]:
         times[name] = _times(bench, model, optimizer, shape)
         numel = sum(p.numel() for p in model.parameters())
         del model, optimizer
+    yield from disk(bench, times["none"][0])
     for name in _PLACES:
         step, alone = times[name]
         yield figure(
@@ -79,6 +95,29 @@ def link(bench: Bench) -> Iterator[Row]:
     moved = 2 * 4 * numel  # AdamW's moments, each way
     share = moved / times["optimizer"][1] / copy_bytes_per_s(bench)
     yield reached("share of the link", share >= _LINK, f"{share:.2f}", f"at least {_LINK:g} of one way, alone")
+
+
+def disk(bench: Bench, usual_s: float) -> Iterator[Row]:
+    """The same from and to a disk of this machine, and what of a step waits for the device where it should not."""
+    shape = TINY if bench.is_small else _SHAPE
+    with tempfile.TemporaryDirectory() as path:
+        model, optimizer = _made(shape, sw.Offload(params="nvme", optimizer="nvme", path=path))
+        step, alone = _times(bench, model, optimizer, shape)
+        batches = twins.batches_on(bench.device, shape)
+        with waits(bench.device) as found:
+            model(*batches(0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        synchronize(bench.device)
+        nbytes = 2 * 12 * sum(p.numel() for p in model.parameters())  # weights and moments, each way
+        del model, optimizer
+    yield figure(
+        "a step with params and optimizer on disk",
+        f"{1e3 * step:.0f} ms; {1e3 * usual_s:.0f} without",
+        f"optimizer.step() alone {1e3 * alone:.0f} ms, {nbytes / alone / 1e9:.2f} GB/s",
+    )
+    told = f"{len(found)}: {', '.join(sorted(set(found)))}" if found else "none"
+    yield correct("waits for the device with a disk", not found, told, "none")
 
 
 def _made(shape: GPTShape, offload: sw.Offload | None) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +25,8 @@ CPU = torch.device("cpu")
 
 _FIRST = -1
 """The priority of a stream whose kernels go before those of others: torch's numbers fall as priority rises."""
+_LOOK_S = 1e-4
+"""Between two looks at an event: a hundredth of what a disk takes for a buffer."""
 _NO_COLLECTIVES = frozenset({"mps"})
 """Accelerators that no backend of torch.distributed serves: ranks beside one compute on their CPUs."""
 
@@ -134,6 +137,15 @@ def wait(device: torch.device) -> None:
     """Return when the device has done everything that was enqueued; at once on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def wait_on_thread(event: torch.Event, device: torch.device) -> None:
+    """Return when the event is over. For a thread that does nothing else: it sleeps between looks, since torch's own
+    wait keeps a core busy."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)  # a thread's calls are else for the first device
+    while not event.query():
+        time.sleep(_LOOK_S)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

@@ -114,6 +114,12 @@ def test_offload_to_the_host_is_planned_with() -> None:
         assert with_settings(replace(options, **change)).offload == change.get("offload")  # type: ignore[arg-type]
 
 
+def test_offload_to_disk_is_planned_with() -> None:
+    part = {"device": "nvme", "nvme_path": "/local"}
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": part}}))
+    assert with_settings(Options(model="llama-3-8b", foreign=Path("ds.json"))).offload == "params=nvme"
+
+
 RUN = """
 [model]
 path = "llama-3-8b"

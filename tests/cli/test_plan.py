@@ -98,7 +98,6 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         (["config.json", "--micro-batch", "two"], "--micro-batch two: whole numbers from 1 on, separated by commas"),
         (["config.json", "--strategy", "zero3"], "unknown strategy 'zero3'"),
         (["config.json", "--offload", "disk"], "offload='disk': params=PLACE, optimizer=PLACE or both"),
-        (["config.json", "--offload", "nvme"], "offload.params='nvme' on gpu is not there yet"),
         (["config.json", "--offload", "params=disk"], "offload.params='disk': None, 'cpu' or 'nvme'"),
         (
             ["config.json", "--offload", "cpu", "--optimizer", "muon"],

@@ -10,17 +10,26 @@ unless events order them: the later one's stream must have waited, directly or t
 (vector clocks, as torch's own CUDA sanitizer has them, but by ranges of bytes instead of first addresses).
 Memory that is given back while another stream than its allocator's may still use it is a race too: the allocator hands
 it out again at once.
+
+Threads of a disk (`offload.disk`) are played as well: what one reads or writes of memory and of a file is entered under
+a stream of its own, which comes after what the thread that gave it work knew to be over, and after events that it has
+waited for. Whoever asks for its result knows it to be over, and so do operations that are enqueued afterwards. `waits`
+has what the thread that trains has waited for a device in.
 """
 
 from __future__ import annotations
 
+import threading
+import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +39,9 @@ from torch.utils._pytree import tree_leaves
 from shardwise import accelerators
 from shardwise.comm.backends import on_streams
 from shardwise.engine import mesh as mesh_module
+from shardwise.files.scratch_file import ScratchFile
+from shardwise.files.thread_pool import ThreadPool
+from shardwise.offload import disk as disk_module
 from shardwise.sharded.parameter import ShardedParameter
 
 # While models play, those of `torch.distributed` are watched.
@@ -48,8 +60,15 @@ def merge(clock: Clock, other: Clock) -> None:
 class Event:
     """Everything that is before one moment of a stream."""
 
+    order: ClassVar[Order]
+    """That is played."""
+
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+
+    def query(self) -> bool:
+        self.order.waited(self.clock)
+        return True
 
 
 class Stream:
@@ -104,9 +123,16 @@ class Order(TorchDispatchMode):
         self.races: list[str] = []
         self.operations: dict[int, int] = {}
         """How many were entered, by stream."""
-        self._home: dict[int, Stream] = {}
+        self.waits: list[str] = []
+        self._home: dict[int, Stream | None] = {}
+        """Of each storage, the stream of its allocator; None: it is the host's."""
         self._accesses: dict[int, list[Access]] = {}
         self._watches: dict[int, weakref.finalize[Any, Any]] = {}
+        self._at: dict[int, int] = {}
+        """By the address of the host's memory that threads use, its storage."""
+        self._main = Stream()
+        self._here = threading.local()
+        self._entering = threading.RLock()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -122,35 +148,46 @@ class Order(TorchDispatchMode):
     def enter(self, what: str, read: Any, written: Any) -> None:
         """An operation on the current stream uses memory."""
         stream = self.current
+        with self._entering:
+            merge(stream.clock, self.host.clock)
+            time = self._tick(stream)
+            of_written = [_range(tensor) for tensor in _tensors(written)]
+            for tensor in _tensors(read):
+                if _range(tensor) not in of_written:
+                    self._use(tensor, time, what, writes=False)
+            for tensor in _tensors(written):
+                self._use(tensor, time, what, writes=True)
+
+    def _tick(self, stream: Stream) -> int:
         self.operations[stream.number] = self.operations.get(stream.number, 0) + 1
         time = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
-        of_written = [_range(tensor) for tensor in _tensors(written)]
-        for tensor in _tensors(read):
-            if _range(tensor) not in of_written:
-                self._use(tensor, time, what, writes=False)
-        for tensor in _tensors(written):
-            self._use(tensor, time, what, writes=True)
+        return time
 
     def _use(self, tensor: Tensor, time: int, what: str, writes: bool) -> None:
         storage, first, end = _range(tensor)
         if first == end:
             return
-        if storage not in self._accesses:
+        self._watch(storage, tensor, self.current)
+        self._enter(storage, Access(self.current, time, first, end, writes, what))
+
+    def _watch(self, storage: int, tensor: Tensor, home: Stream | None) -> None:
+        if storage not in self._watches:
             self._accesses[storage] = []
-            self._home[storage] = self.current
+            self._home[storage] = home
             self._watches[storage] = weakref.finalize(tensor.untyped_storage(), self._freed, storage)
-        access = Access(self.current, time, first, end, writes, what)
+
+    def _enter(self, storage: int, access: Access) -> None:
         kept = []
         for former in self._accesses[storage]:
-            if former.meets(access) and not former.is_before(self.current):
+            if former.meets(access) and not former.is_before(access.stream):
                 self.races.append(f"{access}, but nothing orders it after: {former}")
-            covered = first <= former.first and former.end <= end and former.is_before(self.current)
-            if not (covered and (writes or not former.writes)):
+            covered = access.first <= former.first and former.end <= access.end and former.is_before(access.stream)
+            if not (covered and (access.writes or not former.writes)):
                 kept.append(former)
         self._accesses[storage] = [*kept, access]
 
     def _freed(self, storage: int) -> None:
-        home = self._home.pop(storage)
+        home = self._home.pop(storage) or self.host
         del self._watches[storage]
         for access in self._accesses.pop(storage):
             if not access.is_before(home):
@@ -162,6 +199,50 @@ class Order(TorchDispatchMode):
         for watch in self._watches.values():
             watch.detach()
         super().__exit__(*exception)
+
+    # The host and threads of a disk -----------------------------------------------------------------------------
+
+    @property
+    def host(self) -> Stream:
+        """What this thread does itself, and knows to be over."""
+        found: Stream = getattr(self._here, "stream", self._main)
+        return found
+
+    def waited(self, clock: Clock) -> None:
+        """This thread knows that to be over, by having waited for a device."""
+        merge(self.host.clock, clock)
+        if self.host is self._main:
+            self.waits.append("".join(traceback.format_stack(limit=6)[:-1]))
+
+    def wait(self, device: Any) -> None:
+        self.waited(dict(self.operations))
+
+    def on_thread(self, stream: Stream, function: Callable[[], object]) -> object:
+        self._here.stream = stream
+        try:
+            return function()
+        finally:
+            del self._here.stream
+
+    def know(self, tensor: Tensor) -> Tensor:
+        """Memory of the host that threads are going to use."""
+        storage = tensor.untyped_storage()._cdata
+        self._at[tensor.data_ptr()] = storage
+        with self._entering:
+            self._watch(storage, tensor, None)
+        return tensor
+
+    def transfer(self, file: ScratchFile, start: int, data: memoryview, what: str) -> None:
+        """This thread reads or writes bytes of a file, from or to memory."""
+        with self._entering:
+            time, reads = self._tick(self.host), what.startswith("read")
+            self._accesses.setdefault(-id(file), [])
+            self._enter(
+                -id(file), Access(self.host, time, start, start + data.nbytes, not reads, f"{what} in the file")
+            )
+            storage = self._at.get(np.frombuffer(data, dtype=np.uint8).ctypes.data)
+            if storage in self._watches:
+                self._enter(storage, Access(self.host, time, 0, data.nbytes, reads, what))
 
     # What stands for a device and c10d --------------------------------------------------------------------------
 
@@ -199,6 +280,69 @@ class Order(TorchDispatchMode):
             _all_reduce(tensor, op, group=group)
 
 
+class Known:
+    """The result of something on a thread: who has it knows that to be over. A disk that is `slow` is found to be busy
+    by all who only ask."""
+
+    def __init__(self, future: Any, stream: Stream, order: Order, slow: bool) -> None:
+        self._future, self._stream, self._order, self._slow = future, stream, order, slow
+
+    def done(self) -> bool:
+        is_done: bool = self._future.done() and not self._slow
+        if is_done:
+            merge(self._order.host.clock, self._stream.clock)
+        return is_done
+
+    def result(self) -> object:
+        try:
+            return self._future.result()
+        finally:
+            self._over()
+
+    def exception(self) -> object:
+        try:
+            return self._future.exception()
+        finally:
+            self._over()
+
+    def _over(self) -> None:
+        if self._future.done():
+            self._slow = False
+            merge(self._order.host.clock, self._stream.clock)
+
+
+@contextmanager
+def _threads(order: Order, slow: bool) -> Iterator[None]:
+    """Threads of disks are played."""
+
+    class Pool(ThreadPool):
+        def submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
+            stream = Stream()
+            merge(stream.clock, order.host.clock)
+            future = super().submit(order.on_thread, stream, partial(function, *arguments))
+            return Known(future, stream, order, slow)
+
+    def watched(name: str) -> Any:
+        whole = getattr(ScratchFile, name)
+
+        def play(self: ScratchFile, start: int, data: memoryview) -> None:
+            order.transfer(self, start, data, name)
+            whole(self, start, data)
+
+        return mock.patch.object(ScratchFile, name, play)
+
+    buffer = disk_module.Disk.buffer
+    with (
+        mock.patch.object(disk_module, "ThreadPool", Pool),
+        mock.patch.object(disk_module.Disk, "buffer", lambda self, nbytes: order.know(buffer(self, nbytes))),
+        watched("read"),
+        watched("write"),
+        watched("read_some"),
+        watched("write_some"),
+    ):
+        yield
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     leaves = [leaf.local if isinstance(leaf, ShardedParameter) else leaf for leaf in tree_leaves(tree)]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -215,9 +359,10 @@ def _range(tensor: Tensor) -> tuple[int, int, int]:
 
 
 @contextmanager
-def played(**options: Any) -> Iterator[Order]:
-    """Inside, models on CPU ranks are sharded over StreamCollectives, with `options`. Every rank must call this."""
-    order = Order()
+def played(slow_disk: bool = True, **options: Any) -> Iterator[Order]:
+    """Inside, models on CPU ranks are sharded over StreamCollectives, with `options`. Every rank must call this.
+    `slow_disk`: nobody finds a disk to be ready who does not wait for it."""
+    order = Event.order = Order()
 
     class Played(on_streams.StreamCollectives):
         @staticmethod
@@ -246,6 +391,8 @@ def played(**options: Any) -> Iterator[Order]:
         mock.patch.object(accelerators, "on", order.stream),
         mock.patch.object(accelerators, "current_stream", order.current_stream),
         mock.patch.object(accelerators, "has_memory", return_value=True),
+        mock.patch.object(accelerators, "wait", order.wait),
+        _threads(order, slow_disk),
         order,
     ):
         yield order

@@ -107,7 +107,7 @@ def test_offload_to_disk_needs_deepspeeds_path() -> None:
     }
     found = read_deepspeed({"zero_optimization": zero}, "ds.json")
     assert found.offload == {"params": "nvme", "optimizer": "cpu", "path": "/local"}
-    assert any("CPU ranks alone" in change for change in found.changes)
+    assert found.changes == ["the optimizer's step is taken on the device, where its state comes for it"]
 
 
 @pytest.mark.parametrize(

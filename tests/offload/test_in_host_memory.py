@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.engine.lookup import require_engine, shard_stores
 from shardwise.errors import UsageError
+from shardwise.offload.device_buffers import DeviceBuffers
 from shardwise.offload.host_memory import HostMemory
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import BUFFERS
@@ -154,7 +155,7 @@ def test_an_order_that_is_missing_would_be_found(monkeypatch: pytest.MonkeyPatch
         return order
 
     assert races().races == []
-    for method in ("use", "_after_uses"):
+    for method in ("use", "before"):
         with monkeypatch.context() as patch:
-            patch.setattr(HostMemory, method, lambda *_: None)
+            patch.setattr(DeviceBuffers, method, lambda *_: [])
             assert races().races != []

@@ -24,7 +24,7 @@ import shardwise as sw
 from shardwise.engine.lookup import require_engine, shard_stores
 from shardwise.errors import ConfigError, UsageError
 from shardwise.files.scratch_file import ScratchFile
-from shardwise.offload.disk import Disk, _OnThread
+from shardwise.offload.disk import Disk, OnThread
 from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
@@ -457,7 +457,7 @@ def test_an_interrupt_while_a_slice_is_waited_for_loses_nothing(what: str) -> No
         first.flat().fill_(3.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScratchFile, what, slow)
-        patch.setattr(_OnThread, "wait", interrupted)
+        patch.setattr(OnThread, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             (first.finish if what == "write" and first.let_go() is None else first.come)()
     assert store.take_free_buffer().data_ptr() != first._buffer.data_ptr()  # type: ignore[union-attr]

@@ -103,7 +103,7 @@ def _found(settings: Settings, source: Path) -> dict[str, Any]:
         "accumulation": _text(settings.steps_accumulated),
         "global_batch": settings.global_batch if settings.steps_accumulated is None else None,
         "activation_checkpointing": settings.train.get("activation_checkpointing"),
-        "offload": ",".join(f"{key}=cpu" for key, place in settings.offload.items() if place == "cpu") or None,
+        "offload": ",".join(f"{key}={place}" for key, place in settings.offload.items() if key != "path") or None,
         "compiled": settings.train.get("compile"),
         "gpus": settings.ranks // nodes if settings.ranks is not None else None,
         "nodes": settings.nodes,

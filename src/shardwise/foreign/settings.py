@@ -53,7 +53,6 @@ class Settings:
         if place == "nvme":
             assert path is not None
             self.offload["path"] = path
-            self.changes.append(f'offload of {part} to nvme is on CPU ranks alone so far: on accelerators say "cpu"')
         if part == "optimizer":
             self.changes.append("the optimizer's step is taken on the device, where its state comes for it")
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ class Disk:
     After an error every call raises UsageError, until all that is in the file has been written anew.
     """
 
-    def __init__(self, directory: Path, what: str) -> None:
-        """`what`: is kept in the file, for errors."""
+    def __init__(self, directory: Path, what: str, threads: int = _THREADS) -> None:
+        """`what`: is kept in the file, for errors. `threads`: read and write it."""
         self.directory = directory
         self._what = what
         self._file: ScratchFile | None = None
-        self._failure: OSError | None = None
+        self._failure: OSError | RuntimeError | None = None
+        self._threads = threads
         self._pool: ThreadPool | None = None
         self._memory: dict[int, memoryview] = {}
         """Of buffers, by address. Threads hold no tensor: a buffer is free when no tensor refers to it."""
@@ -77,20 +79,45 @@ class Disk:
         self._memory[buffer.data_ptr()] = memory
         return buffer
 
-    def read(self, start: int, buffer: Tensor) -> _OnThread:
-        """See `Medium`. A thread does it."""
-        return _OnThread(self, self._submit(self.file.read, start, buffer))
+    def read(self, start: int, buffer: Tensor, after: Callable[[], object] | None = None) -> OnThread:
+        """See `Medium`. A thread does it, when `after` has returned there."""
+        return self._submit(self.file.read, start, buffer, after)
 
-    def write(self, start: int, buffer: Tensor) -> _OnThread:
+    def write(self, start: int, buffer: Tensor, after: Callable[[], object] | None = None) -> OnThread:
         """Likewise."""
-        return _OnThread(self, self._submit(self.file.write, start, buffer))
+        return self._submit(self.file.write, start, buffer, after)
 
-    def _submit(self, function: Callable[[int, memoryview], None], start: int, buffer: Tensor) -> Future[Any]:
+    def _submit(
+        self,
+        function: Callable[[int, memoryview], None],
+        start: int,
+        buffer: Tensor,
+        after: Callable[[], object] | None,
+    ) -> OnThread:
         self.check()
+        memory = self._memory[buffer.data_ptr()][: buffer.numel()]
+        return self.later(partial(self._transfer, function, start, memory, after))
+
+    def _transfer(
+        self,
+        function: Callable[[int, memoryview], None],
+        start: int,
+        memory: memoryview,
+        after: Callable[[], object] | None,
+    ) -> None:
+        """On a thread. Errors are known at once: nobody may wait for a write."""
+        with self.failing():
+            if after is not None:
+                after()
+            self.check()  # what a thread before this one could not write is not to be read
+            function(start, memory)
+
+    def later(self, function: Callable[[], object]) -> OnThread:
+        """Have a thread call that, behind what threads were given before."""
         if self._pool is None:
-            self._pool = ThreadPool(_THREADS).__enter__()
+            self._pool = ThreadPool(self._threads).__enter__()
             weakref.finalize(self, self._pool.stop)  # from whatever thread: it may be one of these
-        return self._pool.submit(function, start, self._memory[buffer.data_ptr()][: buffer.numel()])
+        return OnThread(self._pool.submit(function))
 
     def use(self, buffer: Tensor) -> None:
         """Nothing is to be ordered: transfers were waited for."""
@@ -130,11 +157,13 @@ class Disk:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Note an error of the file, and raise it as every later call will."""
+        """Note an error of the file, or of a device that copies for it, and raise it as every later call will."""
         try:
             yield
-        except (OSError, EOFError) as error:
-            self._failure = error if isinstance(error, OSError) else OSError(f"the file ends at byte {error}")
+        except UsageError:
+            raise
+        except (OSError, EOFError, RuntimeError) as error:
+            self._failure = OSError(f"the file ends at byte {error}") if isinstance(error, EOFError) else error
             self.check()
 
     def read_into(self, start: int, piece: Tensor) -> None:
@@ -158,17 +187,26 @@ class Disk:
                 self._file.settle()
 
 
-class _OnThread:
-    """A `Transfer` of a disk."""
+class OnThread:
+    """A `Transfer` that a thread does."""
 
-    def __init__(self, disk: Disk, future: Future[Any]) -> None:
-        self._disk = disk
+    def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     @property
     def is_over(self) -> bool:
+        """See `Transfer`."""
         return self._future.done()
 
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether it is over, without an error."""
+        return self._future.done() and self._future.exception() is None
+
     def wait(self) -> None:
-        with self._disk.failing():
-            self._future.result()
+        """See `Transfer`."""
+        self._future.result()
+
+    def end(self) -> None:
+        """Wait, whether it fails or not."""
+        self._future.exception()

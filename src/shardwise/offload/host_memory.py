@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,13 +12,15 @@ from torch import Tensor
 from shardwise import accelerators
 from shardwise.errors import UsageError
 from shardwise.files.direct import huge_page_buffer
+from shardwise.offload.device_buffers import DeviceBuffers, follow
+from shardwise.offload.pinned import Pinned
 
 
 class HostMemory:
     """A `Medium` on streams of its own, one for each direction: links work both ways at once.
 
-    What orders memory is events. A transfer comes after everything that was to use its buffer on any stream, and after
-    the last transfer at its place. It is over for the host at once.
+    What orders memory is events: those of its buffers, and of the last write at each place. A transfer is over for the
+    host at once.
     """
 
     is_over = True
@@ -30,14 +31,11 @@ class HostMemory:
         self._device = device
         self._what = what
         self._pin = pin
-        self._segments: list[Tensor] = []
+        self._segments: list[Pinned] = []
         self._starts: list[int] = []
         self._inward = accelerators.new_stream(device)
         self._outward = accelerators.new_stream(device)
-        self._users: dict[int, set[torch.Stream]] = {}
-        """By the address of a buffer: streams that use it since its last transfer."""
-        self._last: dict[int, torch.Event] = {}
-        """Likewise the end of that, or of what was there before the buffer."""
+        self._buffers = DeviceBuffers(device)
         self._written: dict[int, torch.Event] = {}
         """By place: the end of the last write."""
 
@@ -59,20 +57,9 @@ class HostMemory:
             raise UsageError(
                 f"offload: the host has no room for {more} bytes of this rank's {self._what} ({error})"
             ) from error
-        if self._pin:
-            weakref.finalize(self, _give_back, self._pinned(memory), memory, self._device).atexit = False
+        self._segments.append(Pinned(memory, self._device, self._what, self._pin))
         self._starts.append(self.nbytes)
-        self._segments.append(memory)
         self.nbytes = nbytes
-
-    def _pinned(self, memory: Tensor) -> Callable[[], object]:
-        try:
-            return accelerators.pin(memory, self._device)
-        except RuntimeError as error:
-            raise UsageError(
-                f"offload: {memory.nbytes} bytes of host memory for this rank's {self._what} cannot be pinned "
-                f"({error}): raise the limit (ulimit -l), or set offload.pin = false"
-            ) from error
 
     def _pairs(self, start: int, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Memory from byte `start` on as long as a piece is, segment by segment, each with that part of the piece."""
@@ -80,37 +67,34 @@ class HostMemory:
         while done < piece.numel():
             index = bisect_right(self._starts, start + done) - 1
             offset = start + done - self._starts[index]
-            memory = self._segments[index][offset : offset + piece.numel() - done]
+            memory = self._segments[index].memory[offset : offset + piece.numel() - done]
             yield memory, piece[done : done + memory.numel()]
             done += memory.numel()
 
     # Buffers ----------------------------------------------------------------------------------------------------------
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory of the device's allocator."""
-        with torch.inference_mode(False):  # it is written in any mode, and has a version
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._last[buffer.data_ptr()] = self._current().record_event()  # whoever had the block was on that stream
-        return buffer
+        """See `Medium`."""
+        return self._buffers.new(nbytes)
 
     def read(self, start: int, buffer: Tensor) -> HostMemory:
         """See `Medium`."""
-        self._after_uses(buffer, self._inward)
+        follow(self._inward, self._buffers.before(buffer))
         if start in self._written:
             self._inward.wait_event(self._written[start])
         with accelerators.on(self._inward):
             for memory, part in self._pairs(start, buffer.data):  # no write, as versions go
                 part.copy_(memory, non_blocking=True)
-        self._last[buffer.data_ptr()] = self._inward.record_event()
+        self._buffers.copied(buffer, self._inward)
         return self
 
     def write(self, start: int, buffer: Tensor) -> HostMemory:
         """See `Medium`."""
-        self._after_uses(buffer, self._outward)
+        follow(self._outward, self._buffers.before(buffer))
         with accelerators.on(self._outward):
             for memory, part in self._pairs(start, buffer.data):
                 memory.copy_(part, non_blocking=True)
-        self._last[buffer.data_ptr()] = self._written[start] = self._outward.record_event()
+        self._written[start] = self._buffers.copied(buffer, self._outward)
         return self
 
     def wait(self) -> None:
@@ -118,28 +102,15 @@ class HostMemory:
 
     def use(self, buffer: Tensor) -> None:
         """See `Medium`."""
-        stream = self._current()
-        users = self._users.setdefault(buffer.data_ptr(), set())
-        if stream not in users:
-            stream.wait_event(self._last[buffer.data_ptr()])
-            users.add(stream)
+        self._buffers.use(buffer)
 
     def claim(self, buffer: Tensor) -> None:
         """See `Medium`."""
-        stream = self._current()
-        self._after_uses(buffer, stream)
-        self._users[buffer.data_ptr()] = {stream}
+        self._buffers.claim(buffer)
 
     def drop(self, buffer: Tensor) -> None:
-        """See `Medium`. The allocator takes the memory back behind the current stream."""
-        self._after_uses(buffer, self._current())
-        del self._last[buffer.data_ptr()]
-
-    def _after_uses(self, buffer: Tensor, stream: torch.Stream) -> None:
-        """Order a stream after all that a buffer was used for."""
-        for user in self._users.pop(buffer.data_ptr(), ()):
-            stream.wait_event(user.record_event())
-        stream.wait_event(self._last[buffer.data_ptr()])
+        """See `Medium`."""
+        self._buffers.drop(buffer)
 
     def _current(self) -> torch.Stream:
         return accelerators.current_stream(self._device)
@@ -179,9 +150,3 @@ class HostMemory:
     def written_anew(self) -> AbstractContextManager[None]:
         """Nor is there anything to forget."""
         return nullcontext()
-
-
-def _give_back(unpin: Callable[[], object], memory: Tensor, device: torch.device) -> None:
-    accelerators.wait(device)
-    unpin()
-    del memory

@@ -13,10 +13,11 @@ class Transfer(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether nothing is left to do. `wait` returns at once then, and may before."""
 
     def wait(self) -> None:
-        """Until the buffer can be used, or used for something else. Raises UsageError where it failed."""
+        """Until the buffer can be used, or used for something else; on streams, in the order that `use` and what
+        follows make. Raises UsageError where it failed, as far as that is known."""
 
 
 class Medium(Protocol):
@@ -66,11 +67,11 @@ class Medium(Protocol):
         """Have everything there that `write_from` wrote."""
 
     def check(self) -> None:
-        """Raise UsageError if something could not be read or written before."""
+        """Raise UsageError if something could not be read or written before, as far as that is known."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether `check` raises."""
+        """Whether `check` raises, or would when all that is under way is over."""
 
     def written_anew(self) -> AbstractContextManager[None]:
         """Inside, all that is of use is written: if that succeeds, an error of before is forgotten."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, UsageError, one_line
+from shardwise.offload.freed_memory import give_back_freed
 from shardwise.offload.medium import Medium, Transfer
 from shardwise.offload.portions import BUFFERS, Kept, Portion, portions_of, ring_bytes_for
 from shardwise.offload.resting_state import RestingState
@@ -135,9 +136,12 @@ class StateStore:
                 while ring.has_free and (coming := next(ahead, None)) is not None:
                     ring.begin_read(coming, self._is_in_store(optimizer, coming))
                     have_read_ahead(coming.parameters)
+                is_first = not self._is_in_store(optimizer, portion)
                 buffer = ring.wait_for_read()
                 self._step_portion(optimizer, portion, wanted[portion], buffer)
                 ring.begin_write(portion, buffer)
+                if is_first:  # its state was made in memory
+                    give_back_freed()
         finally:
             ring.finish()
 

@@ -12,6 +12,7 @@ from shardwise.offload.disk import Disk
 from shardwise.offload.host_memory import HostMemory
 from shardwise.offload.medium import Medium
 from shardwise.offload.shard_store import ShardStore
+from shardwise.offload.staged_disk import THREADS, StagedDisk
 from shardwise.offload.state_store import StateStore
 from shardwise.policy.offload import Offload
 
@@ -31,6 +32,8 @@ class Stores(NamedTuple):
         def medium(place: str | None, what: str) -> Medium | None:
             if place == "nvme":
                 assert offload.path is not None
+                if accelerators.has_memory(device):
+                    return StagedDisk(Disk(Path(offload.path), what, THREADS), device, what, offload.pin)
                 return Disk(Path(offload.path), what)
             if place == "cpu" and accelerators.has_memory(device):
                 return HostMemory(device, what, offload.pin)

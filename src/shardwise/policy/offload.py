@@ -16,17 +16,19 @@ class Offload:
 
     params: str | None = None
     """Of shards. None: the device. "cpu": the host's memory, which on CPU ranks is the same. "nvme": a file of each
-    rank in `path`, on CPU ranks. The device has four times the largest unit's slice beside its slots."""
+    rank in `path`. The device has four times the largest unit's slice beside its slots, and for "nvme" the host as
+    much."""
     optimizer: str | None = None
     """Of the optimizer's state. None: beside the shards. "cpu": the host's memory, which on CPU ranks is the same.
-    "nvme": a file of each rank in `path`, on CPU ranks."""
+    "nvme": a file of each rank in `path`."""
     path: str | os.PathLike[str] | None = None
     """Directory for the files, on a disk of this machine; made if it is not there."""
     pin: bool = True
-    """Host memory is pinned, so that the device copies from and to it by itself, beside what the host does."""
+    """Host memory, "nvme"'s too, is pinned, so that the device copies from and to it by itself, beside what the host
+    does."""
     ring_bytes: int | None = None
-    """Memory of a rank's device through which optimizer state comes to its step and goes back; None: four times the
-    largest parameter's state, 64 MiB at least."""
+    """Memory of a rank's device through which optimizer state comes to its step and goes back, and for "nvme" of its
+    host; None: four times the largest parameter's state, 64 MiB at least."""
 
     def __post_init__(self) -> None:
         for field in ("params", "optimizer"):
@@ -37,11 +39,3 @@ class Offload:
         ring: object = self.ring_bytes
         if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
             raise ConfigError(f"offload.ring_bytes={self.ring_bytes!r}: a number of bytes, at least 1")
-
-    def check_device(self, kind: str) -> None:
-        """Raise ConfigError for what cannot be on a device of this kind yet."""
-        for field in ("params", "optimizer"):
-            if kind != "cpu" and getattr(self, field) == "nvme":
-                raise ConfigError(
-                    f"offload.{field}='nvme' on {kind} is not there yet: it works on CPU ranks alone; 'cpu' is there"
-                )

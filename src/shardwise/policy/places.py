@@ -63,18 +63,6 @@ class Places:
             given |= {"ring_bytes": self.ring_bytes} if rest else {"ring_mib": whole}
         return ",".join(f"{name}={place}" for name, place in given.items() if place is not None)
 
-    def refusal(self, on_cpu: bool) -> str:
-        """What the engine says to that; nothing where it trains so.
-
-        Args:
-            on_cpu: ranks are a CPU's.
-        """
-        try:
-            Offload(self.params, self.optimizer, path=".").check_device("cpu" if on_cpu else "gpu")
-        except ConfigError as error:
-            return str(error)
-        return ""
-
 
 def _entries(words: str) -> dict[str, object]:
     found: dict[str, object] = {}

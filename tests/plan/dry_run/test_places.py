@@ -46,7 +46,7 @@ def test_words_that_are_none(asked: Any) -> None:
         Job(offload=asked)
 
 
-def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
-    with pytest.raises(ConfigError, match=r"offload\.optimizer='nvme' on gpu is not there yet"):
-        Job(offload="optimizer=nvme")  # type: ignore[arg-type]
-    assert Job(offload="cpu").offload == Places("cpu", "cpu")  # type: ignore[arg-type]
+def test_every_place_is_planned_on_every_device() -> None:
+    for gpu in ("h100-sxm-80gb", "cpu"):
+        assert Job(gpu=gpu, offload="nvme").offload == Places("nvme", "nvme")  # type: ignore[arg-type]
+        assert Job(gpu=gpu, offload="cpu").offload == Places("cpu", "cpu")  # type: ignore[arg-type]

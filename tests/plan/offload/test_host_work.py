@@ -43,11 +43,37 @@ def test_a_step_that_takes_longer_than_its_copies_hides_them() -> None:
 
 
 def test_disks_read_and_write_in_turn() -> None:
-    work = HostWork(replace(TASK, places=Places("nvme", "nvme"), on_cpu=True))
+    work = HostWork(replace(TASK, places=Places("nvme", "nvme"), on_cpu=True, disk_share=1.0))
     assert work.bring("a", 0.0) == 8.0
     work.begin_step(12.0)
     assert work.finish(0.0) == 12 + 2 * 150 / 5
     assert {span.stream for span in work.spans} == {DISK}
+
+
+def test_what_is_on_disk_takes_two_hops_to_a_device() -> None:
+    task = replace(TASK, places=Places("nvme", "cpu"), disk_share=0.4)
+    work = HostWork(task)
+    assert [work.bring("a", 0.0), work.bring("b", 0.0)] == [12.0, 20.0]  # the disk reads b while a comes up
+    work.begin_step(20.0)
+    assert work.finish(20.0) == 20 + 2 * 60 / 5
+    assert work.ends_s == {DISK: 44.0, UP: 35.0, DOWN: 35.0}
+    assert HostWork(replace(task, places=Places("cpu", "nvme"))).bring("a", 0.0) == 4.0
+    work = HostWork(replace(task, unit_stepped_bytes={"a": 50, "b": 100}))
+    assert work.come_to_step("b", 0.0) == 40 / 5 + 100 / 10
+    work.go_back("b", 20.0)
+    assert work.ends_s == {DISK: 38.0, UP: 18.0, DOWN: 30.0}
+    assert work.finish(21.0) == 38.0
+
+
+def test_a_disk_that_is_slower_than_the_link_is_what_a_step_waits_for() -> None:
+    on_host, on_disk = forecast("cpu"), forecast("nvme")
+    assert {UP, DOWN, DISK} <= set(on_disk.timeline.streams)
+    assert on_disk.exposed_offload_s > on_host.exposed_offload_s
+    assert on_disk.memory == on_host.memory
+    assert on_disk.disk_bytes_per_rank == on_host.host_bytes_per_rank
+    assert on_disk.host_bytes_per_rank == on_disk.memory["optimizer"] + on_disk.memory["param_shards"]
+    slower = replace(find_device("h100-sxm-80gb"), node={"disk_bytes_per_s": Figure(1e8, "a test")})
+    assert forecast("nvme", gpu=slower).step_time_s > 2 * on_disk.step_time_s
 
 
 def test_a_units_step_in_backward_waits_for_what_it_needs_and_nothing_for_what_goes() -> None:

@@ -58,6 +58,9 @@ def setup(found: Offloaded) -> Counter[str]:
         ("optimizer=nvme", "cpu", {"optimizer"}),
         ("nvme", "cpu", {"param_shards", "optimizer"}),
         ("params=cpu,optimizer=nvme", "cpu", {"optimizer"}),
+        ("optimizer=nvme", "h100-sxm-80gb", {"optimizer"}),
+        ("nvme", "h100-sxm-80gb", {"param_shards", "optimizer"}),
+        ("params=cpu,optimizer=nvme", "h100-sxm-80gb", {"param_shards", "optimizer"}),
     ],
 )
 def test_what_leaves_the_device_is_elsewhere(words: str, gpu: str, leave: set[str]) -> None:
@@ -66,12 +69,20 @@ def test_what_leaves_the_device_is_elsewhere(words: str, gpu: str, leave: set[st
     kinds, before = setup(found), setup(usual)
     for kind in before.keys() - leave:
         assert kinds[kind] == before[kind]
-    away = sum(before[kind] for kind in leave)
-    assert (found.host_bytes, found.disk_bytes) == ((0, away) if gpu == "cpu" else (away, 0))
     slices = 4 * 4096 * -(-(64 * 64 + 64) * 4 // 2 // 4096)
     rings = {"optimizer": 64 * 2**20, "param_shards": slices}  # as `sw.memory` counts them
     assert {kind: kinds[kind] for kind in leave} == {kind: rings[kind] for kind in leave}
-    assert found.stepped_bytes == away
+    places = Places.of(words)
+    assert places is not None
+    on_disk = {
+        kind
+        for kind, name in (("optimizer", "optimizer"), ("param_shards", "params"))
+        if getattr(places, name) == "nvme"
+    }
+    stages = 0 if gpu == "cpu" else sum(rings[kind] for kind in on_disk)
+    assert found.disk_bytes == found.stepped_disk_bytes == sum(before[kind] for kind in on_disk)
+    assert found.host_bytes == sum(before[kind] for kind in leave - on_disk) + stages
+    assert found.stepped_bytes == sum(before[kind] for kind in leave)
     known = {event.block for event in found.events if isinstance(event, Allocate)}
     assert all(event.block in known for event in found.events if isinstance(event, Free))
 

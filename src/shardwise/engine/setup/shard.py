@@ -125,7 +125,7 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
     settled = {module for fqn in below for module in tree.get_submodule(fqn).modules()}
     groups = common_mesh(below.values(), resharding) or build_mesh(strategy, mesh, _group_size(resharding), None)
     check_mesh(below, groups)
-    stores = Stores.of(_checked_offload(offload, groups.device.type), groups.device)
+    stores = Stores.of(_checked_offload(offload), groups.device)
     for fqn in below:
         take_over(tree.get_submodule(fqn))
     engine = Engine(groups, strategy, precision, slots, resharding, align)
@@ -224,11 +224,9 @@ def _check_nesting(model: nn.Module, slots: int, unit_modules: Sequence[nn.Modul
         raise ConfigError(f"slots={slots} is fewer than this model's nesting of units needs: at least {least}")
 
 
-def _checked_offload(offload: Offload | None, device: str) -> Offload | None:
-    if offload is not None:
-        if not isinstance(offload, Offload):
-            raise ConfigError(f"offload={offload!r}: pass sw.Offload(params=..., optimizer=..., path=...)")
-        offload.check_device(device)
+def _checked_offload(offload: Offload | None) -> Offload | None:
+    if offload is not None and not isinstance(offload, Offload):
+        raise ConfigError(f"offload={offload!r}: pass sw.Offload(params=..., optimizer=..., path=...)")
     return offload
 
 

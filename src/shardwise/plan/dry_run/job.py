@@ -223,9 +223,6 @@ class Job(Machines):
         if self.offload is None:
             return
         words = f"offload={self.offload.words!r}"
-        refusal = self.offload.refusal(self.on_cpu)
-        if refusal:
-            raise ConfigError(refusal)
         if self.engine != "shardwise":
             raise ConfigError(f"{words} is forecast for shardwise, not {self.engine}")
         changes_nothing = "nvme" not in {self.offload.params, self.offload.optimizer} and self.on_cpu

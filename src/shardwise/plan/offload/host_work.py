@@ -3,6 +3,7 @@
 - A unit's slice comes up ahead of its gather, as soon as its slot is free.
 - The optimizer's step is taken on the device, portion by portion: state, and weights where they are elsewhere, come
   ahead of it and go back behind it. The link takes both directions at once, a disk reads and writes in turn.
+- What is on disk takes two hops to a device, each a stream; of a unit one after the other.
 - A block's input, where that waits on the host, goes when it is there and comes when backward is near.
 - A step that is taken in backward, of one unit, begins when that has come, and backward goes on behind it.
 """
@@ -60,6 +61,8 @@ class HostTask:
     keeps_params: bool
     unit_stepped_bytes: Mapping[str, int] = field(default_factory=dict)
     """Of `stepped_bytes`, by unit, where steps are taken in backward."""
+    disk_share: float = 0.0
+    """Of `stepped_bytes`, what lies on disk."""
 
 
 def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
@@ -78,6 +81,7 @@ def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
         gathers=job.shard_ranks > 1,
         keeps_params=job.strategy.keeps_params,
         unit_stepped_bytes={unit: round(nbytes * share) for unit, nbytes in trained.items()},
+        disk_share=moved.stepped_disk_bytes / max(1, moved.stepped_bytes),
     )
 
 
@@ -102,8 +106,7 @@ class HostWork:
         if task.places.params is None or (task.on_cpu and task.places.params == "cpu") or is_here:
             return ready_s
         self._resident.add(unit)
-        stream, rate = self._way(UP)
-        return self._run(stream, unit, ready_s, task.shard_bytes.get(unit, 0), rate)
+        return self._come(unit, ready_s, task.shard_bytes.get(unit, 0), float(task.places.params == "nvme"))
 
     def begin_step(self, at_s: float) -> None:
         """The optimizer's step begins; told again, it has."""
@@ -117,28 +120,32 @@ class HostWork:
 
     def come_to_step(self, unit: str, ready_s: float) -> float:
         """What a unit's step in backward needs comes. When it is there."""
-        stream, rate = self._way(UP)
-        return self._run(stream, unit, ready_s, self.task.unit_stepped_bytes.get(unit, 0), rate)
+        return self._come(unit, ready_s, self.task.unit_stepped_bytes.get(unit, 0), self.task.disk_share)
 
     def go_back(self, unit: str, stepped_s: float) -> None:
         """A unit's step in backward is over, and what came goes back. Nothing waits for that."""
-        stream, rate = self._way(DOWN)
-        self._run(stream, unit, stepped_s, self.task.unit_stepped_bytes.get(unit, 0), rate)
+        nbytes = self.task.unit_stepped_bytes.get(unit, 0)
+        if not self.task.on_cpu:
+            stepped_s = self._run(DOWN, unit, stepped_s, nbytes, self.task.rates.link)
+        self._run(DISK, unit, stepped_s, round(nbytes * self.task.disk_share), self.task.rates.disk)
 
-    def _way(self, stream: str) -> tuple[str, float]:
-        return (DISK, self.task.rates.disk) if self.task.on_cpu else (stream, self.task.rates.link)
+    def _come(self, unit: str, ready_s: float, nbytes: int, disk_share: float) -> float:
+        """From disk, as far as it is there, and up to the device, if that has memory of its own. When it is there."""
+        read_s = self._run(DISK, unit, ready_s, round(nbytes * disk_share), self.task.rates.disk)
+        return read_s if self.task.on_cpu else self._run(UP, unit, read_s, nbytes, self.task.rates.link)
 
     def finish(self, stepped_s: float) -> float:
         """When everything is where it belongs; the device's own step is over at `stepped_s`."""
         task, began_s = self.task, self.stepped_s
         if task.unit_stepped_bytes:
-            return max(stepped_s, self.ends_s.get(self._way(DOWN)[0], 0.0))
+            return max(stepped_s, self.ends_s.get(DOWN, 0.0), self.ends_s.get(DISK, 0.0))
         if began_s is None:
             return stepped_s
-        if task.on_cpu:
-            return max(stepped_s, self._run(DISK, "", began_s, 2 * task.stepped_bytes, task.rates.disk))
-        come_s = self._run(UP, "", began_s, task.stepped_bytes, task.rates.link)
-        return max(stepped_s, come_s, self._run(DOWN, "", began_s, task.stepped_bytes, task.rates.link))
+        on_disk = round(task.stepped_bytes * task.disk_share)
+        ends_s = [stepped_s, self._run(DISK, "", began_s, 2 * on_disk, task.rates.disk)]
+        if not task.on_cpu:
+            ends_s += [self._run(way, "", began_s, task.stepped_bytes, task.rates.link) for way in (UP, DOWN)]
+        return max(ends_s)
 
     def _run(self, stream: str, unit: str, ready_s: float, nbytes: int, rate: float) -> float:
         if not nbytes:

@@ -3,7 +3,8 @@
 Nothing else of the step changes: parameters are gathered into the same slots, gradients reduced in the same ones and
 kept on the device, and the step is taken there. What comes and goes has rings of buffers on the device. Of a shard
 group of one, whose slot would otherwise be the shard itself, parameters need slots as any other's. What blocks keep on
-the host has memory there in a few sizes, which is kept from step to step. docs/design/offload.md.
+the host has memory there in a few sizes, which is kept from step to step. What is on a disk comes to a device through
+as much of the host as the device has of rings. docs/design/offload.md.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ class Offloaded:
     events: tuple[StepEvent, ...]
     """With the allocations of the device alone."""
     host_bytes: int = 0
-    """Of a rank, beside an accelerator. A CPU's rank has all that is not on disk among the events."""
+    """Of a rank, beside an accelerator: with the stages of what is on disk. A CPU's rank has all that is not on disk
+    among the events."""
     disk_bytes: int = 0
     stepped_bytes: int = 0
     """Of what lies elsewhere and comes to the step and goes back: state, and weights that are trained."""
+    stepped_disk_bytes: int = 0
+    """Of those, what comes from disk."""
 
 
 def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
@@ -71,8 +75,15 @@ def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
         if size
     )
     at = {place: sum(by_kind[kind] for kind in moved if moved[kind] == place) for place in ("cpu", "nvme")}
-    stepped = states * ("optimizer" in moved) + trained * ("param_shards" in moved)
-    return Offloaded((*first, *_without(events, moved)), at["cpu"] + inputs, at["nvme"], stepped)
+    stages = 0 if job.on_cpu else sum(size for kind, size in rings.items() if moved[kind] == "nvme")
+    stepped = {"optimizer": states, "param_shards": trained}
+    return Offloaded(
+        (*first, *_without(events, moved)),
+        at["cpu"] + stages + inputs,
+        at["nvme"],
+        sum(stepped[kind] for kind in moved),
+        sum(stepped[kind] for kind in moved if moved[kind] == "nvme"),
+    )
 
 
 def _inputs_bytes(events: Iterable[StepEvent]) -> int:

@@ -239,10 +239,9 @@ class OffloadConfig(Section):
     """`[offload]`: what lies elsewhere than on the device."""
 
     params: Annotated[Literal["cpu", "nvme"] | None, NoneWord] = None
-    """Shards: none = on the device; "cpu" = in the host's memory, which on CPU ranks is the same; "nvme" = on disk, on
-    CPU ranks."""
+    """Shards: none = on the device; "cpu" = in the host's memory, which on CPU ranks is the same; "nvme" = on disk."""
     optimizer: Annotated[Literal["cpu", "nvme"] | None, NoneWord] = None
-    """The optimizer's state: none = beside the shards; "cpu" = in the host's memory; "nvme" = on disk, on CPU ranks."""
+    """The optimizer's state: none = beside the shards; "cpu" = in the host's memory; "nvme" = on disk."""
     path: Annotated[str | None, NoneWord] = None
     """Directory on a local disk for "nvme". Nothing is left in it."""
     ring_mib: Annotated[PositiveInt | None, NoneWord] = None

@@ -1,0 +1,56 @@
+"""Memory of the host that a device copies from and to by itself."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardwise import accelerators
+from shardwise.errors import UsageError
+
+
+class Pinned:
+    """Keeps pages locked as long as it is there; when it goes, it waits for the device first."""
+
+    def __init__(self, memory: Tensor, device: torch.device, what: str, pin: bool) -> None:
+        """
+        Args:
+            memory: 1-D uint8, from a page's first byte on.
+            what: is kept in it, for errors.
+            pin: lock its pages; else copies may wait for what the host does.
+
+        Raises:
+            UsageError: the system does not lock so many.
+        """
+        self.memory = memory
+        self._unpin = _pin(memory, device, what) if pin else _nothing
+        self._last_resort = weakref.finalize(self, _give_back, self._unpin, memory, device)
+        self._last_resort.atexit = False
+
+    def give_back(self) -> None:
+        """Unlock it, once no copy from or to it is under way."""
+        if self._last_resort.detach() is not None:
+            self._unpin()
+
+
+def _pin(memory: Tensor, device: torch.device, what: str) -> Callable[[], object]:
+    try:
+        return accelerators.pin(memory, device)
+    except RuntimeError as error:
+        raise UsageError(
+            f"offload: {memory.nbytes} bytes of host memory for this rank's {what} cannot be pinned "
+            f"({error}): raise the limit (ulimit -l), or set offload.pin = false"
+        ) from error
+
+
+def _nothing() -> None:
+    pass
+
+
+def _give_back(unpin: Callable[[], object], memory: Tensor, device: torch.device) -> None:
+    accelerators.wait(device)
+    unpin()
+    del memory

@@ -1,0 +1,314 @@
+"""A rank's file on disk where the device has memory of its own: what comes and goes takes two hops.
+
+    file --a thread reads--> stage --copied on a stream--> buffer
+    file <--a thread writes-- stage <--copied on a stream-- buffer
+
+Each buffer on the device has a *stage*, pinned memory of the host of the same size, so the host has as much of it as
+the device has of rings. The thread that trains enqueues the copies, and waits for a read's thread and for no device:
+whatever has to wait for a copy is on a thread of the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise import accelerators
+from shardwise.errors import UsageError
+from shardwise.offload.device_buffers import DeviceBuffers, follow
+from shardwise.offload.disk import Disk, OnThread
+from shardwise.offload.pinned import Pinned
+
+THREADS = 4
+"""Of the disk: one more than read and write best at a time, because one of them often waits for a copy."""
+_PART_BYTES = 32 * 2**20
+"""Of what comes and goes beside the stages."""
+
+
+class StagedDisk:
+    """A `Medium`.
+
+    What orders memory, beside the order of the device's buffers (`DeviceBuffers`): the disk reads into a stage, or
+    writes from it, when the last copy and its own last work there are over; a copy from a stage is enqueued when the
+    read is over, one to a stage when the write before is; and of a place in the file nothing is read or written before
+    what was to be written there is. A write that fails is told by whatever comes next.
+    """
+
+    def __init__(self, disk: Disk, device: torch.device, what: str, pin: bool = True) -> None:
+        """`disk`: has no buffers. `what`: is kept in it, for errors. `pin`: as `HostMemory`."""
+        self._disk = disk
+        self._device = device
+        self._what = what
+        self._pin = pin
+        self._inward = accelerators.new_stream(device)
+        self._outward = accelerators.new_stream(device)
+        self._buffers = DeviceBuffers(device)
+        self._stages: dict[int, _Stage] = {}
+        """By the address of their buffers."""
+        self._jobs: list[_Job] = []
+        """What threads do, or have yet to do."""
+        self._coming: list[_Coming] = []
+        """Reads that no copy has followed yet."""
+
+    @property
+    def where(self) -> str:
+        """For errors."""
+        return self._disk.where
+
+    @property
+    def nbytes(self) -> int:
+        """Taken on disk."""
+        return self._disk.nbytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of host memory that stages take."""
+        return sum(stage.memory.nbytes for stage in self._stages.values())
+
+    def grow(self, nbytes: int) -> None:
+        """See `Medium`."""
+        self._disk.grow(nbytes)
+
+    # Buffers ----------------------------------------------------------------------------------------------------------
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """See `Medium`. Raises UsageError where the host cannot pin as much."""
+        try:
+            memory = self._disk.buffer(nbytes)
+        except OSError as error:
+            raise UsageError(
+                f"offload: the host has no room for a stage of {nbytes} bytes of this rank's {self._what} ({error})"
+            ) from error
+        stage = _Stage(Pinned(memory, self._device, self._what, self._pin))
+        buffer = self._buffers.new(nbytes)
+        self._stages[buffer.data_ptr()] = stage
+        return buffer
+
+    def read(self, start: int, buffer: Tensor) -> _Coming:
+        """See `Medium`."""
+        self._disk.check()
+        self.copy_what_came()
+        stage = self._stage_of(buffer)
+        before = self._buffers.before(buffer)
+        coming = _Coming(self, self._begin(self._disk.read, start, stage, buffer.numel()), buffer, before)
+        self._coming.append(coming)
+        return coming
+
+    def copy_what_came(self) -> None:
+        """To the buffers of those reads that are over. Nobody need have waited for them."""
+        for coming in [coming for coming in self._coming if coming.job.has_succeeded]:
+            self.copy_in(coming)
+
+    def copy_in(self, coming: _Coming) -> None:
+        """Its read is over: copy it to its buffer."""
+        stage = self._stages[coming.buffer.data_ptr()]
+        follow(self._inward, coming.before)
+        with accelerators.on(self._inward):
+            coming.buffer.data.copy_(stage.memory[: coming.buffer.numel()], non_blocking=True)  # no write, to versions
+        stage.copied = self._buffers.copied(coming.buffer, self._inward)
+        self.forget(coming)
+
+    def forget(self, coming: _Coming) -> None:
+        """No copy is to follow it."""
+        self._coming = [other for other in self._coming if other is not coming]
+
+    def is_coming(self, coming: _Coming) -> bool:
+        """Whether its copy is still to be enqueued."""
+        return any(other is coming for other in self._coming)
+
+    def _stage_of(self, buffer: Tensor) -> _Stage:
+        """For something new in the buffer. A read that an interrupt left there is not wanted any more."""
+        self._coming = [other for other in self._coming if other.buffer.data_ptr() != buffer.data_ptr()]
+        return self._stages[buffer.data_ptr()]
+
+    def write(self, start: int, buffer: Tensor) -> _Going:
+        """See `Medium`."""
+        self._disk.check()
+        self.copy_what_came()
+        stage = self._stage_of(buffer)
+        self._until_written(stage)
+        follow(self._outward, self._buffers.before(buffer))
+        with accelerators.on(self._outward):
+            stage.memory[: buffer.numel()].copy_(buffer.data, non_blocking=True)
+        stage.copied = self._buffers.copied(buffer, self._outward)
+        return _Going(self._disk, self._begin(self._disk.write, start, stage, buffer.numel(), writes=True))
+
+    def _until_written(self, stage: _Stage) -> None:
+        """Wait until the disk has done with the stage. Only what was written twice, and not read between, waits."""
+        for job in self._of(stage):
+            job.end()
+
+    def _begin(
+        self,
+        move: Callable[[int, Tensor, Callable[[], object]], OnThread],
+        start: int,
+        stage: _Stage,
+        nbytes: int,
+        writes: bool = False,
+    ) -> OnThread:
+        """Have a thread read or write, in its turn."""
+        self._jobs = [job for job in self._jobs if not job.on_thread.is_over]
+        earlier = [*self._of(stage), *self._at(start, start + nbytes, writes)]
+        on_thread = move(start, stage.memory[:nbytes], partial(_await, earlier, stage.copied, self._device))
+        self._jobs.append(_Job(on_thread, stage.memory.data_ptr(), start, start + nbytes, writes))
+        return on_thread
+
+    def _of(self, stage: _Stage) -> list[OnThread]:
+        """What the disk has to do with a stage."""
+        return [job.on_thread for job in self._jobs if job.stage == stage.memory.data_ptr()]
+
+    def _at(self, start: int, stop: int, writes: bool) -> list[OnThread]:
+        """What it has to do at bytes of the file that are to be written, or read, and must be over before."""
+        return [job.on_thread for job in self._jobs if job.start < stop and start < job.stop and (writes or job.writes)]
+
+    def use(self, buffer: Tensor) -> None:
+        """See `Medium`."""
+        self._buffers.use(buffer)
+
+    def claim(self, buffer: Tensor) -> None:
+        """See `Medium`."""
+        self._stage_of(buffer)
+        self._buffers.claim(buffer)
+
+    def drop(self, buffer: Tensor) -> None:
+        """See `Medium`. A thread gives the stage back, behind all that uses it."""
+        stage = self._stage_of(buffer)
+        self._buffers.drop(buffer)
+        del self._stages[buffer.data_ptr()]
+        earlier = self._of(stage)
+        self._disk.drop(stage.memory)
+        self._disk.later(partial(_give_back, stage, earlier, self._device))
+
+    # Beside the buffers -----------------------------------------------------------------------------------------------
+
+    def read_into(self, start: int, piece: Tensor) -> None:
+        """See `Medium`. Waits for the device and the disk."""
+        self._until_quiet()
+        for first, part in _parts(piece):
+            host = part if part.device.type != self._device.type else torch.empty_like(part, device=accelerators.CPU)
+            self._disk.read_into(start + first, host)
+            if host is not part:
+                part.copy_(host)
+
+    def write_from(self, start: int, piece: Tensor) -> None:
+        """See `Medium`. Waits for the device and the disk."""
+        self._until_quiet()
+        for first, part in _parts(piece):
+            self._disk.write_from(start + first, part.cpu())
+
+    def settle(self) -> None:
+        """See `Medium`."""
+        self._disk.settle()
+
+    def _until_quiet(self) -> None:
+        """Wait until threads have nothing left to do, whether it failed or not."""
+        for job in self._jobs:
+            job.on_thread.end()
+        self._jobs.clear()
+
+    # Failures ---------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """See `Medium`. Of what is under way nothing may be known yet."""
+        self._disk.check()
+
+    @property
+    def has_failed(self) -> bool:
+        """See `Medium`. Waits for what is under way."""
+        self._until_quiet()
+        return self._disk.has_failed
+
+    @contextmanager
+    def written_anew(self) -> Iterator[None]:
+        """See `Medium`."""
+        self._until_quiet()
+        with self._disk.written_anew():
+            yield
+            self._until_quiet()
+            self._disk.check()
+
+
+class _Stage:
+    """Of one buffer."""
+
+    def __init__(self, pinned: Pinned) -> None:
+        self.pinned = pinned
+        self.memory = pinned.memory
+        self.copied: torch.Event | None = None
+        """The end of the last copy from or to it."""
+
+
+class _Job(NamedTuple):
+    """What a thread does with a stage, by its address, and bytes [start, stop) of the file."""
+
+    on_thread: OnThread
+    stage: int
+    start: int
+    stop: int
+    writes: bool
+
+
+class _Coming:
+    """A `Transfer` to a buffer. Waiting for it enqueues the copy, if nothing has before."""
+
+    def __init__(self, disk: StagedDisk, job: OnThread, buffer: Tensor, before: list[torch.Event]) -> None:
+        self._disk = disk
+        self.job = job
+        self.buffer = buffer
+        """The tensor that was given, and no other of the same memory: who counts those finds no more."""
+        self.before = before
+        """What the copy has to follow."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.job.is_over
+
+    def wait(self) -> None:
+        try:
+            self.job.wait()
+        except UsageError:
+            self._disk.forget(self)
+            raise
+        if self._disk.is_coming(self):
+            self._disk.copy_in(self)
+
+
+class _Going:
+    """A `Transfer` from a buffer. That can be used again at once, in the order that its events make: what is waited for
+    is on a thread. It is over when it is on disk, so that buffers whose stages are free are taken first."""
+
+    def __init__(self, disk: Disk, job: OnThread) -> None:
+        self._disk = disk
+        self._job = job
+
+    @property
+    def is_over(self) -> bool:
+        return self._job.is_over
+
+    def wait(self) -> None:
+        self._disk.check()
+
+
+def _await(earlier: list[OnThread], copied: torch.Event | None, device: torch.device) -> None:
+    """On a thread of the disk: until a stage, and a place in the file, can be read or written."""
+    for job in earlier:
+        job.end()
+    if copied is not None:
+        accelerators.wait_on_thread(copied, device)
+
+
+def _give_back(stage: _Stage, earlier: list[OnThread], device: torch.device) -> None:
+    _await(earlier, stage.copied, device)
+    stage.pinned.give_back()
+
+
+def _parts(piece: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Of a 1-D tensor the first byte and the bytes of each part."""
+    whole = piece.view(torch.uint8)
+    for first in range(0, whole.numel(), _PART_BYTES):
+        yield first, whole[first : first + _PART_BYTES]

@@ -1,0 +1,415 @@
+"""Shards and optimizer state on disk while a device computes: the same bits, nothing unordered on the device, the host
+or in the file, no wait for the device, and in memory no more than the rings. Played on CPU ranks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise import accelerators
+from shardwise.engine.lookup import require_engine, shard_stores
+from shardwise.errors import CheckpointError, PeerError, UsageError
+from shardwise.files.direct import PAGE_BYTES
+from shardwise.offload import staged_disk
+from shardwise.offload.device_buffers import DeviceBuffers
+from shardwise.offload.disk import Disk
+from shardwise.offload.resting_state import RestingState
+from shardwise.offload.shard_store import BUFFERS
+from shardwise.offload.staged_disk import THREADS, StagedDisk
+from shardwise.sharded.parameter import ShardedParameter
+from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
+from tests.engine.streams import Order, played
+from tests.offload.test_every_place import Run
+from tests.offload.test_failures import failing
+from tests.offload.test_on_disk import LEAST, amsgrad, momentum, shared_folder
+from tests.offload.test_params_on_disk import Adapted, plain_adam
+from tests.optim.test_in_backward import Tied, same_states
+
+PLACES: dict[str, dict[str, Any]] = {
+    "params": {"params": "nvme"},
+    "optimizer": {"optimizer": "nvme", "ring_bytes": LEAST},
+    "both": {"params": "nvme", "optimizer": "nvme", "ring_bytes": LEAST},
+    "params on the host": {"params": "cpu", "optimizer": "nvme", "ring_bytes": LEAST},
+    "optimizer on the host": {"params": "nvme", "optimizer": "cpu", "ring_bytes": LEAST},
+}
+
+
+def offload(place: str) -> sw.Offload:
+    return sw.Offload(path=shared_folder(), **PLACES[place])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("build", "optimizer"), [(Net, momentum), (Tied, plain_adam), (Adapted, amsgrad)], ids=["net", "tied", "frozen"]
+)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@on_ranks(2)
+def test_the_same_bits_in_order(
+    strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str
+) -> None:
+    with played() as order:
+        twins = Twins(build, optimizer=optimizer, strategy=strategy, offload=offload(place))
+        twins.train(3)
+        same_states(twins)
+    assert order.races == []
+    parameters = [p for p in twins.sharded.parameters() if isinstance(p, ShardedParameter)]
+    assert all((p.home is not None) == ("params" in PLACES[place]) for p in parameters)
+    kept = {type(v) for s in twins.optimizers[1].state.values() for v in s.values() if isinstance(v, ShardedParameter)}
+    assert kept == {RestingState if "optimizer" in PLACES[place] else ShardedParameter}
+
+
+def train(places: sw.Offload | None, slow_disk: bool = True) -> tuple[list[float], dict[str, Tensor], Order]:
+    """Accumulation, clipping, evaluation, edits of weights and full weights; steps are prefetched by the first one."""
+    losses = []
+    gc.collect()  # what is left of a model before gives its stages back, and waits for the device
+    with played(slow_disk) as order:
+        model = sw.shard(seeded(lambda: Net(6)), "full_shard", offload=places)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(3):
+            with sw.no_sync(model):
+                squares(model, batch(step)).backward()
+            loss = squares(model, batch(step + 10))
+            loss.backward()
+            sw.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.99)
+            with torch.inference_mode():
+                losses += [loss.item(), squares(model, batch(step + 30)).item()]
+        assert not order.waits, f"the thread that trains waits for no device: {order.waits[0]}"
+        full = sw.full_state_dict(model, rank0_only=False)
+    return losses, full, order
+
+
+@pytest.mark.parametrize("slow_disk", [True, False], ids=["slow", "fast"])
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(2)
+def test_accumulation_clipping_evaluation_and_edits_without_a_wait(place: str, slow_disk: bool) -> None:
+    losses, full, _ = train(None)
+    offloaded = train(offload(place), slow_disk)
+    assert offloaded[0] == losses
+    assert offloaded[2].races == []
+    same_tensors(full, offloaded[1])
+
+
+@pytest.mark.parametrize("place", ["params", "optimizer", "both"])
+@on_ranks(2)
+def test_steps_in_backward(place: str) -> None:
+    with played() as order:
+        twins = Twins(offload=offload(place))
+        sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
+        for _ in range(3):
+            twins.backward()
+            twins.step()
+            twins.same_parameters()
+    assert order.races == []
+
+
+@pytest.mark.parametrize("frozen", [None, "nf4"])
+@on_ranks(2)
+def test_frozen_parameters_tied_weights_accumulation_and_clipping_at_once(frozen: str | None) -> None:
+    with played() as order:
+        kept, usual = Run(frozen, offload("both")), Run(frozen, None)
+        for index in range(3):
+            assert kept.step(index) == usual.step(index)
+        ours, theirs = kept.weights(), usual.weights()
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_checkpoints_go_from_place_to_place() -> None:
+    path = shared_folder()
+    with played() as order:
+        twins = Twins(Tied, offload=offload("both"))
+        twins.train(2)
+        with pytest.raises(UsageError, match="offloaded"):
+            sw.checkpoint.save(f"{path}/late", twins.sharded, twins.optimizers[1], asynchronous=True)
+        sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+        sw.checkpoint.verify(f"{path}/one")
+        others = [
+            Twins(Tied),
+            Twins(Tied, offload=offload("optimizer on the host")),
+            Twins(Tied, offload=offload("both")),
+        ]
+        for index, other in enumerate(others):
+            sw.checkpoint.load(f"{path}/{'one' if index == 0 else index}", other.sharded, other.optimizers[1])
+            sw.checkpoint.save(f"{path}/{index + 1}", other.sharded, other.optimizers[1])
+            other.plain.load_state_dict(twins.plain.state_dict())
+            other.optimizers[0].load_state_dict(copy.deepcopy(twins.optimizers[0].state_dict()))
+            other.steps = twins.steps
+            other.train(2)
+            same_states(other)
+    assert order.races == []
+
+
+@on_ranks(1)
+def test_the_device_and_the_host_have_rings_alone() -> None:
+    path = shared_folder()
+    with played():
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(24)])
+        places = sw.Offload(params="nvme", optimizer="nvme", path=path, ring_bytes=2**21)
+        sw.shard(model, units={nn.Linear}, offload=places)
+        optimizer = torch.optim.AdamW(model.parameters())
+        sw.optimizer_in_backward(model, optimizer)
+        for _ in range(3):
+            model(torch.ones(2, 256)).sum().backward()
+        (shards,) = shard_stores(require_engine(model))
+        states = require_engine(model).units[0].states
+        assert states is not None
+        nbytes = 24 * 256 * 256 * 4
+        assert isinstance(shards.medium, StagedDisk)
+        assert isinstance(states.medium, StagedDisk)
+        assert (shards.medium.nbytes, states.medium.nbytes) == (nbytes, 2 * nbytes)
+        now = sw.memory(model).now
+        assert 0 < now["param_shards"] == shards.ring_bytes == shards.medium.staged_bytes <= BUFFERS * nbytes // 24
+        assert now["optimizer"] == 2**21 + 24 * 4  # and the counts of steps
+        assert states.medium.staged_bytes == 2**21
+        sw.release(model)
+        assert shards.medium.staged_bytes == 0
+        assert not any(Path(path).iterdir())
+
+
+@on_ranks(2)
+def test_views_of_many_slices_and_what_users_write() -> None:
+    """More buffers than the ring's come and go with their stages; a slice that is wanted while it is written stays."""
+    full = []
+    with played() as order:
+        for places in (offload("params"), None):
+            model = sw.shard(seeded(lambda: Net(6)), "full_shard", offload=places)
+            for step in range(2):
+                with torch.no_grad():
+                    torch._foreach_mul_(list(model.parameters()), 0.5)
+                    for _ in range(2):
+                        for parameter in model.parameters():
+                            parameter.add_(step)
+                squares(model, batch(step))
+            full.append(sw.full_state_dict(model, rank0_only=False))
+    assert order.races == []
+    same_tensors(*full)
+
+
+# An order that is missing ---------------------------------------------------------------------------------------------
+
+
+def _await_no_copy(earlier: Any, copied: Any, device: Any) -> None:
+    """The disk uses a stage that is being copied from, or to."""
+    for job in earlier:
+        job.end()
+
+
+def _copied_at_once(self: Any) -> None:
+    """The copy comes from a stage that the disk has not filled."""
+    if self._disk.is_coming(self):
+        self._disk.copy_in(self)
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "copies of stages": (staged_disk, "_await", _await_no_copy),
+    "work on stages": (StagedDisk, "_of", lambda self, stage: []),
+    "places in the file": (StagedDisk, "_at", lambda self, start, stop, writes: []),
+    "stages that are written twice": (StagedDisk, "_until_written", lambda self, stage: None),
+    "reads": (staged_disk._Coming, "wait", _copied_at_once),
+    "quiet": (StagedDisk, "_until_quiet", lambda self: None),
+    "uses": (DeviceBuffers, "use", lambda self, buffer: None),
+    "copies of buffers": (DeviceBuffers, "before", lambda self, buffer: []),
+}
+
+
+def races() -> list[str]:
+    path = shared_folder()
+    with played() as order:
+        twins = Twins(offload=offload("both"))
+        for _ in range(3):
+            with suppress(AssertionError):  # where the numbers are wrong as well
+                twins.train(1)
+        sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+        with torch.no_grad():
+            for _ in range(2):
+                for parameter in twins.sharded.parameters():
+                    parameter.mul_(0.5)
+    return order.races
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+@on_ranks(1)
+def test_an_order_that_is_missing_is_found(fault: str | None) -> None:
+    if fault is None:
+        assert races() == []
+        return
+    with mock.patch.object(*FAULTS[fault]):
+        assert races() != []
+
+
+# Failures and interrupts ----------------------------------------------------------------------------------------------
+
+
+def three_steps(twins: Twins) -> None:
+    """A write that fails is told by the step, or by what comes next."""
+    for _ in range(3):
+        squares(twins.sharded, twins.batch()).backward()
+        twins.optimizers[1].step()
+        twins.optimizers[1].zero_grad()
+
+
+@pytest.mark.parametrize("place", ["optimizer", "both"])
+@pytest.mark.parametrize("broken", ["read", "write"])
+@on_ranks(1, 2)
+def test_after_an_error_everything_raises_until_a_checkpoint_is_loaded(broken: str, place: str) -> None:
+    if place == "both" and dist.get_world_size() > 1:
+        return  # a forward in which one rank cannot read: the other's collectives are no doubles of ours
+    path, is_first = shared_folder(), dist.get_rank() == 0
+    with played() as order:
+        twins = Twins(offload=offload(place))
+        twins.train(2)
+        sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+        with failing(broken, 3), pytest.raises(UsageError if is_first else PeerError, match="is lost"):
+            three_steps(twins)
+        for _ in range(2):
+            with pytest.raises((UsageError, PeerError), match="Load the last checkpoint"):
+                three_steps(twins)
+        with pytest.raises((UsageError, CheckpointError), match="Load the last checkpoint"):
+            sw.checkpoint.save(f"{path}/two", twins.sharded, twins.optimizers[1])
+        twins.optimizers[1].zero_grad()
+        sw.checkpoint.load(f"{path}/one", twins.sharded, twins.optimizers[1])
+        twins.train(2)
+        same_states(twins)
+    assert order.races == []
+
+
+@on_ranks(1)
+def test_a_write_that_failed_is_never_read_and_is_told_by_a_save() -> None:
+    path = shared_folder()
+    with played():
+        twins = Twins(offload=offload("both"))
+        twins.train(2)
+        squares(twins.sharded, twins.batch()).backward()
+        with failing("write", 0):
+            with suppress(UsageError):  # known in time, or not
+                twins.optimizers[1].step()
+            with pytest.raises((UsageError, CheckpointError), match="is lost"):
+                sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+        with failing("write_some", 0), pytest.raises((UsageError, CheckpointError, OSError)):
+            sw.checkpoint.load(f"{path}/none", twins.sharded, twins.optimizers[1])
+        with pytest.raises(UsageError, match="is lost"):
+            twins.optimizers[1].step()
+
+
+def places_of(medium: StagedDisk, count: int) -> list[Tensor]:
+    """Buffers of a page, with room for as many in the file."""
+    medium.grow(8 * PAGE_BYTES)
+    return [medium.buffer(PAGE_BYTES) for _ in range(count)]
+
+
+def staged(**options: Any) -> StagedDisk:
+    return StagedDisk(Disk(Path(shared_folder()), "weights", THREADS), torch.device("cpu"), "weights", **options)
+
+
+@on_ranks(1)
+def test_a_read_that_an_interrupt_left_does_not_come_later() -> None:
+    with played(slow_disk=False) as order:
+        medium = staged()
+        first, second = places_of(medium, 2)
+        medium.claim(first)
+        first.fill_(1)
+        medium.write(0, first).wait()
+        left = medium.read(0, second)  # and whoever wanted it is gone
+        left.job.end()
+        medium.claim(second)
+        second.fill_(2)
+        medium.write(PAGE_BYTES, second).wait()
+        left.wait()
+        medium.use(second)
+        assert bool((second == 2).all())
+        back = medium.read(PAGE_BYTES, first)
+        back.wait()
+        medium.use(first)
+        assert bool((first == 2).all())
+    assert order.races == []
+
+
+@on_ranks(1)
+def test_reads_that_are_over_are_copied_before_anybody_waits_for_them() -> None:
+    with played(slow_disk=False) as order:
+        medium = staged()
+        buffers = places_of(medium, 3)
+        for index, buffer in enumerate(buffers):
+            medium.claim(buffer)
+            buffer.fill_(index)
+            medium.write(index * PAGE_BYTES, buffer).wait()
+        reads = [medium.read(index * PAGE_BYTES, buffer) for index, buffer in enumerate(buffers[:2])]
+        for read in reads:
+            read.job.end()
+        medium.read(2 * PAGE_BYTES, buffers[2]).wait()
+        assert not any(map(medium.is_coming, reads))
+        assert order.waits == []
+    assert order.races == []
+
+
+@on_ranks(1)
+def test_a_piece_on_the_host_goes_past_the_device() -> None:
+    with played():
+        medium = StagedDisk(Disk(Path(shared_folder()), "weights"), torch.device("meta"), "weights")
+        medium.grow(PAGE_BYTES)
+        medium.write_from(8, torch.arange(5.0))
+        medium.settle()
+        back = torch.empty(5)
+        medium.read_into(8, back)
+    assert torch.equal(back, torch.arange(5.0))
+
+
+@on_ranks(1)
+def test_memory_that_cannot_be_pinned_is_told_with_the_way_out() -> None:
+    def refuses(memory: Tensor, device: torch.device) -> None:
+        raise RuntimeError("out of memory")
+
+    with played(), mock.patch.object(accelerators, "pin", refuses):
+        with pytest.raises(UsageError, match=r"4096 bytes .* rank's weights cannot be pinned .*offload.pin = false"):
+            places_of(staged(), 1)
+        places_of(staged(pin=False), 1)
+        with (
+            mock.patch("shardwise.offload.disk.huge_page_buffer", side_effect=OSError("Cannot allocate memory")),
+            pytest.raises(UsageError, match=r"no room for a stage of 4096 bytes .*Cannot allocate"),
+        ):
+            places_of(staged(), 1)
+
+
+@on_ranks(1)
+def test_a_stage_is_given_back_when_nothing_uses_it() -> None:
+    pinned: list[int] = []
+    known: dict[int, dict[int, int]] = {}
+
+    def pin(memory: Tensor, device: torch.device) -> Callable[[], object]:
+        pinned.append(memory.data_ptr())
+        return lambda: known.update({pinned.index(memory.data_ptr()): dict(order.host.clock)})
+
+    with played() as order, mock.patch.object(accelerators, "pin", pin):
+        medium = staged()
+        first, second = places_of(medium, 2)
+        medium.claim(first)
+        medium.write(0, first)
+        medium.drop(first)
+        medium.read(0, second).wait()
+        medium.drop(second)
+        while len(known) < 2:
+            time.sleep(0.01)
+        for index, stream in enumerate((medium._outward, medium._inward)):
+            number = stream.number  # type: ignore[attr-defined]
+            assert known[index].get(number) == order.operations[number], "its copy is over"
+        assert order.waits == []
+        assert medium.staged_bytes == 0
