@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import contract  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from shardwise.compat.common import allow_autocast, mixed_class, without_effect
@@ -44,6 +45,25 @@ from shardwise.modules.graph_breaks import hide_from_dynamo
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+else:
+    try:
+        from torch.distributed.fsdp import DataParallelMeshDims
+    except ImportError:  # before torch 2.13
+
+        @dataclass
+        class DataParallelMeshDims:
+            """Names of the data axes of a larger mesh, as torch 2.13 has it."""
+
+            shard: str | tuple[str, ...] | None = None
+            replicate: str | tuple[str, ...] | None = None
+
+            def __post_init__(self) -> None:
+                if self.shard is None and self.replicate is None:
+                    raise ValueError("At least one of shard or replicate must be set in DataParallelMeshDims")
+
 
 __all__ = [
     "CPUOffloadPolicy",
