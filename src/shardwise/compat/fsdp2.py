@@ -12,8 +12,8 @@ UsageError and says what to do instead: `docs/fsdp2.md` lists them. Parameters a
 
 from __future__ import annotations
 
+import cmath
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -128,7 +128,7 @@ def _check_later(module: nn.Module | Sequence[nn.Module], names: Sequence[str]) 
             handle.remove()
             held = dict((*tree.named_parameters(remove_duplicate=False), *tree.named_buffers(remove_duplicate=False)))
             for name in names:
-                if name in held and math.isnan(held[name].detach().sum().item()):
+                if name in held and cmath.isnan(held[name].detach().sum().item()):
                     raise UsageError(
                         f"{name!r} of {type(first).__name__} was built on the meta device and has no numbers: call "
                         "what initialises it (FSDP2's scripts: to_empty, then init_weights) after fully_shard"

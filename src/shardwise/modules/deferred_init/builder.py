@@ -66,7 +66,7 @@ def _fill_unwritten(model: nn.Module, tape: Tape, blank: Sequence[Slot]) -> list
     for slot in unwritten:
         held = slot.current()
         assert held is not None
-        held.fill_(float("nan") if held.is_floating_point() else 0)
+        held.fill_(float("nan") if held.is_floating_point() or held.is_complex() else 0)
     return [f"{prefixes[id(slot.module)]}{slot.name}" for slot in unwritten]
 
 
