@@ -326,22 +326,26 @@ class Later(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.empty(width))
         self.register_buffer("angles", torch.empty(width), persistent=False)
+        self.register_buffer("turns", torch.empty(width, dtype=torch.complex64), persistent=False)
+        self.phase = nn.Parameter(torch.empty(width, dtype=torch.complex64))
         self.inner = nn.ModuleList(Later(0, width) for _ in range(depth))
         self.linear = nn.Linear(width, width)
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.scale, std=std)
+        nn.init.constant_(self.phase, std)
         nn.init.normal_(self.linear.weight, std=std)
         nn.init.zeros_(self.linear.bias)
 
     def init_weights(self) -> None:
         self.angles = torch.arange(4.0)
+        self.turns = torch.polar(torch.ones(4), self.angles)
         self.reset_parameters(0.3)
         for block in self.inner:
             block.init_weights()  # type: ignore[operator]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.scale * self.linear(x + self.angles)
+        x = x + self.scale * self.linear(x + self.angles) + (self.turns * self.phase).imag
         for block in self.inner:
             x = block(x)
         return x

@@ -88,6 +88,34 @@ def test_halves_of_a_container_train_on_with_the_weights_of_now() -> None:
     assert require_engine(sharded).forwards.are_over
 
 
+class Around(Halves):
+    """Called as a whole, or half by half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: Callable[[], object] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.first(x)
+        self.inside()
+        out: Tensor = self.second(first)
+        return out
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_halves_are_called_by_themselves_after_the_whole_was_interrupted(grad: bool) -> None:
+    plain, sharded = Around(), Around()
+    sw.shard(sharded, units=[Half])
+    sharded.inside = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        sharded(X)
+    sharded.inside = lambda: None
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(sharded.second(sharded.first(X)), plain(X))
+    assert not require_engine(sharded).forwards
+    torch.func.vjp(plain, X)  # which hooks for saved tensors that were left behind would refuse
+
+
 def test_whole_weights_are_the_masters_again() -> None:
     model = chain()
     before = sw.full_state_dict(model)

@@ -268,7 +268,10 @@ def test_state_that_an_optimizer_begins_with_is_cut(fused: bool) -> None:
     plain, model = seeded(Net), seeded(Net)
     options: dict[str, Any] = {"lr": 0.05, "initial_accumulator_value": 0.1, "fused": fused}
     optimizers = [torch.optim.Adagrad(m.parameters(), **options) for m in (plain, model)]
+    group = optimizers[1].param_groups[0]
+    optimizers[1].register_load_state_dict_pre_hook(lambda *_: pytest.fail("nobody loads anything"))
     sw.shard(model)
+    assert optimizers[1].param_groups[0] is group  # which a schedule may hold
     twins = Twins()
     twins.plain, twins.sharded, twins.optimizers = plain, model, optimizers
     twins.train(2)

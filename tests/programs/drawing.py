@@ -6,6 +6,7 @@ What `sw.shard` documents as refused is not drawn; this is all of it:
 - a unit's method other than forward (helpers with methods are no units);
 - units that run on some ranks only: heads that are chosen by rank lie inside a unit;
 - weights written between a forward and its backward;
+- `sw.release`, and copies, while gradients of a `sw.no_sync` wait;
 - ties between a module that is sharded first and the rest of the model;
 - checkpoints of which a rank recomputes something and another, whose experts are idle or frozen, nothing;
 - losses that leave a unit out of a checkpoint inside it by a way that nobody can look into: their backward may come
@@ -24,10 +25,12 @@ from tests.programs.parts import PACKS
 from tests.programs.program import (
     EDITS,
     GRADS,
+    HELD,
     MODES,
     OPTIMIZERS,
     SHAPES,
     Action,
+    Copy,
     Edit,
     Evaluate,
     Freeze,
@@ -35,6 +38,7 @@ from tests.programs.program import (
     Node,
     Program,
     Raise,
+    Release,
     Save,
     Sharding,
     Train,
@@ -88,7 +92,22 @@ class _Drawing:
             optimizer=self._random.choice(OPTIMIZERS),
             actions=self._actions(),
         )
-        return dataclasses.replace(drawn, model=_recomputed_alike(drawn))
+        drawn = dataclasses.replace(drawn, model=_recomputed_alike(drawn))
+        return dataclasses.replace(drawn, actions=self._with_more(drawn.actions))
+
+    def _with_more(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        """What came to be drawn later, so that seeds go on giving the models and actions that they gave before."""
+        held = [
+            dataclasses.replace(action, hold=self._random.choice(HELD))
+            if isinstance(action, Train) and self._chance(0.1)
+            else action
+            for action in actions
+        ]
+        if self._chance(0.4):
+            choices: tuple[Action, ...] = (Copy(), Release())
+            places = [place for place in range(len(actions)) if not _waits_before(place, actions)]
+            held.insert(self._random.choice(places), self._random.choice(choices))
+        return tuple(held)
 
     def _chance(self, probability: float) -> bool:
         return self._random.random() < probability
@@ -268,18 +287,23 @@ def _is_divided_legally(units: Units, model: Node) -> bool:
 
 
 def _waits_legally(actions: Sequence[Action]) -> bool:
-    waiting = False
-    for action in actions:
-        if isinstance(action, Freeze) and waiting:
+    for place, action in enumerate(actions):
+        if isinstance(action, (Freeze, Copy, Release)) and _waits_before(place, actions):
             return False
-        if isinstance(action, Train):
-            waiting = not action.synced[-1]
-            if waiting and action.step:
-                return False
-            waiting = waiting and action.zero == "keep"
-        elif isinstance(action, Raise):
-            waiting = waiting and action.where == "forward"
+        if isinstance(action, Train) and not action.synced[-1] and action.step:
+            return False
     return True
+
+
+def _waits_before(place: int, actions: Sequence[Action]) -> bool:
+    """Whether gradients of a `no_sync` wait when the action at `place` begins."""
+    waiting = False
+    for action in actions[:place]:
+        if isinstance(action, Train):
+            waiting = not action.synced[-1] and action.zero == "keep"
+        elif isinstance(action, Raise):
+            waiting = waiting and action.where != "backward"
+    return waiting
 
 
 def _is_recomputable(model: Node) -> bool:

@@ -40,7 +40,7 @@ def _of_action(action: Action) -> Iterator[str]:
             yield "accumulation"
         if not all(action.synced):
             yield "no_sync"
-        yield from (f"{what}:{getattr(action, what)}" for what in ("grads", "clip") if getattr(action, what))
+        yield from (f"{what}:{getattr(action, what)}" for what in ("grads", "clip", "hold") if getattr(action, what))
         if action.input_grad:
             yield "input_grad"
         if action.recompute:

@@ -92,6 +92,8 @@ class Train(_Short):
     """What is done to gradients: "" or one of `GRADS`."""
     clip: str = ""
     """"torch" or "sw"."""
+    hold: str = ""
+    """One of `HELD`: what is unsharded by hand around each micro-batch, and resharded after it."""
     step: bool = True
     zero: str = "none"
     """Afterwards: one of `ZEROS`."""
@@ -143,9 +145,21 @@ class Load(_Short):
     """`sw.checkpoint.load` of what was saved last; nothing if nothing was."""
 
 
-Action = Train | Evaluate | Raise | Freeze | Edit | Save | Load
+@dataclass(frozen=True, repr=False)
+class Copy(_Short):
+    """Goes on with a deep copy of the model and its optimizer."""
+
+
+@dataclass(frozen=True, repr=False)
+class Release(_Short):
+    """`sw.release`."""
+
+
+Action = Train | Evaluate | Raise | Freeze | Edit | Save | Load | Copy | Release
 
 SHAPES = ("plain", "two_forwards", "retain", "two_losses", "interleaved", "eval_between", "stacked")
+HELD = ("whole", "first", "twice")
+"""The model, its first part, or that once more when micro-batches are over."""
 GRADS = ("scale", "drop", "assign")
 ZEROS = ("none", "zeros", "model", "keep")
 MODES = ("no_grad", "inference", "grad")

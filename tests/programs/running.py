@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError, StaleWeightsError, UserError
 from tests.programs.comparison import differences, magnitude
 from tests.programs.feed import Place
-from tests.programs.program import Action, Edit, Evaluate, Freeze, Load, Program, Raise, Save, Train
+from tests.programs.program import Action, Copy, Edit, Evaluate, Freeze, Load, Program, Raise, Release, Save, Train
 from tests.programs.sides import Plain, Sharded
 
 Both = Plain | Sharded
@@ -163,6 +163,8 @@ class _Runner:
             Edit: lambda side: side.edit(action),
             Save: lambda side: side.save(saved),
             Load: lambda side: side.load(saved),
+            Copy: lambda side: side.copy(),
+            Release: lambda side: side.release(),
         }
         return [phases[type(action)]]
 

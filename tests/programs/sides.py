@@ -73,6 +73,13 @@ class Side:
     def step(self) -> None:
         self.optimizer.step()
 
+    def copy(self) -> None:
+        """On the plain side all that is seen of it: copies of parameters have no gradients."""
+        self.zero("none")
+
+    def release(self) -> None:
+        """On the plain side nothing."""
+
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW's eps is large against rounding, so that a gradient that cancels out does not become a step."""
@@ -323,8 +330,16 @@ class Sharded(Side):
 
     def micro_batch(self, place: Place, action: Train, synced: bool) -> None:
         walked = self._pass(place, action)
+        held: Any = None
+        if action.hold:
+            held = self.model if action.hold == "whole" else self.model.body.parts[0]  # type: ignore[union-attr]
+            sw.unshard(held)
         with self._syncing(synced):
             WALKS[action.shape](walked)
+        if action.hold == "twice":
+            sw.unshard(held)
+        if action.hold:
+            sw.reshard(self.model)
         walked.input_gradients()
         self.seen += walked.seen
 
@@ -371,6 +386,12 @@ class Sharded(Side):
 
     def load(self, path: Path) -> None:
         sw.checkpoint.load(path, self.model, self.optimizer)
+
+    def copy(self) -> None:
+        self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
+
+    def release(self) -> None:
+        sw.release(self.model)
 
     def _pass(self, place: Place, action: Train = PLAIN) -> _Pass:
         return _Pass(self.program, self.model, place, self._rank, action, self._backward)  # type: ignore[arg-type]

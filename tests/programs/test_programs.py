@@ -82,6 +82,7 @@ def test_everything_is_drawn_before_long() -> None:
         "evaluate": language.MODES,
         "optimizer": language.OPTIMIZERS,
         "raise": ("forward", "backward"),
+        "hold": language.HELD,
         "checkpoint": ("save", "load"),
     }.items():
         assert {f"{what}:{name}" for name in names} <= found

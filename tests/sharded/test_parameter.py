@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -204,6 +205,9 @@ REFUSED: dict[str, Callable[[ShardedParameter], Any]] = {
     "numpy": lambda p: p.numpy(),
     "tolist": lambda p: p.tolist(),
     "array": lambda p: p.__array__(),
+    "dlpack": lambda p: np.from_dlpack(p.detach()),
+    "share_memory_": lambda p: p.share_memory_(),
+    "apply_": lambda p: p.detach().apply_(abs),
     "data_ptr": lambda p: p.data_ptr(),
     "item": lambda p: nn.Parameter(rank_0_of_2(torch.ones(1, 1))[0]).item(),
     "bool": lambda p: bool(rank_0_of_2(torch.ones(()))[0]),

@@ -197,7 +197,7 @@ class Engine:
         recompute = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled():
             self.saved.check()
-        if not recompute and (unit is self.root or not self.forwards.surround(unit)):
+        if not recompute and (unit is self.root or not self.forwards.are_around):
             self._begin_step(unit)
         if self.refuses_autocast:
             check_autocast(self.mesh.device.type, unit.parameters.compute_dtypes)

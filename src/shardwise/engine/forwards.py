@@ -30,10 +30,11 @@ class Forwards(list[tuple[Unit, FrameType]]):
         """Whether none is under way, as far as its end was reported or its caller is gone."""
         return not self or not _is_running(self[0][1])
 
-    def surround(self, unit: Unit) -> bool:
-        """Whether a forward of the unit that begins now is inside another one. Frames are looked for only where the
-        calls do not tell: the innermost one is that of a unit around this one, unless it was interrupted."""
-        return bool(self) and (self[-1][0] in unit.ancestors or not self.are_over)
+    @property
+    def are_around(self) -> bool:
+        """Whether a forward that begins now is inside another one. The innermost one's caller is a few frames away,
+        unless that was interrupted."""
+        return bool(self) and (_is_below(self[-1][1], sys._getframe(1)) or not self.are_over)
 
 
 def _is_running(frame: FrameType) -> bool:

@@ -388,6 +388,17 @@ class ShardedParameter(Tensor):
     def __array__(self, dtype: object = None) -> NoReturn:
         self._no("conversion to a numpy array", _LOOK)
 
+    def __dlpack__(self, **_: object) -> NoReturn:
+        self._no("conversion by DLPack", _LOOK)
+
+    def apply_(self, callable: Any) -> NoReturn:  # noqa: A002 - torch's name
+        """Raises UsageError: torch would write to memory that is not there."""
+        self._no("apply_()", ".local.apply_() writes this rank's piece (on every rank)")
+
+    def share_memory_(self) -> NoReturn:
+        """Raises UsageError: torch would take memory that is not there."""
+        self._no("share_memory_()", "share what sw.full_state_dict(model) gives")
+
     def data_ptr(self) -> NoReturn:
         """Raises UsageError."""
         self._no("data_ptr()", _ADDRESS)

@@ -68,16 +68,29 @@ def give_sharded_parameters() -> None:
 
 
 def _give(optimizer: Optimizer) -> None:
-    """Raises UsageError, and changes nothing, for one that has more than the state that it begins with."""
-    held = [*_unsharded(optimizer)]
-    for _, _, parameter, sharded in held:
-        _check_fresh(optimizer, parameter, sharded)
-    for group, position, parameter, sharded in held:
+    """Raises UsageError, and changes nothing, for one that has more than the state that it begins with. Its groups stay
+    the same objects, which schedules of a script's own may hold."""
+    given = [(*held, _first_state(optimizer, *held)) for held in _unsharded(optimizer)]
+    for group, position, parameter, sharded, state in given:
         group["params"][position] = sharded
-        if state := optimizer.state.pop(parameter, None):
+        if optimizer.state.pop(parameter, None):
             optimizer.state[sharded] = state
-    if any(sharded in optimizer.state for _, _, _, sharded in held):
-        optimizer.load_state_dict(optimizer.state_dict())  # which casts it, moves it and cuts it
+
+
+def _first_state(
+    optimizer: Optimizer, group: dict[str, Any], _: int, parameter: Tensor, sharded: ShardedParameter
+) -> dict[str, Any]:
+    """State that the optimizer begins with, cast, moved and cut as the parameter was."""
+    _check_fresh(optimizer, parameter, sharded)
+    steps_on_device = group.get("fused") or group.get("capturable")
+
+    def moved(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or (name == "step" and not steps_on_device):
+            return value
+        is_cast = name != "step" and value.is_floating_point() and sharded.is_floating_point()
+        return value.to(sharded.device, sharded.dtype if is_cast else value.dtype)
+
+    return cut_state(sharded, {name: moved(name, value) for name, value in optimizer.state.get(parameter, {}).items()})
 
 
 def _unsharded(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, Tensor, ShardedParameter]]:
