@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.cli import bench, launch
+from shardwise.cli import bench
 from shardwise.cli import plan as plan_command
 from shardwise.cli.app import run
+from shardwise.cli.process import launch
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from tests.engine.rig import on_ranks
