@@ -407,3 +407,43 @@ def test_a_method_that_raises_leaves_the_model_usable() -> None:
             sw.register_forward_method(model, name)
     with pytest.raises(UsageError, match="not sharded"):
         sw.register_forward_method(nn.Linear(2, 2), "extra_repr")
+
+
+def test_modules_without_parameters_have_nothing_to_hold() -> None:
+    model = sw.shard(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)))
+    for module in model:
+        sw.unshard(module)
+    model(torch.ones(1, 4)).sum().backward()
+    for module in model:
+        sw.reshard(module)
+    assert all(isinstance(parameter, sw.ShardedParameter) for parameter in model.parameters())
+    with pytest.raises(UsageError, match="Linear is not sharded"):
+        sw.unshard(nn.Linear(2, 2))
+
+
+class Stopped(Block):
+    """Ctrl-C comes in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        raise KeyboardInterrupt
+
+
+def test_reshard_gives_up_a_forward_that_was_interrupted() -> None:
+    model = seeded(Net)
+    model.blocks[1].__class__ = Stopped
+    sw.shard(model, units={Block, Stopped})
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(0, 0))
+    assert not all(isinstance(parameter, sw.ShardedParameter) for parameter in model.parameters())
+    sw.reshard(model.blocks[0])
+    assert all(isinstance(parameter, sw.ShardedParameter) for parameter in model.parameters())
+    model.blocks[1].__class__ = Block
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    plain = seeded(Net)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(2.0)
+    assert torch.equal(model(batch(0, 0)), plain(batch(0, 0)))

@@ -388,6 +388,7 @@ class Sharded(Side):
         sw.checkpoint.load(path, self.model, self.optimizer)
 
     def copy(self) -> None:
+        self.model.moment.aux.clear()  # type: ignore[union-attr]  # of the last pass, in a graph: deepcopy refuses those
         self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
 
     def release(self) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.engine.control import Moment
 from shardwise.engine.engine import Backward, Engine
-from shardwise.engine.lookup import engines_of, units_at
+from shardwise.engine.lookup import engine_of, engines_of, units_at
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 
@@ -41,13 +41,16 @@ def reshard(module: nn.Module) -> None:
     """Take back what `sw.unshard` or a forward left gathered of the module and those below it: they hold sharded
     parameters again. Every rank must call this.
 
-    Units whose forward is under way are left alone. Where a backward is still to come through what was computed outside
-    any forward, reshard after it: autograd keeps such parameters, and a warning says so.
+    Units whose forward is under way are left alone; one that Ctrl-C interrupted is given up, with its whole model's.
+    Where a backward is still to come through what was computed outside any forward, reshard after it: autograd keeps
+    such parameters, and a warning says so.
 
     Raises:
         UsageError: as `unshard`; or a full parameter was written in place, which is lost.
     """
     for engine, units in _units_at(module, "sw.reshard").items():
+        if engine.forwards.are_over:
+            engine.clear_up()
         written = _give_back(engine, [unit for unit in units if not unit.calls.in_forward])
         if written is not None:
             raise UsageError(
@@ -80,8 +83,10 @@ def _give_back(engine: Engine, units: Sequence[Unit]) -> str | None:
 
 
 def _units_at(module: nn.Module, what: str) -> dict[Engine, list[Unit]]:
-    """The units with a parameter that stands at or below the module, by engine."""
-    found = {}
+    """The units with a parameter that stands at or below the module, by engine; none where it has no parameters."""
+    found: dict[Engine, list[Unit]] = {}
+    if next(module.parameters(), None) is None and engine_of(module) is None:
+        return found
     for engine in engines_of(module):
         if engine.is_suspended or engine.backward is Backward.RUNNING:
             inside = "sw.unsharded" if engine.is_suspended else "a backward"
