@@ -42,7 +42,7 @@ class Vectors(nn.Module):
 
 def with_gradients(count: int, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> nn.Module:
     model = Vectors(count, dtypes)
-    sw.shard(model, ignored=[model.plain])
+    sw.shard(model, ignored=model.plain.parameters())
     model(torch.ones(3)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     return model

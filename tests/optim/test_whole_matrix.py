@@ -382,7 +382,7 @@ def test_mistakes_are_told() -> None:
         whole_matrix(torch.optim.Muon, model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="no hidden matrix"):
         whole_matrix(torch.optim.Muon, [("b", nn.Parameter(torch.zeros(3)))], lr=0.1)
-    with pytest.raises(UsageError, match="no matrix"):
+    with pytest.raises(UsageError, match="not a matrix"):
         whole_matrix(torch.optim.Muon, model, hidden=lambda fqn, _: fqn.endswith("bias"), lr=0.1)
     optimizer = whole_matrix(torch.optim.Muon, model, lr=0.1)
     with pytest.raises(UsageError, match="build a new optimizer"):

@@ -137,15 +137,17 @@ def test_names_of_dtensors() -> None:
         assert cut.ranges[dist.get_rank()] == (parameter.fragment.start, parameter.fragment.stop)
         assert sum(stop - start for start, stop in cut.ranges) == parameter.numel()
     first = next(model.parameters())
-    if world_size == 1:
-        with pytest.raises(UsageError, match="no device_mesh"):
-            first.device_mesh  # noqa: B018
-    else:
-        mesh = first.device_mesh
-        assert (mesh.size(), mesh.device_type, mesh.mesh.tolist()) == (world_size, "cpu", list(range(world_size)))
-        total = torch.tensor([float(first.to_local().numel())])
-        dist.all_reduce(total, group=mesh.get_group())
-        assert total.item() == first.numel()
+    mesh = first.device_mesh
+    assert (mesh.size(), mesh.device_type, mesh.mesh.tolist()) == (world_size, "cpu", list(range(world_size)))
+    total = torch.tensor([float(first.to_local().numel())])
+    dist.all_reduce(total, group=mesh.get_group())
+    assert total.item() == first.numel()
+
+
+def test_a_rank_without_a_process_group_has_no_mesh() -> None:
+    model = sw.shard(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="no device_mesh"):
+        model.weight.device_mesh  # noqa: B018
 
 
 def test_a_module_that_is_not_sharded_is_as_ever() -> None:

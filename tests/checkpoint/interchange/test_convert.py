@@ -530,7 +530,7 @@ def test_each_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         ((tmp_path / "deep.pt", tmp_path / "x"), "deep.pt: it has no model"),
         ((tmp_path / "args.pt", tmp_path / "x"), "argparse.Namespace"),
         ((weights, own), "exists already"),
-        ((own, weights), "exists already: name another path, or remove it first"),
+        ((own, weights), "exists already: convert to another path, or remove it first"),
         ((own, tmp_path / "x"), "Say --to dcp or --to hf"),
         ((own, tmp_path / "x", "--to", "shardwise"), "of that kind already"),
         ((own, tmp_path / "x", "--to", "zip"), "one of shardwise, dcp, pt, hf"),

@@ -326,7 +326,11 @@ time.sleep(600)
             ("data.tokenizer=stand_out",),
             "error: data.tokenizer='stand_out': nothing is there; did you mean stand_in?\n",
         ),
-        (("model.config=none", "model.path=llama"), "error: model.path='llama': nothing is there\n"),
+        (
+            ("model.config=none", "model.path=llama"),
+            "error: model.path='llama': nothing is there; name a directory of this machine: nothing is downloaded "
+            "from a hub\n",
+        ),
     ],
 )
 def test_mistakes_found_before_any_rank_starts(start: Start, overrides: tuple[str, ...], line: str) -> None:
