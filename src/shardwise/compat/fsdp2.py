@@ -188,6 +188,18 @@ def _tree(module: nn.Module | Sequence[nn.Module]) -> nn.Module:
     return module if isinstance(module, nn.Module) else nn.ModuleList(module)
 
 
+def _own_parameters(
+    module: nn.Module | Sequence[nn.Module], ignored: Iterable[nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """Those that a call shards, by name: neither ignored nor sharded before."""
+    skipped = set(map(id, ignored))
+    return {
+        name: parameter
+        for name, parameter in _tree(module).named_parameters()
+        if not isinstance(parameter, ShardedParameter) and id(parameter) not in skipped
+    }
+
+
 def _check_callable(module: nn.Module | Sequence[nn.Module]) -> None:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
@@ -204,10 +216,7 @@ def _check_placements(
 ) -> None:
     """Ask for the placement of every parameter that this call shards, and raise what FSDP2 raises for one that it could
     not have."""
-    skipped = set(map(id, ignored))
-    for parameter in _tree(module).parameters():
-        if isinstance(parameter, ShardedParameter) or id(parameter) in skipped:
-            continue
+    for parameter in _own_parameters(module, ignored).values():
         answer, shape = place(parameter), parameter.shape
         if answer is None:
             continue
@@ -236,13 +245,7 @@ def _precision(
     module: nn.Module | Sequence[nn.Module], policy: MixedPrecisionPolicy, ignored: Iterable[nn.Parameter]
 ) -> Precision:
     """What a policy says, as the installed torch understands it, of the parameters that the call shards."""
-    skipped = set(map(id, ignored))
-    tree = module if isinstance(module, nn.Module) else nn.ModuleList(module)
-    own = {
-        name: parameter
-        for name, parameter in tree.named_parameters()
-        if not isinstance(parameter, ShardedParameter) and id(parameter) not in skipped
-    }
+    own = _own_parameters(module, ignored)
     reduce = policy.reduce_dtype
     if reduce is None and policy.param_dtype is not None and _SUMS_AS_STORED:
         stored = {parameter.dtype for parameter in own.values() if parameter.is_floating_point()}
