@@ -78,6 +78,15 @@ def run(script: str) -> str:
     return done.stdout
 
 
+def test_sharding_loads_no_other_engine() -> None:
+    """FSDP's module takes half a second, three times what ours take together."""
+    loads = "import sys, torch, shardwise as sw; sw.shard(torch.nn.Linear(2, 2)); print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, timeout=300, check=True)
+    loaded = set(done.stdout.split())
+    assert "shardwise.engine.units.extended" in loaded
+    assert loaded.isdisjoint({"torch.distributed.fsdp", "torch.distributed.tensor"})
+
+
 def test_importing_every_module_changes_nothing() -> None:
     run(IMPORTS)
 

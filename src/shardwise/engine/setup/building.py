@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
@@ -28,6 +28,9 @@ from shardwise.offload.stores import Stores
 from shardwise.offload.together import together
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import SHARDED_FACE
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def build_units(
@@ -178,6 +181,7 @@ def _extended(item: tuple[str, nn.Parameter, tuple[Site, ...]], engine: Engine, 
 
 def _policy(precision: Precision) -> MixedPrecisionPolicy:
     """What FSDP2 calls it."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # half a second, which plain parameters need not wait for
 
     def named(name: str | None) -> torch.dtype | None:
         return None if name is None else getattr(torch, name)

@@ -11,11 +11,10 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.comm.protocol import Collectives
 from shardwise.engine.units.arena import Slot, storage_key
@@ -28,6 +27,9 @@ from shardwise.modules.site import Site, Values
 from shardwise.offload.shard_store import ShardStore
 from shardwise.sharded.parameter import SHARDED_FACE
 from shardwise.sharded.placement import mesh_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class ExtendedGroup(Group):
