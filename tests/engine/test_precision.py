@@ -409,7 +409,7 @@ def test_what_a_module_below_keeps_says_nothing_of_the_rest() -> None:
 @pytest.mark.parametrize(
     ("keep", "says"),
     [
-        (("router.wieght",), r"'router\.wieght' is the name of no parameter of this Router .* mean router\.weight"),
+        (("router.wieght",), r"'router\.wieght' matches no parameter of this Router .* mean router\.weight"),
         ("router.weight", r"precision\.keep = 'router\.weight' is not a tuple"),
         ((3,), r"precision\.keep = \(3,\) is not a tuple"),
     ],

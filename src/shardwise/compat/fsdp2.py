@@ -163,7 +163,8 @@ def _expect_numbers(module: nn.Module | Sequence[nn.Module]) -> None:
             called.__dict__.pop(_EXPECTING).remove()
             pieces = [tensor.local if isinstance(tensor, ShardedParameter) else tensor for tensor in held.values()]
             are_blank = anywhere([bool(piece.detach().isnan().any()) for piece in pieces], engines_of(tree)[0].mesh)
-            for name in (name for name, is_blank in zip(held, are_blank, strict=True) if is_blank):
+            if any(are_blank):
+                name = [*held][are_blank.index(True)]
                 raise UsageError(
                     f"{name!r} of {type(called).__name__} was built on the meta device and has no numbers: call "
                     "what initialises it (FSDP2's scripts: to_empty, then init_weights) after fully_shard"

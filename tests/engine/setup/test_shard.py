@@ -88,8 +88,8 @@ def test_ranks_with_different_models_raise_on_every_rank(what: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ignored": "leave.weight"}, "ignored: 'leave.weight' is no parameter; pass parameters"),
-        ({"ignored": ["leave.weight"]}, "ignored: 'leave.weight' is no parameter; pass parameters"),
+        ({"ignored": "leave.weight"}, "ignored: 'leave.weight' is not a parameter; pass parameters"),
+        ({"ignored": ["leave.weight"]}, "ignored: 'leave.weight' is not a parameter; pass parameters"),
         ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes': None, True, False or a number of ranks"),
         ({"reshard_after_forward": 0}, "reshard_after_forward=0: None, True, False or a number of ranks"),
     ],

@@ -202,8 +202,8 @@ def _check_kept(model: nn.Module, plans: list[UnitPlan], precision: Precision) -
     for pattern in precision.keep:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"precision.keep: {pattern!r} is the name of no parameter of this {type(model).__name__} that the call "
-                f"shards{did_you_mean(pattern, names)}"
+                f"precision.keep: {pattern!r} matches no parameter of this {type(model).__name__} that the call shards"
+                f"{did_you_mean(pattern, names)}"
             )
 
 
@@ -263,6 +263,6 @@ def _checked_ignored(asked: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     wrong: list[object] = [given] if isinstance(given, str) else [one for one in found if not isinstance(one, Tensor)]
     if wrong:
         raise ConfigError(
-            f"ignored: {wrong[0]!r:.80} is no parameter; pass parameters, such as model.head.parameters()"
+            f"ignored: {wrong[0]!r:.80} is not a parameter; pass parameters, such as model.head.parameters()"
         )
     return found

@@ -46,7 +46,7 @@ class ExtendedGroup(Group):
         """Every rank must call this: the class may ask all of them for a scale."""
         fqn, plain, sites = item
         original: Any = getattr(plain, EXTENDED)
-        self._arguments = (
+        self._arguments: tuple[Any, ...] = (
             mesh_of(collectives, fqn),
             original.shape,
             plain.data.contiguous().stride(),
@@ -58,6 +58,8 @@ class ExtendedGroup(Group):
         rows = max(0, min(chunk, original.shape[0] - collectives.rank * chunk))
         self._rows: Any = original.detach().new_zeros((rows, *columns), device=collectives.device)
         """This rank's, of the parameter's class, around its piece of the shard."""
+        if len(inspect.signature(self._rows.fsdp_pre_all_gather).parameters) == 1:
+            self._arguments = self._arguments[:1]  # FSDP2's first form: the mesh alone
         self._inner = inner_name(self._rows)
         self._beside: Any = None
         """What the class gave to go beside what travels."""
@@ -100,10 +102,8 @@ class ExtendedGroup(Group):
         place[: rows.numel()].copy_(self._outgoing(self.fqns[0]).reshape(-1)[: rows.numel()])
 
     def _outgoing(self, fqn: str) -> Tensor:
-        make = self._rows.fsdp_pre_all_gather
-        takes_mesh_alone = len(inspect.signature(make).parameters) == 1
         with torch.no_grad():
-            made, self._beside = make(*(self._arguments[:1] if takes_mesh_alone else self._arguments))
+            made, self._beside = self._rows.fsdp_pre_all_gather(*self._arguments)
         made = made if isinstance(made, tuple | list) else (made,)
         if len(made) != 1 or made[0].numel() < self._rows.numel():
             raise LayoutError(
