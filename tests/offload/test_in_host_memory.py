@@ -3,7 +3,6 @@ device no more than the rings. Played on CPU ranks."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +15,13 @@ from shardwise.engine.lookup import require_engine, shard_stores
 from shardwise.errors import UsageError
 from shardwise.offload.device_buffers import DeviceBuffers
 from shardwise.offload.host_memory import HostMemory
-from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import BUFFERS
-from shardwise.sharded.parameter import ShardedParameter
-from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
+from tests.engine.rig import Net, Twins, on_ranks, same_tensors, seeded
 from tests.engine.streams import Order, played
+from tests.offload.played_runs import edited_steps, goes_on_alike, same_bits_in_order, steps_in_backward
 from tests.offload.test_on_disk import LEAST, amsgrad, momentum, shared_folder
 from tests.offload.test_params_on_disk import Adapted, plain_adam
-from tests.optim.test_in_backward import Tied, same_states
+from tests.optim.test_in_backward import Tied
 
 PLACES: dict[str, dict[str, Any]] = {
     "params": {"params": "cpu"},
@@ -41,35 +39,14 @@ PLACES: dict[str, dict[str, Any]] = {
 def test_the_same_bits_in_order(
     strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str
 ) -> None:
-    with played() as order:
-        twins = Twins(build, optimizer=optimizer, strategy=strategy, offload=sw.Offload(pin=False, **PLACES[place]))
-        twins.train(3)
-        same_states(twins)
-    assert order.races == []
-    parameters = [p for p in twins.sharded.parameters() if isinstance(p, ShardedParameter)]
-    assert all((p.home is not None) == ("params" in PLACES[place]) for p in parameters)
-    kept = {type(v) for s in twins.optimizers[1].state.values() for v in s.values() if isinstance(v, ShardedParameter)}
-    assert kept == {RestingState if "optimizer" in PLACES[place] else ShardedParameter}
+    same_bits_in_order(strategy, build, optimizer, sw.Offload(pin=False, **PLACES[place]))
 
 
 def train(offload: sw.Offload | None) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """Accumulation, clipping, evaluation, edits of weights and full weights; steps are prefetched by the first one."""
-    losses = []
     with played() as order:
         model = sw.shard(seeded(lambda: Net(6)), "full_shard", offload=offload)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        for step in range(3):
-            with sw.no_sync(model):
-                squares(model, batch(step)).backward()
-            loss = squares(model, batch(step + 10))
-            loss.backward()
-            sw.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.99)
-                losses += [loss.item(), squares(model, batch(step + 30)).item()]
+        losses = edited_steps(model, torch.no_grad)
         full = sw.full_state_dict(model, rank0_only=False)
     return losses, full, order.races
 
@@ -88,14 +65,7 @@ def test_accumulation_clipping_evaluation_and_edits() -> None:
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
 def test_steps_in_backward(place: str) -> None:
-    with played() as order:
-        twins = Twins(offload=sw.Offload(pin=False, **PLACES[place]))
-        sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
-        for _ in range(3):
-            twins.backward()
-            twins.step()
-            twins.same_parameters()
-    assert order.races == []
+    steps_in_backward(sw.Offload(pin=False, **PLACES[place]))
 
 
 @on_ranks(2)
@@ -114,11 +84,7 @@ def test_checkpoints_go_to_the_device_and_back() -> None:
         sw.checkpoint.save(f"{path}/two", on_device.sharded, on_device.optimizers[1])
         sw.checkpoint.load(f"{path}/two", again.sharded, again.optimizers[1])
         for other in (on_device, again):
-            other.plain.load_state_dict(twins.plain.state_dict())
-            other.optimizers[0].load_state_dict(copy.deepcopy(twins.optimizers[0].state_dict()))
-            other.steps = twins.steps
-            other.train(2)
-            same_states(other)
+            goes_on_alike(other, twins)
     assert order.races == []
 
 

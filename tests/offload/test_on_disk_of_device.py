@@ -3,7 +3,6 @@ or in the file, no wait for the device, and in memory no more than the rings. Pl
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
 from collections.abc import Callable
@@ -25,12 +24,11 @@ from shardwise.files.direct import PAGE_BYTES
 from shardwise.offload import staged_disk
 from shardwise.offload.device_buffers import DeviceBuffers
 from shardwise.offload.disk import Disk
-from shardwise.offload.resting_state import RestingState
 from shardwise.offload.shard_store import BUFFERS
 from shardwise.offload.staged_disk import THREADS, StagedDisk
-from shardwise.sharded.parameter import ShardedParameter
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
+from tests.offload.played_runs import edited_steps, goes_on_alike, same_bits_in_order, steps_in_backward
 from tests.offload.test_every_place import Run
 from tests.offload.test_failures import failing
 from tests.offload.test_on_disk import LEAST, amsgrad, momentum, shared_folder
@@ -59,37 +57,15 @@ def offload(place: str) -> sw.Offload:
 def test_the_same_bits_in_order(
     strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str
 ) -> None:
-    with played() as order:
-        twins = Twins(build, optimizer=optimizer, strategy=strategy, offload=offload(place))
-        twins.train(3)
-        same_states(twins)
-    assert order.races == []
-    parameters = [p for p in twins.sharded.parameters() if isinstance(p, ShardedParameter)]
-    assert all((p.home is not None) == ("params" in PLACES[place]) for p in parameters)
-    kept = {type(v) for s in twins.optimizers[1].state.values() for v in s.values() if isinstance(v, ShardedParameter)}
-    assert kept == {RestingState if "optimizer" in PLACES[place] else ShardedParameter}
+    same_bits_in_order(strategy, build, optimizer, offload(place))
 
 
 def train(places: sw.Offload | None, slow_disk: bool = True) -> tuple[list[float], dict[str, Tensor], Order]:
     """Accumulation, clipping, evaluation, edits of weights and full weights; steps are prefetched by the first one."""
-    losses = []
     gc.collect()  # what is left of a model before gives its stages back, and waits for the device
     with played(slow_disk) as order:
         model = sw.shard(seeded(lambda: Net(6)), "full_shard", offload=places)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        for step in range(3):
-            with sw.no_sync(model):
-                squares(model, batch(step)).backward()
-            loss = squares(model, batch(step + 10))
-            loss.backward()
-            sw.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.99)
-            with torch.inference_mode():
-                losses += [loss.item(), squares(model, batch(step + 30)).item()]
+        losses = edited_steps(model, torch.inference_mode)
         assert not order.waits, f"the thread that trains waits for no device: {order.waits[0]}"
         full = sw.full_state_dict(model, rank0_only=False)
     return losses, full, order
@@ -109,14 +85,7 @@ def test_accumulation_clipping_evaluation_and_edits_without_a_wait(place: str, s
 @pytest.mark.parametrize("place", ["params", "optimizer", "both"])
 @on_ranks(2)
 def test_steps_in_backward(place: str) -> None:
-    with played() as order:
-        twins = Twins(offload=offload(place))
-        sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
-        for _ in range(3):
-            twins.backward()
-            twins.step()
-            twins.same_parameters()
-    assert order.races == []
+    steps_in_backward(offload(place))
 
 
 @pytest.mark.parametrize("frozen", [None, "nf4"])
@@ -149,11 +118,7 @@ def test_checkpoints_go_from_place_to_place() -> None:
         for index, other in enumerate(others):
             sw.checkpoint.load(f"{path}/{'one' if index == 0 else index}", other.sharded, other.optimizers[1])
             sw.checkpoint.save(f"{path}/{index + 1}", other.sharded, other.optimizers[1])
-            other.plain.load_state_dict(twins.plain.state_dict())
-            other.optimizers[0].load_state_dict(copy.deepcopy(twins.optimizers[0].state_dict()))
-            other.steps = twins.steps
-            other.train(2)
-            same_states(other)
+            goes_on_alike(other, twins)
     assert order.races == []
 
 

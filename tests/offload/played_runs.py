@@ -1,0 +1,76 @@
+"""Runs over played streams that tests of offload to several places share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.offload.resting_state import RestingState
+from shardwise.sharded.parameter import ShardedParameter
+from tests.engine.rig import Twins, batch, squares
+from tests.engine.streams import played
+from tests.optim.test_in_backward import same_states
+
+
+def same_bits_in_order(
+    strategy: str,
+    build: Callable[[], nn.Module],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    offload: sw.Offload,
+) -> None:
+    """Three steps are those of the plain model; what is said to lie elsewhere does, and nothing else."""
+    with played() as order:
+        twins = Twins(build, optimizer=optimizer, strategy=strategy, offload=offload)
+        twins.train(3)
+        same_states(twins)
+    assert order.races == []
+    parameters = [p for p in twins.sharded.parameters() if isinstance(p, ShardedParameter)]
+    assert all((p.home is not None) == (offload.params is not None) for p in parameters)
+    kept = {type(v) for s in twins.optimizers[1].state.values() for v in s.values() if isinstance(v, ShardedParameter)}
+    assert kept == {RestingState if offload.optimizer is not None else ShardedParameter}
+
+
+def edited_steps(model: nn.Module, evaluating: Callable[[], AbstractContextManager[object]]) -> list[float]:
+    """Accumulation, clipping, evaluation, edits of weights; steps are prefetched by the first one. Returns losses."""
+    losses = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(3):
+        with sw.no_sync(model):
+            squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
+        loss = squares(model, batch(step + 10))
+        loss.backward()  # type: ignore[no-untyped-call]
+        sw.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+        with evaluating():
+            losses += [loss.item(), squares(model, batch(step + 30)).item()]
+    return losses
+
+
+def steps_in_backward(offload: sw.Offload) -> None:
+    with played() as order:
+        twins = Twins(offload=offload)
+        sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
+        for _ in range(3):
+            twins.backward()
+            twins.step()
+            twins.same_parameters()
+    assert order.races == []
+
+
+def goes_on_alike(other: Twins, twins: Twins) -> None:
+    """What was loaded from a checkpoint of `twins` trains on as its plain model does."""
+    other.plain.load_state_dict(twins.plain.state_dict())
+    other.optimizers[0].load_state_dict(copy.deepcopy(twins.optimizers[0].state_dict()))
+    other.steps = twins.steps
+    other.train(2)
+    same_states(other)
