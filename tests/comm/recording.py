@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Combine, Part, Reduction, Region, Work
+from shardwise.comm.protocol import (
+    FINISHED,
+    AllToAllPart,
+    Buffer,
+    BufferKind,
+    Collectives,
+    Combine,
+    Reduction,
+    Region,
+    Work,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +121,7 @@ class RecordingCollectives:
         self._record("control" if nbytes <= CONTROL_BYTES else "all_reduce", None, sent, (tensor.dtype,))
         return self.inner.all_reduce(tensor, op, after, label)
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         self._record("all_to_all", buffer, sum(part.nbytes for part in parts if part.source == self.rank))
         return self.inner.all_to_all(buffer, parts, into, label)
 

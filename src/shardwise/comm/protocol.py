@@ -72,7 +72,7 @@ class Reduction:
     """What the sum is multiplied by on its way to `out`; 1 where the collectives are not `on_streams`."""
 
 
-class Part(NamedTuple):
+class AllToAllPart(NamedTuple):
     """What one rank sends to another in an `all_to_all`."""
 
     source: int
@@ -183,7 +183,7 @@ class Collectives(Protocol):
         reduce-scatter + all-gather. Sums are bit-identical on all ranks. `after`: the work that writes the tensor,
         perhaps in another group; nobody need have waited for it. A CPU rank then begins when this is waited for."""
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Each rank sends other ranks what they are to have: one part for each, or none.
 
         Args:

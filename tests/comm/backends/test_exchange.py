@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm.backends import gloo
 from shardwise.comm.backends.shared_memory import collectives as shm
-from shardwise.comm.protocol import BufferKind, Part, Reduction, Region, Work
+from shardwise.comm.protocol import AllToAllPart, BufferKind, Reduction, Region, Work
 from tests.comm.naive import FLOATS, KINDS, collectives, same_bits, sum_in_rank_order, values
 from tests.ranks import RankPools
 
@@ -286,7 +286,7 @@ def all_to_all_rounds(kind: str, rounds: int) -> None:
 
     def start(number: int) -> tuple[Work, torch.Tensor]:
         parts = tuple(
-            Part(source, target, size(number, source, target))
+            AllToAllPart(source, target, size(number, source, target))
             for source in range(n)
             for target in range(n)
             if size(number, source, target)

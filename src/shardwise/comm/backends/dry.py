@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Combine, Part, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, Reduction, Region, Work
 
 
 class DryCollectives(PrivateBuffers):
@@ -34,7 +34,7 @@ class DryCollectives(PrivateBuffers):
         """Leave the tensor as it is."""
         return after
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Nothing arrives."""
         into.zero_()
         return FINISHED

@@ -28,7 +28,7 @@ from shardwise.comm.buffers import (
     shares,
     slice_of,
 )
-from shardwise.comm.protocol import FINISHED, Buffer, Combine, Part, Reduction, Region, Then, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, Reduction, Region, Then, Work
 from shardwise.comm.signature import in_words, mismatch, sign
 from shardwise.comm.summation import RankOrderSum
 from shardwise.comm.timeout import timeout_s
@@ -108,7 +108,7 @@ class GlooCollectives(PrivateBuffers):
         return Then(summed, lambda: self._gather(post, [parts]))
 
     @torch.no_grad()
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Each part is a message."""
         post = self._post(sign("all_to_all", label, buffer.index, parts))
         arrivals: list[_Message] = []

@@ -34,7 +34,7 @@ from shardwise.comm.buffers import (
     slice_of,
 )
 from shardwise.comm.channel import channel_of
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Part, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, Reduction, Region, Work
 from shardwise.comm.timeout import timeout_s
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class StreamCollectives(PrivateBuffers):
         return _OnStream(self._reduce_stream, keep=(tensor, after))
 
     @torch.no_grad()
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """On the reduce stream; one launch."""
         sent, received = [0] * self.world_size, [0] * self.world_size
         for part, _ in sent_parts(parts, self.rank):

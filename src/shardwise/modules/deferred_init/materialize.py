@@ -24,7 +24,7 @@ from shardwise.modules.deferred_init.builder import places_of, record, slots_of
 from shardwise.modules.deferred_init.constructors import is_torchs
 from shardwise.modules.deferred_init.progress import Progress
 from shardwise.modules.deferred_init.seeds import Seeds
-from shardwise.modules.deferred_init.tape import Part, Tape
+from shardwise.modules.deferred_init.tape import Dependencies, Tape
 from shardwise.modules.site import Values, inherit
 from shardwise.modules.wrapping import UnitPlan
 
@@ -152,7 +152,7 @@ def _in_order(
     if tells:
         tape.watch_draws(lambda total_bytes: Progress(total_bytes).drew)
 
-    def played(part: Part, tensors: Mapping[Any, _Wanted]) -> dict[Any, Tensor]:
+    def played(part: Dependencies, tensors: Mapping[Any, _Wanted]) -> dict[Any, Tensor]:
         return {key: real.to(dtype) for (key, (_, dtype)), real in zip(tensors.items(), tape.play(part), strict=True)}
 
     for plan, part, tensors in sorted(zip(plans, parts, wanted, strict=True), key=lambda entry: entry[1].last_draw):

@@ -43,7 +43,7 @@ class Unrecordable(Exception):
     """A build does something that cannot be replayed."""
 
 
-class Part(NamedTuple):
+class Dependencies(NamedTuple):
     """Operations that some tensors depend on, in order."""
 
     views: tuple[View, ...]
@@ -231,20 +231,20 @@ class Tape(TorchDispatchMode):
 
     # Replaying --------------------------------------------------------------------------------------------------
 
-    def cut(self, wanted: Sequence[Sequence[Tensor]]) -> list[Part]:
+    def cut(self, wanted: Sequence[Sequence[Tensor]]) -> list[Dependencies]:
         """By list of recorded tensors: what to replay for them, now that everything is recorded."""
         parts = []
         for tensors in wanted:
             views = tuple(self._view(tensor) for tensor in tensors)
             order = tuple(self._slice([(view.storage, len(self._ops)) for view in views]))
             last_draw = max((i for i in order if self._ops[i].draw is not None), default=-1)
-            parts.append(Part(views, order, last_draw))
+            parts.append(Dependencies(views, order, last_draw))
         draws = [self._ops[i].draw for part in parts for i in part.order]
         self._sequence.expect(draw.source for draw in draws if draw is not None)
         return parts
 
     @torch.no_grad()
-    def play(self, part: Part) -> list[Tensor]:
+    def play(self, part: Dependencies) -> list[Tensor]:
         """The real tensors of a part. Without seeds, cheapest in the order of `last_draw`, where no number is drawn
         twice."""
         wanted = {view.storage for view in part.views}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import BufferKind, Collectives, Part, Work
+from shardwise.comm.protocol import AllToAllPart, BufferKind, Collectives, Work
 from shardwise.layout.flat import round_up
 
 AHEAD = 2
@@ -80,7 +80,7 @@ class Lane:
         for transfer in transfers:
             way = (transfer.source, transfer.target)
             sums[way] = sums.get(way, 0) + transfer.nbytes(dtypes[transfer.matrix])
-        parts = tuple(Part(*way, nbytes) for way, nbytes in sorted(sums.items()))
+        parts = tuple(AllToAllPart(*way, nbytes) for way, nbytes in sorted(sums.items()))
         buffer = self._buffers[self._posted % AHEAD]
         self._posted += 1
         self._group.claim(buffer)

@@ -347,7 +347,7 @@ def _aligned(shallow: list[_Item], deeper: list[_Item], period: int, gap: int) -
 # The deep one ---------------------------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
+class _UnnumberedEvent(NamedTuple):
     """An event of the deep recording before blocks of memory and collectives are numbered."""
 
     event: StepEvent
@@ -360,7 +360,7 @@ class _Part(NamedTuple):
 def _built(aligned: list[_Pair | _Chunk], gaps: int, gap: int, numbered: _Numbered) -> tuple[StepEvent, ...]:
     """The events with so many gaps of blocks more than the shallow recording has."""
     repeated = {chunk.start + n for chunk in aligned if isinstance(chunk, _Chunk) for n in range(len(chunk.items))}
-    parts: list[_Part] = []
+    parts: list[_UnnumberedEvent] = []
     for entry in aligned:
         if isinstance(entry, _Pair):
             parts.append(_grown(entry, gaps, numbered))
@@ -377,11 +377,11 @@ def _built(aligned: list[_Pair | _Chunk], gaps: int, gap: int, numbered: _Number
                 refers = item.refers
                 if refers is not None and refers.segment is not None:
                     refers = refers._replace(segment=refers.segment + ahead * gap)
-                parts.append(_Part(event, refers, origin, (entry.start + n, turn)))
+                parts.append(_UnnumberedEvent(event, refers, origin, (entry.start + n, turn)))
     return _resolved(parts, numbered)
 
 
-def _grown(pair: _Pair, gaps: int, numbered: _Numbered) -> _Part:
+def _grown(pair: _Pair, gaps: int, numbered: _Numbered) -> _UnnumberedEvent:
     one, other = pair.one, pair.other
 
     def line(at_one: int, at_other: int) -> int:
@@ -401,7 +401,7 @@ def _grown(pair: _Pair, gaps: int, numbered: _Numbered) -> _Part:
         assert other.refers is not None
         assert other.refers.segment is not None
         refers = refers._replace(segment=line(refers.segment, other.refers.segment))
-    return _Part(event, refers, None if other.origin is None else (other.origin, 0), (pair.place, 0))
+    return _UnnumberedEvent(event, refers, None if other.origin is None else (other.origin, 0), (pair.place, 0))
 
 
 def _renamed(item: _Item, number: int | None, numbered: _Numbered) -> StepEvent:
@@ -413,7 +413,7 @@ def _renamed(item: _Item, number: int | None, numbered: _Numbered) -> StepEvent:
     return renamed
 
 
-def _resolved(parts: list[_Part], numbered: _Numbered) -> tuple[StepEvent, ...]:
+def _resolved(parts: list[_UnnumberedEvent], numbered: _Numbered) -> tuple[StepEvent, ...]:
     """Blocks of memory and collectives numbered in the order in which they come. Raises _Uneven where an event refers
     to none."""
     places = _Places(numbered)

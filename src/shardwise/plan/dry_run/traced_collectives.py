@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm.backends.dry import DryCollectives
 from shardwise.comm.buffers import check_reductions, deliver, finishing_op, sent_parts, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Combine, Part, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, Reduction, Region, Work
 from shardwise.engine.mesh import Mesh
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Pending, Recorder
@@ -87,7 +87,7 @@ class TracedCollectives(DryCollectives):
         unit = self._recorder.unit_of(tensor)
         return self._reduce("all_reduce", tensor.nbytes, unit, super().all_reduce(tensor, op, after, label))
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Record the call, with the bytes that this rank sends. No communication."""
         return self._issue("all_to_all", sum(part.nbytes for part, _ in sent_parts(parts, self.rank)), None, FINISHED)
 

@@ -30,7 +30,7 @@ from shardwise.comm.buffers import (
     shares,
     slice_of,
 )
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Part, Reduction, Region, Then, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, Reduction, Region, Then, Work
 from shardwise.comm.signature import sign
 from shardwise.comm.summation import RankOrderSum
 from shardwise.comm.timeout import timeout_s
@@ -175,7 +175,7 @@ class ShmCollectives(NoStreams):
         shared.use()
         return _Deferred(shared, arrival, partial(self._all_reduce_in_place, shared, arrival.use, flat, op))
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Post; once waited for, copy this rank's parts out of the others' buffers."""
         shared = self._shared[buffer.index]
         shared.pending.wait()
