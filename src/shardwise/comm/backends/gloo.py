@@ -358,7 +358,7 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ReduceChunk:
     """As much of a job as fits half of the staging memory: this rank's term, the result and the label on the wire."""
 
     own: Tensor
@@ -376,7 +376,7 @@ class _Reduce:
         self._halves = staging.view(2, -1)
         self._row_bytes = self._halves.shape[1] // max(1, post.world_size - 1) // 64 * 64
         self._sum = add
-        self._pieces: list[_Piece] = []
+        self._pieces: list[_ReduceChunk] = []
         for number, job in enumerate(jobs):
             width = self._row_bytes // job.parts[0].itemsize
             for peer, theirs in enumerate(job.parts):
@@ -386,7 +386,7 @@ class _Reduce:
             for index, (own, out) in enumerate(
                 zip(pieces_of(job.parts[rank], width), pieces_of(job.out, width), strict=True)
             ):
-                self._pieces.append(_Piece(own, out, job, ("reduce", number, index)))
+                self._pieces.append(_ReduceChunk(own, out, job, ("reduce", number, index)))
         self._arrivals = [self._receive(k) for k in range(min(2, len(self._pieces)))]
 
     def wait(self) -> None:

@@ -29,7 +29,7 @@ _Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
+class _StoredBox:
     """A box of one stored tensor."""
 
     tensor: StoredTensor
@@ -73,7 +73,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PieceToWrite(_Piece):
+class PieceToWrite(_StoredBox):
     """What this process writes of a stored tensor."""
 
     held: Held
@@ -92,7 +92,7 @@ class PieceToWrite(_Piece):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _CopiedPiece(_Piece):
+class _CopiedPiece(_StoredBox):
     """A piece whose numbers were copied."""
 
     data: memoryview
@@ -148,7 +148,7 @@ def _in_file(box: Box, part: LeafPlace) -> Box:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PieceToRead(_Piece):
+class PieceToRead(_StoredBox):
     """What this process reads of a stored tensor, into `flat`, in the order and dtype of the file."""
 
     flat: _Array
