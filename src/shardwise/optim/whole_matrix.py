@@ -80,7 +80,7 @@ class _Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _UnitStep:
     """What a step does to one unit."""
 
     unit: UnitMatrices
@@ -175,13 +175,13 @@ class WholeMatrixOptimizer(Optimizer):
     def _update_units(self) -> None:
         """Unit by unit; the exchanges of `AHEAD` units are under way at once."""
         jobs = [
-            _Job(unit, lanes, present)
+            _UnitStep(unit, lanes, present)
             for unit, lanes in self._jobs or ()
             if (present := frozenset(i for i, face in enumerate(unit.faces) if face.grad is not None))
         ]
         coming = deque(self._gather(job) for job in jobs[:AHEAD])
-        leaving: deque[tuple[_Job, Arrivals | None]] = deque()
-        across: deque[tuple[_Job, Arrivals | None]] = deque()
+        leaving: deque[tuple[_UnitStep, Arrivals | None]] = deque()
+        across: deque[tuple[_UnitStep, Arrivals | None]] = deque()
         news: dict[Mesh, dict[int, Any]] = {mesh: {} for mesh in self._states}
         for index, job in enumerate(jobs):
             wholes = job.unit.assemble(coming.popleft(), job.present)
@@ -199,11 +199,13 @@ class WholeMatrixOptimizer(Optimizer):
         self._tell(news)
 
     @staticmethod
-    def _gather(job: _Job) -> Arrivals | None:
+    def _gather(job: _UnitStep) -> Arrivals | None:
         return job.unit.gather(job.lanes.to_owners, job.present)
 
     @staticmethod
-    def _finish(leaving: deque[tuple[_Job, Arrivals | None]], across: deque[tuple[_Job, Arrivals | None]]) -> None:
+    def _finish(
+        leaving: deque[tuple[_UnitStep, Arrivals | None]], across: deque[tuple[_UnitStep, Arrivals | None]]
+    ) -> None:
         """The oldest unit's pieces are written, and go on to the replicas."""
         job, arrivals = leaving.popleft()
         job.unit.receive(arrivals)

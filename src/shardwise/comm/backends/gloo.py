@@ -85,7 +85,7 @@ class GlooCollectives(PrivateBuffers):
         """Send each peer its slice; sum the peers' terms of the own slice in rank order, piece by piece."""
         check_reductions(reductions, self.world_size, may_scale=False)
         jobs = [
-            _Job([slice_of(r.flat, q, self.world_size) for q in range(self.world_size)], r.out, r.accumulate)
+            _ReduceScatter([slice_of(r.flat, q, self.world_size) for q in range(self.world_size)], r.out, r.accumulate)
             for r in reductions
         ]
         what = tuple((r.flat.dtype, r.out.numel()) for r in reductions)
@@ -101,10 +101,10 @@ class GlooCollectives(PrivateBuffers):
         if flat.numel() * flat.itemsize <= SMALL_BYTES:
             sent = self._small[: flat.nbytes].view(flat.dtype)  # peers read it while the result is written
             sent.copy_(flat)
-            self._reduce(post, [_Job([sent] * self.world_size, flat, False, op)]).wait()
+            self._reduce(post, [_ReduceScatter([sent] * self.world_size, flat, False, op)]).wait()
             return FINISHED
         parts = shares(flat, self.world_size)
-        summed = self._reduce(post, [_Job(parts, parts[self.rank], False, op)])
+        summed = self._reduce(post, [_ReduceScatter(parts, parts[self.rank], False, op)])
         return Then(summed, lambda: self._gather(post, [parts]))
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ class GlooCollectives(PrivateBuffers):
                 post.send(by_rank[self.rank], peer, ("gather", number))
         return _Arrivals(post, arrivals)
 
-    def _reduce(self, post: _Post, jobs: list[_Job]) -> Work:
+    def _reduce(self, post: _Post, jobs: list[_ReduceScatter]) -> Work:
         self._reducing.wait()
         if not self._staging.numel():
             with torch.inference_mode(False):
@@ -348,7 +348,7 @@ class _Arrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _ReduceScatter:
     """Rank q is to have, in its `out`, the sum over ranks of parts[q]."""
 
     parts: Sequence[Tensor]
@@ -363,14 +363,14 @@ class _ReduceChunk:
 
     own: Tensor
     out: Tensor
-    job: _Job
+    job: _ReduceScatter
     part: tuple[str, int, int]
 
 
 class _Reduce:
     """Reductions under way. All sends are posted at once; two pieces at a time are arriving or being summed."""
 
-    def __init__(self, post: _Post, jobs: list[_Job], rank: int, staging: Tensor, add: RankOrderSum) -> None:
+    def __init__(self, post: _Post, jobs: list[_ReduceScatter], rank: int, staging: Tensor, add: RankOrderSum) -> None:
         self._post = post
         self._rank = rank
         self._halves = staging.view(2, -1)
