@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Description:
+class TreeDescription:
     """All of a tree's. `str()` is a table; arrays that differ in numbers alone are one line."""
 
     places: tuple[Place, ...]
@@ -144,7 +144,7 @@ class Pieces:
         return found
 
 
-def describe(tree: Any) -> Description:
+def describe(tree: Any) -> TreeDescription:
     """Where each array of a tree, an nnx module or a state lies. No communication.
 
     Args:
@@ -152,7 +152,7 @@ def describe(tree: Any) -> Description:
     """
     leaves = leaves_by_path(plain(tree))
     shardings = {path: getattr(leaf, "sharding", None) for path, leaf in leaves.items()}
-    return Description(tuple(_place(path, leaf) for path, leaf in leaves.items()), shardings)
+    return TreeDescription(tuple(_place(path, leaf) for path, leaf in leaves.items()), shardings)
 
 
 def _place(path: str, leaf: Any) -> Place:
