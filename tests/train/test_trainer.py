@@ -16,7 +16,7 @@ import torch
 from shardwise import accelerators
 from shardwise.errors import CheckpointError, ConfigError, UserError
 from shardwise.modules.deferred_init import materialize
-from shardwise.modules.deferred_init.memory import Memory
+from shardwise.modules.deferred_init.memory import RealStorages
 from shardwise.modules.deferred_init.progress import Progress
 from shardwise.train import trainer
 from shardwise.train.config.files import load
@@ -370,8 +370,10 @@ def test_nothing_is_drawn_that_weights_or_a_checkpoint_overwrite(init: str, monk
     Path("runs/tiny/checkpoints/step-000006").rename("later")
     shutil.rmtree("runs/tiny/final")
     before, draws = losses("tiny"), []
-    run = Memory._run
-    monkeypatch.setattr(Memory, "_run", lambda self, op, seed: (op.draw and draws.append(op), run(self, op, seed)))
+    run = RealStorages._run
+    monkeypatch.setattr(
+        RealStorages, "_run", lambda self, op, seed: (op.draw and draws.append(op), run(self, op, seed))
+    )
     run_alone("checkpoint.every=3", f"model.init={init}")
     assert losses("tiny") == before
     run_alone(*FROM_FINAL, f"model.init={init}")

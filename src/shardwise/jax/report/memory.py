@@ -28,7 +28,7 @@ class ArgumentBytes:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ProgramMemory:
     """Bytes of a compiled program. `str()` is a table."""
 
     kinds: tuple[ArgumentBytes, ...]
@@ -71,7 +71,7 @@ class Memory:
         return f"{head}\nXLA, a device: {'; '.join(parts)}; together at most {amount(self.peak_bytes)}"
 
 
-def memory(compiled: Any) -> Memory:
+def memory(compiled: Any) -> ProgramMemory:
     """What a compiled program needs. No communication.
 
     Args:
@@ -95,7 +95,7 @@ def memory(compiled: Any) -> Memory:
         else:
             name = "batch" if isinstance(arguments[0], TrainState) else f"argument {index}"
             kinds[name] = _kind(name, argument, shardings)
-    return Memory(
+    return ProgramMemory(
         tuple(kind for kind in kinds.values() if kind.nbytes),
         gradients,
         stats.argument_size_in_bytes,

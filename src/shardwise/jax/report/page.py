@@ -17,7 +17,7 @@ from shardwise.jax.report.collectives import MAKE_REDUCE_SCATTERS, NOTE, Collect
 from shardwise.jax.report.colours import KINDS, OPERATIONS, OTHER, of_pieces
 from shardwise.jax.report.compiled import mesh_of, unwrapped
 from shardwise.jax.report.described import Place, TreeDescription, describe
-from shardwise.jax.report.memory import Memory, memory
+from shardwise.jax.report.memory import ProgramMemory, memory
 from shardwise.jax.report.tables import amount, without_numbers
 
 _STYLE = """
@@ -79,7 +79,7 @@ def write(title: str, body: Iterable[str], path: str | os.PathLike[str]) -> None
         raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
 
 
-def needs(held: Memory, sent: Collectives) -> list[str]:
+def needs(held: ProgramMemory, sent: Collectives) -> list[str]:
     """HTML of what one device holds and sends in one run of a program."""
     return [*_memory(held), *_collectives(sent)]
 
@@ -103,7 +103,7 @@ def _said(lines: Sequence[str]) -> Iterable[str]:
     yield from (f'<p class="say">{escape(line)}</p>' for line in lines)
 
 
-def _memory(found: Memory) -> Iterable[str]:
+def _memory(found: ProgramMemory) -> Iterable[str]:
     """One device's bytes as a bar, and kinds beside what they are when whole."""
     yield "<h2>Memory of one device</h2>"
     parts = {kind.name: kind.device_bytes for kind in found.kinds}

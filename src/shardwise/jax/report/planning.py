@@ -13,7 +13,7 @@ from shardwise.errors import PlanError
 from shardwise.jax.gradients import LossFn
 from shardwise.jax.placement import init
 from shardwise.jax.report.collectives import Collectives, collectives
-from shardwise.jax.report.memory import Memory, memory
+from shardwise.jax.report.memory import ProgramMemory, memory
 from shardwise.jax.report.products import product_flops
 from shardwise.jax.report.tables import amount, columns
 from shardwise.jax.rules import Rules
@@ -25,7 +25,7 @@ class Planned:
     """One mesh."""
 
     axes: dict[str, int]
-    memory: Memory
+    memory: ProgramMemory
     collectives: Collectives
     flops: float
     """Operations of one device in the matrix products of one step (`product_flops`)."""
