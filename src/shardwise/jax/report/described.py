@@ -23,7 +23,7 @@ _WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrayDescription:
     """One array."""
 
     path: str
@@ -45,7 +45,7 @@ class Place:
 class TreeDescription:
     """All of a tree's. `str()` is a table; arrays that differ in numbers alone are one line."""
 
-    places: tuple[Place, ...]
+    places: tuple[ArrayDescription, ...]
     shardings: dict[str, Any]
 
     @property
@@ -59,7 +59,7 @@ class TreeDescription:
         return sum(place.device_bytes for place in self.places)
 
     @property
-    def replicated(self) -> tuple[Place, ...]:
+    def replicated(self) -> tuple[ArrayDescription, ...]:
         """Arrays that every device has whole though they are not small."""
         return tuple(p for p in self.places if p.pieces == 1 and np.prod(p.shape) >= MIN_NUMEL and p.spec != "host")
 
@@ -70,7 +70,7 @@ class TreeDescription:
         return {"bytes": self.nbytes, "device_bytes": self.device_bytes, "replicated": replicated, "arrays": places}
 
     def __str__(self) -> str:
-        alike: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
+        alike: dict[tuple[Any, ...], list[ArrayDescription]] = defaultdict(list)
         for place in self.places:
             alike[without_numbers(place.path), place.shape, place.dtype, place.spec].append(place)
         rows = [
@@ -155,12 +155,12 @@ def describe(tree: Any) -> TreeDescription:
     return TreeDescription(tuple(_place(path, leaf) for path, leaf in leaves.items()), shardings)
 
 
-def _place(path: str, leaf: Any) -> Place:
+def _place(path: str, leaf: Any) -> ArrayDescription:
     shape, sharding = tuple(np.shape(leaf)), getattr(leaf, "sharding", None)
     dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
     piece = shape if sharding is None else sharding.shard_shape(shape)
     sizes = (int(np.prod(dims)) * dtype.itemsize for dims in (shape, piece))
-    return Place(path, shape, str(dtype), spec_text(sharding), *sizes)
+    return ArrayDescription(path, shape, str(dtype), spec_text(sharding), *sizes)
 
 
 def spec_text(sharding: Any) -> str:

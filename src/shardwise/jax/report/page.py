@@ -16,7 +16,7 @@ from shardwise.jax.report.checks import check
 from shardwise.jax.report.collectives import MAKE_REDUCE_SCATTERS, NOTE, Collectives, collectives
 from shardwise.jax.report.colours import KINDS, OPERATIONS, OTHER, of_pieces
 from shardwise.jax.report.compiled import mesh_of, unwrapped
-from shardwise.jax.report.described import Place, TreeDescription, describe
+from shardwise.jax.report.described import ArrayDescription, TreeDescription, describe
 from shardwise.jax.report.memory import ProgramMemory, memory
 from shardwise.jax.report.tables import amount, without_numbers
 
@@ -131,7 +131,7 @@ def _collectives(found: Collectives) -> Iterable[str]:
 
 def _arrays(found: TreeDescription) -> Iterable[str]:
     """A line for arrays that differ in numbers alone, with a picture of who has what."""
-    alike: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
+    alike: dict[tuple[Any, ...], list[ArrayDescription]] = defaultdict(list)
     for place in found.places:
         alike[without_numbers(place.path), place.shape, place.dtype, place.spec].append(place)
     yield f"<h2>{len(found.places)} arrays: {amount(found.nbytes)}, {amount(found.device_bytes)} a device</h2>"
@@ -147,7 +147,7 @@ def _arrays(found: TreeDescription) -> Iterable[str]:
     yield "</table>"
 
 
-def _picture(found: TreeDescription, place: Place) -> str:
+def _picture(found: TreeDescription, place: ArrayDescription) -> str:
     """Pieces of an array as a grid; nothing for what every device has whole."""
     if place.pieces == 1 or not place.shape:
         return ""

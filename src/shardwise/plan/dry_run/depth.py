@@ -100,7 +100,7 @@ class _Numbered:
         return shape if number is None else shape.replace("#", str(number), 1)
 
 
-class _Place(NamedTuple):
+class _StepPosition(NamedTuple):
     """Where in a step a block of memory was allocated, or a collective or copy was issued."""
 
     stretch: int
@@ -120,7 +120,7 @@ class _Item(NamedTuple):
     number: int | None
     """Of the block that it names."""
     sizes: tuple[int, ...]
-    refers: _Place | None
+    refers: _StepPosition | None
     """Of the allocation or the collective that it ends or is about."""
     origin: int | None
     """The index of that item."""
@@ -148,7 +148,7 @@ _COMPARED: dict[type[StepEvent], tuple[str, ...]] = {
 """The fields that must be the same, by event."""
 
 
-class _Places:
+class _StepPositions:
     """Gives each event of a step, in order, its place."""
 
     def __init__(self, numbered: _Numbered) -> None:
@@ -158,7 +158,7 @@ class _Places:
         self._segment: int | None = None
         self._counts: Counter[tuple[bool, int, int | None]] = Counter()
 
-    def take(self, event: StepEvent) -> _Place | None:
+    def take(self, event: StepEvent) -> _StepPosition | None:
         """The place of what begins with this event; None where nothing does."""
         phase = getattr(event, "phase", self._phase)
         phase = StepPhase.BACKWARD if phase is StepPhase.RECOMPUTE else phase
@@ -172,18 +172,18 @@ class _Places:
             return None
         counted = (not isinstance(event, Allocate), self._stretch, self._segment)
         self._counts[counted] += 1
-        return _Place(self._stretch, self._segment, self._counts[counted])
+        return _StepPosition(self._stretch, self._segment, self._counts[counted])
 
 
 def _items(events: Sequence[StepEvent], numbered: _Numbered) -> list[_Item]:
-    places = _Places(numbered)
-    blocks: dict[int, tuple[_Place, int]] = {}
-    collectives: dict[int, tuple[_Place, int]] = {}
+    places = _StepPositions(numbered)
+    blocks: dict[int, tuple[_StepPosition, int]] = {}
+    collectives: dict[int, tuple[_StepPosition, int]] = {}
     items = []
     for index, event in enumerate(events):
         kind = type(event)
         place = places.take(event)
-        refers: tuple[_Place, int] | tuple[None, None] = None, None
+        refers: tuple[_StepPosition, int] | tuple[None, None] = None, None
         if isinstance(event, Allocate):
             assert place is not None
             blocks[event.block] = place, index
@@ -351,7 +351,7 @@ class _UnnumberedEvent(NamedTuple):
     """An event of the deep recording before blocks of memory and collectives are numbered."""
 
     event: StepEvent
-    refers: _Place | None
+    refers: _StepPosition | None
     origin: tuple[int, int] | None
     """What it refers to, where that is outside of segments: index in the deeper recording, repetition of a chunk."""
     itself: tuple[int, int]
@@ -416,8 +416,8 @@ def _renamed(item: _Item, number: int | None, numbered: _Numbered) -> StepEvent:
 def _resolved(parts: list[_UnnumberedEvent], numbered: _Numbered) -> tuple[StepEvent, ...]:
     """Blocks of memory and collectives numbered in the order in which they come. Raises _Uneven where an event refers
     to none."""
-    places = _Places(numbered)
-    by_place: dict[tuple[bool, _Place], int] = {}
+    places = _StepPositions(numbered)
+    by_place: dict[tuple[bool, _StepPosition], int] = {}
     by_origin: dict[tuple[int, int], int] = {}
     counts = {True: 0, False: 0}
     events: list[StepEvent] = []
