@@ -116,7 +116,7 @@ class GlooCollectives(PrivateBuffers):
             arrivals += post.receive(into[start : start + part.nbytes], part.source, "part")
         for part, start in sent_parts(parts, self.rank):
             post.send(buffer.bytes[start : start + part.nbytes], part.target, "part")
-        return _Arrivals(post, arrivals)
+        return _Receives(post, arrivals)
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -171,7 +171,7 @@ class GlooCollectives(PrivateBuffers):
                 arrivals += post.receive(by_rank[peer], peer, ("gather", number))
             for peer in self._peers:
                 post.send(by_rank[self.rank], peer, ("gather", number))
-        return _Arrivals(post, arrivals)
+        return _Receives(post, arrivals)
 
     def _reduce(self, post: _Post, jobs: list[_ReduceScatter]) -> Work:
         self._reducing.wait()
@@ -334,7 +334,7 @@ def _tag(*label: object) -> int:
     return zlib.crc32(repr(label).encode()) & 0x7FFFFFFF
 
 
-class _Arrivals:
+class _Receives:
     """Messages that land where they belong."""
 
     def __init__(self, post: _Post, arrivals: list[_Message]) -> None:
