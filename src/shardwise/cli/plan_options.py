@@ -25,7 +25,7 @@ def _option(text: str, *names: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Cluster:
+class _ClusterOptions:
     """What is trained on."""
 
     gpu: Annotated[Text, _option("Device: a packaged name or a hardware file. [h100-sxm-80gb]")] = None
@@ -89,7 +89,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class Options(_Run, _Cluster):
+class Options(_Run, _ClusterOptions):
     """Options of `shardwise plan`. Those of several values, separated by commas, are searched over them."""
 
     model: Annotated[
