@@ -40,7 +40,7 @@ class _ClusterOptions:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunOptions:
     """How it is trained. Options of several values are searched over them."""
 
     strategy: Annotated[Text, _option("One or several, such as full_shard,hybrid_shard. [searched]")] = None
@@ -89,7 +89,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class Options(_Run, _ClusterOptions):
+class Options(_RunOptions, _ClusterOptions):
     """Options of `shardwise plan`. Those of several values, separated by commas, are searched over them."""
 
     model: Annotated[
