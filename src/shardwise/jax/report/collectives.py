@@ -67,7 +67,7 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Collectives:
+class CollectivesReport:
     """All of a program's. `str()` is a table; layers that differ in numbers alone are one line."""
 
     parts: tuple[CollectiveOperand, ...]
@@ -117,7 +117,7 @@ class Collectives:
 NOTE = "This platform's compiler runs a reduce-scatter as an all-reduce that is cut; those of GPUs and TPUs do not."
 
 
-def collectives(compiled: Any) -> Collectives:
+def collectives(compiled: Any) -> CollectivesReport:
     """What a compiled program sends, as its text says. No communication.
 
     Args:
@@ -133,7 +133,7 @@ def collectives(compiled: Any) -> Collectives:
     found: list[CollectiveOperand] = []
     for at, one in _run(program):
         found += _parts(program, at, one, runs[at.name], mesh)
-    return Collectives(tuple(found), str(mesh.devices.flat[0].platform))
+    return CollectivesReport(tuple(found), str(mesh.devices.flat[0].platform))
 
 
 def _run(program: Program) -> Iterable[tuple[Computation, Instruction]]:

@@ -13,7 +13,7 @@ import jax
 
 from shardwise.errors import UsageError
 from shardwise.jax.report.checks import check
-from shardwise.jax.report.collectives import MAKE_REDUCE_SCATTERS, NOTE, Collectives, collectives
+from shardwise.jax.report.collectives import MAKE_REDUCE_SCATTERS, NOTE, CollectivesReport, collectives
 from shardwise.jax.report.colours import KINDS, OPERATIONS, OTHER, of_pieces
 from shardwise.jax.report.compiled import mesh_of, unwrapped
 from shardwise.jax.report.described import ArrayDescription, TreeDescription, describe
@@ -79,7 +79,7 @@ def write(title: str, body: Iterable[str], path: str | os.PathLike[str]) -> None
         raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
 
 
-def needs(held: ProgramMemory, sent: Collectives) -> list[str]:
+def needs(held: ProgramMemory, sent: CollectivesReport) -> list[str]:
     """HTML of what one device holds and sends in one run of a program."""
     return [*_memory(held), *_collectives(sent)]
 
@@ -116,7 +116,7 @@ def _memory(found: ProgramMemory) -> Iterable[str]:
     yield table(("", "whole", "a device"), [(k.name, amount(k.nbytes), amount(k.device_bytes)) for k in kinds], {1, 2})
 
 
-def _collectives(found: Collectives) -> Iterable[str]:
+def _collectives(found: CollectivesReport) -> Iterable[str]:
     """Bytes by operation as a bar, and a line for each operation and parameter."""
     yield "<h2>Collectives of one run</h2>"
     if not found.parts:

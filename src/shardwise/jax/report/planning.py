@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from shardwise.errors import PlanError
 from shardwise.jax.gradients import LossFn
 from shardwise.jax.placement import init
-from shardwise.jax.report.collectives import Collectives, collectives
+from shardwise.jax.report.collectives import CollectivesReport, collectives
 from shardwise.jax.report.memory import ProgramMemory, memory
 from shardwise.jax.report.products import product_flops
 from shardwise.jax.report.tables import amount, columns
@@ -26,7 +26,7 @@ class Planned:
 
     axes: dict[str, int]
     memory: ProgramMemory
-    collectives: Collectives
+    collectives: CollectivesReport
     flops: float
     """Operations of one device in the matrix products of one step (`product_flops`)."""
 
