@@ -57,7 +57,7 @@ class GlooCollectives(PrivateBuffers):
         super().__init__(group.rank(), group.size(), "cpu", poison)
         self.process_group = group
         number = _made[group] = _made.get(group, 0) + 1
-        self._line = _Line(group, number, timedelta(seconds=timeout_s(group)), self.labels)
+        self._line = _Transport(group, number, timedelta(seconds=timeout_s(group)), self.labels)
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._left: list[_Post] = []
         """Of collectives that were abandoned: gloo may still be at their messages."""
@@ -195,7 +195,7 @@ class _Message:
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _Transport:
     """Where messages go, how long to wait for one, and what labels mean."""
 
     group: dist.ProcessGroup
@@ -244,7 +244,9 @@ class _Line:
 class _Post:
     """The messages of one collective: numbers and posts them, and turns their failures into typed errors."""
 
-    def __init__(self, line: _Line, signature: int, to: Sequence[int], hears: Sequence[int], length: int = 0) -> None:
+    def __init__(
+        self, line: _Transport, signature: int, to: Sequence[int], hears: Sequence[int], length: int = 0
+    ) -> None:
         """Sends the header to the peers `to` and expects one of each peer in `hears`."""
         self.world_size = line.group.size()
         self._line = line
