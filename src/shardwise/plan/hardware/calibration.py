@@ -35,7 +35,7 @@ _ROW = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class CalibrationEffort:
     """How long a calibration may take."""
 
     call_s: float
@@ -44,13 +44,13 @@ class Effort:
     """Of every measurement; the median counts."""
 
 
-THOROUGH = Effort(call_s=0.2, repeats=7)
-QUICK = Effort(call_s=0.03, repeats=3)
+THOROUGH = CalibrationEffort(call_s=0.2, repeats=7)
+QUICK = CalibrationEffort(call_s=0.03, repeats=3)
 """Some ten seconds: enough for a forecast of the step of the run that it precedes."""
 
 
 def calibrate(
-    device: torch.device, effort: Effort = THOROUGH, clock: Callable[[], float] = time.perf_counter
+    device: torch.device, effort: CalibrationEffort = THOROUGH, clock: Callable[[], float] = time.perf_counter
 ) -> Hardware:
     """Measure matrix products, attention, memory and collectives on this machine. Every rank must call this.
 
@@ -85,7 +85,7 @@ class _Stopwatch:
     """Times calls on all ranks at once: the mean over ranks of each one's median."""
 
     def __init__(
-        self, collectives: Collectives, device: torch.device, effort: Effort, clock: Callable[[], float]
+        self, collectives: Collectives, device: torch.device, effort: CalibrationEffort, clock: Callable[[], float]
     ) -> None:
         self.clock = clock
         self.collectives = collectives
