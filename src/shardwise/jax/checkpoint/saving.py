@@ -67,7 +67,7 @@ def save(  # noqa: PLR0913 - as in the torch engine
     with peers.together("the checkpoint cannot be saved"):
         check_arguments(step, extra, max_file_bytes)
         target = target_at(path, overwrite)
-        model, others = _Files(tensor_files.MODEL), _Files(tensor_files.OPTIMIZER)
+        model, others = _LeafFiles(tensor_files.MODEL), _LeafFiles(tensor_files.OPTIMIZER)
         of_model, rest = split(leaves_of(state))
         names = names_of(state) if names is None else _checked(names)
         for leaf in of_model:
@@ -112,7 +112,7 @@ def names_of(tree: Any) -> NameMap:
     return next((names for names in found if isinstance(names, NameMap)), PLAIN)
 
 
-class _Files:
+class _LeafFiles:
     """Leaves on their way into the files of one stem."""
 
     def __init__(self, stem: str) -> None:
