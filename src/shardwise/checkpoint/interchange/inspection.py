@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ModuleTensors:
     """The tensors of one module, and of those below it."""
 
     prefix: str
@@ -58,7 +58,7 @@ class Inspection:
     """Its faults, as far as was checked; empty where it is whole."""
     checked: str
     """How far that is."""
-    model: tuple[Group, ...] = ()
+    model: tuple[ModuleTensors, ...] = ()
     optimizer: dict[str, Any] | None = None
     """As `training.json` has it."""
     optimizer_bytes: int = 0
@@ -177,14 +177,16 @@ def _check_places(directory: Path) -> None:
             )
 
 
-def groups(tensors: list[StoredTensor]) -> tuple[Group, ...]:
+def groups(tensors: list[StoredTensor]) -> tuple[ModuleTensors, ...]:
     """By module: up to and with the first number of a name, or else all but its last part; in order of appearance."""
     found: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         parts = tensor.name.split(".")[:-1]
         number = next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
         found.setdefault(".".join(parts[: number + 1]), []).append(tensor)
-    return tuple(Group(prefix, tuple(sorted(members, key=lambda t: t.name))) for prefix, members in found.items())
+    return tuple(
+        ModuleTensors(prefix, tuple(sorted(members, key=lambda t: t.name))) for prefix, members in found.items()
+    )
 
 
 def _sizes(location: Location) -> dict[str, int]:
