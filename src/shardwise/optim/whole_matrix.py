@@ -22,7 +22,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.optim.matrices.hidden import Hidden, Named, hidden_matrices, named_groups
+from shardwise.optim.matrices.hidden import Hidden, NamedParamGroup, hidden_matrices, named_groups
 from shardwise.optim.matrices.lane import AHEAD, Arrivals
 from shardwise.optim.matrices.owned_state import OwnedState
 from shardwise.optim.matrices.ownership import Balance, Cost, Owner, product_cost
@@ -125,7 +125,7 @@ class WholeMatrixOptimizer(Optimizer):
         self._owners: dict[Tensor, Owner] = {}
         self._states: dict[Mesh, OwnedState] = {}
 
-    def _matrix_group(self, part: Named) -> dict[str, Any]:
+    def _matrix_group(self, part: NamedParamGroup) -> dict[str, Any]:
         for _, parameter in part.members:
             kept = parameter.local if isinstance(parameter, ShardedParameter) else parameter
             nothing = torch.zeros((), dtype=kept.dtype, device=kept.device).expand(parameter.shape)
@@ -376,13 +376,13 @@ class WholeMatrixOptimizer(Optimizer):
         raise UsageError("matrices were given to ranks already: build a new optimizer with all parameters")
 
 
-def _parts(named: list[Named], wanted: Callable[[Tensor], bool]) -> list[Named]:
+def _parts(named: list[NamedParamGroup], wanted: Callable[[Tensor], bool]) -> list[NamedParamGroup]:
     """The groups with the members that are wanted; none that is empty."""
     parts = [replace(group, members=[member for member in group.members if wanted(member[1])]) for group in named]
     return [part for part in parts if part.members]
 
 
-def _group(part: Named) -> dict[str, Any]:
+def _group(part: NamedParamGroup) -> dict[str, Any]:
     return {**part.options, "params": [parameter for _, parameter in part.members]}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.format.local_tensor import DTYPES
-from shardwise.checkpoint.format.names_json import Named
+from shardwise.checkpoint.format.names_json import NamedTensor
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.carried import PART_BYTES, Run, Tensors, parts
 from shardwise.checkpoint.names.index_map import IndexMap, tile
@@ -69,7 +69,7 @@ class Rearranged:
         return parts(self, name) if name in self.made else self.source.runs(name)
 
 
-def as_in_memory(files: Tensors, names: Sequence[Named]) -> Tensors:
+def as_in_memory(files: Tensors, names: Sequence[NamedTensor]) -> Tensors:
     """The tensors of files under the names that their model has for them, tied ones under the first.
 
     Raises ValueError where `names` are of other tensors than these.
@@ -79,7 +79,7 @@ def as_in_memory(files: Tensors, names: Sequence[Named]) -> Tensors:
     return _rearranged(files, made, {tensor.names[0]: tensor.shape for tensor in names})
 
 
-def as_stored(model: Tensors, names: Sequence[Named]) -> Tensors:
+def as_stored(model: Tensors, names: Sequence[NamedTensor]) -> Tensors:
     """The tensors of a model in memory as they are in files: what `as_in_memory` was given. Of tied ones the first.
 
     Raises ValueError where `names` are of other tensors than these.
