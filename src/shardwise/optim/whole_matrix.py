@@ -25,7 +25,7 @@ from shardwise.errors import UsageError
 from shardwise.optim.matrices.hidden import Hidden, NamedParamGroup, hidden_matrices, named_groups
 from shardwise.optim.matrices.lane import AHEAD, Arrivals
 from shardwise.optim.matrices.owned_state import OwnedState
-from shardwise.optim.matrices.ownership import Balance, Cost, Owner, product_cost
+from shardwise.optim.matrices.ownership import Balance, Cost, OwnerRank, product_cost
 from shardwise.optim.matrices.unit_matrices import Lanes, UnitMatrices, pieces_of
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import ShardedParameter
@@ -122,7 +122,7 @@ class WholeMatrixOptimizer(Optimizer):
         self.class_name = f"{type(self._inner).__name__}+AdamW"
         """Of the state that it keeps: the class in checkpoints."""
         self._jobs: list[tuple[UnitMatrices, Lanes]] | None = None
-        self._owners: dict[Tensor, Owner] = {}
+        self._owners: dict[Tensor, OwnerRank] = {}
         self._states: dict[Mesh, OwnedState] = {}
 
     def _matrix_group(self, part: NamedParamGroup) -> dict[str, Any]:

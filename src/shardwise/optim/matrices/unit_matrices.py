@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.engine.mesh import Mesh
 from shardwise.optim.matrices.lane import Arrivals, Lane, MatrixTransfer, most_sent_bytes
-from shardwise.optim.matrices.ownership import Owner
+from shardwise.optim.matrices.ownership import OwnerRank
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement
 
@@ -47,11 +47,11 @@ class Lanes:
 class UnitMatrices:
     """No state but whose matrix is whose."""
 
-    def __init__(self, mesh: Mesh, faces: Sequence[ShardedParameter], owners: Sequence[Owner]) -> None:
+    def __init__(self, mesh: Mesh, faces: Sequence[ShardedParameter], owners: Sequence[OwnerRank]) -> None:
         self.mesh = mesh
         self.faces = list(faces)
         self.owners = list(owners)
-        self._own = Owner(mesh.replicate.rank, mesh.shard.rank)
+        self._own = OwnerRank(mesh.replicate.rank, mesh.shard.rank)
 
     def is_mine(self, index: int) -> bool:
         """Whether this rank owns the matrix."""
