@@ -106,7 +106,7 @@ class TreeDescription:
         scale = min(1.0, _WIDTH / 30 * pieces.shape[0] / pieces.shape[-1])  # else JAX leaves names out of cells
         jax.debug.visualize_sharding(pieces.shape, pieces.sharding, scale=scale, max_width=_WIDTH, color_map=shade)
 
-    def pieces(self, path: str) -> Pieces:
+    def pieces(self, path: str) -> PieceGrid:
         """How an array is cut, along two dims at most: those that are cut, or else are largest.
 
         Raises:
@@ -123,11 +123,11 @@ class TreeDescription:
         spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         dims = sorted(sorted(range(len(shape)), key=lambda dim: (spec[dim] is None, -shape[dim]))[:2])
         counts = tuple(shape[dim] // sharding.shard_shape(shape)[dim] for dim in dims)
-        return Pieces(counts, NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims))))
+        return PieceGrid(counts, NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims))))
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PieceGrid:
     """Equal pieces of an array in one or two dims, and who has them."""
 
     shape: tuple[int, ...]
