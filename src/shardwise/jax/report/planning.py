@@ -41,7 +41,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeshComparison:
     """A row for each mesh. `str()` is a table."""
 
     rows: tuple[Planned, ...]
@@ -74,7 +74,7 @@ def plan(
     *,
     rules: Rules | None = None,
     **settings: Any,
-) -> Plan:
+) -> MeshComparison:
     """Compiles a step for each mesh, and reads memory and collectives from the programs. Nothing is allocated.
 
     Args:
@@ -99,4 +99,4 @@ def plan(
         compiled = step.lower(step.init(init(init_fn, mesh, rules).abstract()), batch).compile()
         axes = {name: int(mesh.shape[name]) for name in ("replica", "fsdp", "tensor")}
         rows.append(Planned(axes, memory(compiled), collectives(compiled), product_flops(compiled)))
-    return Plan(tuple(rows))
+    return MeshComparison(tuple(rows))
