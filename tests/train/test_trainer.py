@@ -17,7 +17,7 @@ from shardwise import accelerators
 from shardwise.errors import CheckpointError, ConfigError, UserError
 from shardwise.modules.deferred_init import materialize
 from shardwise.modules.deferred_init.memory import RealStorages
-from shardwise.modules.deferred_init.progress import Progress
+from shardwise.modules.deferred_init.progress import DrawingProgress
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.output.checkpoints import Checkpoints
@@ -391,10 +391,10 @@ def test_a_run_whose_checkpoints_go_while_it_starts_is_no_run_of_zeros(monkeypat
 
 
 def test_the_console_tells_of_long_drawing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(total_bytes: int) -> Progress:
-        return Progress(total_bytes, itertools.count(0.0, 10.0).__next__)  # ten seconds a draw
+    def slow(total_bytes: int) -> DrawingProgress:
+        return DrawingProgress(total_bytes, itertools.count(0.0, 10.0).__next__)  # ten seconds a draw
 
-    monkeypatch.setattr(materialize, "Progress", slow)
+    monkeypatch.setattr(materialize, "DrawingProgress", slow)
     run_alone("train.steps=1", "train.eval_every=0")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("initial numbers:")]
     assert "0.0 of 0.0 GB drawn on the CPU, about " in said[0]

@@ -22,7 +22,7 @@ from torch._guards import detect_fake_mode
 from shardwise.errors import LayoutError
 from shardwise.modules.deferred_init.builder import places_of, record, slots_of
 from shardwise.modules.deferred_init.constructors import is_torchs
-from shardwise.modules.deferred_init.progress import Progress
+from shardwise.modules.deferred_init.progress import DrawingProgress
 from shardwise.modules.deferred_init.seeds import Seeds
 from shardwise.modules.deferred_init.tape import Dependencies, Tape
 from shardwise.modules.site import Values, inherit
@@ -150,7 +150,7 @@ def _in_order(
     lists = [list(tensors.values()) for tensors in wanted]
     *parts, last = tape.cut([[tensor for tensor, _ in entries] for entries in (*lists, others.values())])
     if tells:
-        tape.watch_draws(lambda total_bytes: Progress(total_bytes).drew)
+        tape.watch_draws(lambda total_bytes: DrawingProgress(total_bytes).drew)
 
     def played(part: Dependencies, tensors: Mapping[Any, _Wanted]) -> dict[Any, Tensor]:
         return {key: real.to(dtype) for (key, (_, dtype)), real in zip(tensors.items(), tape.play(part), strict=True)}
