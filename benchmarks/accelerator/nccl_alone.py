@@ -23,7 +23,7 @@ from benchmarks.accelerator.trace import profiled
 from benchmarks.accelerator.twins import Plain, Steps
 from benchmarks.gpt import GPT
 from shardwise.comm.backends.on_streams import StreamCollectives
-from shardwise.comm.protocol import BufferKind, Region
+from shardwise.comm.protocol import BufferKind, FlatSpan
 from shardwise.plan.simulate.forecast import NCCL_BYTES
 
 _DTYPES = (
@@ -187,7 +187,7 @@ def latency(bench: Bench) -> Iterator[Row]:
         times = {1: list[float](), 2: list[float]()}
         for _ in range(50):
             for count, taken in times.items():
-                regions = tuple(Region(index * 2**19, 2**19) for index in range(count))
+                regions = tuple(FlatSpan(index * 2**19, 2**19) for index in range(count))
                 start = perf_counter()
                 work = collectives.all_gather(buffer, regions)
                 work.wait()

@@ -51,7 +51,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class FlatSpan:
     """One flat buffer inside a gather buffer; rank r's slice is `shard_bytes` from start + r * shard_bytes on."""
 
     start: int
@@ -156,7 +156,7 @@ class Collectives(Protocol):
         """Order the current stream after every read inside `writing`: what was copied may now be written. No
         communication."""
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Complete every region of a gather buffer, in place, from the slices that the ranks wrote."""
 
     def release(self, buffer: Buffer) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm.backends import gloo
 from shardwise.comm.backends.shared_memory import collectives as shm
-from shardwise.comm.protocol import AllToAllPart, BufferKind, Reduction, Region, Work
+from shardwise.comm.protocol import AllToAllPart, BufferKind, FlatSpan, Reduction, Work
 from tests.comm.naive import FLOATS, KINDS, collectives, same_bits, sum_in_rank_order, values
 from tests.ranks import RankPools
 
@@ -23,7 +23,7 @@ OPTIONS = settings(max_examples=12, deadline=None, suppress_health_check=[Health
 def gather_rounds(kind: str, rounds: int) -> None:
     """Three slots used like an arena's: claimed and posted one ahead of the one that is read, ranks out of step."""
     comm = collectives(kind)
-    regions = (Region(0, 24), Region(24 * comm.world_size, 1000), Region(1024 * comm.world_size + 64, 8))
+    regions = (FlatSpan(0, 24), FlatSpan(24 * comm.world_size, 1000), FlatSpan(1024 * comm.world_size + 64, 8))
     slots = [comm.allocate(1100 * comm.world_size + 64, BufferKind.GATHER) for _ in range(3)]
     skew = random.Random(comm.rank)
 
@@ -193,13 +193,13 @@ def run_program(kind: str, steps: list[tuple[str, int]]) -> None:
         if step == "gather":
             comm.claim(gathers[which])
             gathers[which].bytes.view(n, 64)[r] = (number + r) % 256
-            comm.all_gather(gathers[which], (Region(0, 64),)).wait()
+            comm.all_gather(gathers[which], (FlatSpan(0, 64),)).wait()
             assert gathers[which].bytes.view(n, 64)[:, 5].tolist() == [(number + q) % 256 for q in range(n)]
             comm.release(gathers[which])
         elif step == "replace":
             comm.claim(gathers[which])
             gathers[which].bytes.view(n, 64)[r] = number + r
-            comm.all_gather(gathers[which], (Region(0, 64),)).wait()
+            comm.all_gather(gathers[which], (FlatSpan(0, 64),)).wait()
             gathers[which] = comm.replace(gathers[which])
             comm.release(gathers[which])
         elif step == "reduce":

@@ -28,7 +28,7 @@ from shardwise.comm.buffers import (
     shares,
     slice_of,
 )
-from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, Reduction, Region, Then, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Then, Work
 from shardwise.comm.signature import in_words, mismatch, sign
 from shardwise.comm.summation import RankOrderSum
 from shardwise.comm.timeout import timeout_s
@@ -72,7 +72,7 @@ class GlooCollectives(PrivateBuffers):
         return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes + self._line.header_bytes
 
     @torch.no_grad()
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Send the own slice of each region to every peer, and receive theirs in place."""
         slices = [
             [buffer.bytes[r.start + q * r.shard_bytes :][: r.shard_bytes] for q in range(self.world_size)]

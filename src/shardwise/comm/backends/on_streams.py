@@ -34,7 +34,7 @@ from shardwise.comm.buffers import (
     slice_of,
 )
 from shardwise.comm.channel import channel_of
-from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, FlatSpan, Reduction, Work
 from shardwise.comm.timeout import timeout_s
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class StreamCollectives(PrivateBuffers):
             self._current().wait_event(self._read)
             self._read = None
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """In place, on the gather stream; several regions are one launch."""
         stream = self._gather_stream
         self._after_slices(buffer, stream)

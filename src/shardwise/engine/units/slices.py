@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Collectives, Region, Work
+from shardwise.comm.protocol import FINISHED, Collectives, FlatSpan, Work
 from shardwise.engine.units.arena import Slot
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Slices:
         self._written: Work = FINISHED
         numels = [group.dtypes.kept_numel(group.layout.numel // collectives.world_size) for group in groups]
         self.regions = tuple(
-            Region(group.gathered_start, numel * group.dtypes.gathered.itemsize)
+            FlatSpan(group.gathered_start, numel * group.dtypes.gathered.itemsize)
             for group, numel in zip(groups, numels, strict=True)
         )
         self._places = [

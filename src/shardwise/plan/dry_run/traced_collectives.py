@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm.backends.dry import DryCollectives
 from shardwise.comm.buffers import check_reductions, deliver, finishing_op, sent_parts, slice_of
-from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Work
 from shardwise.engine.mesh import Mesh
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Pending, Recorder
@@ -62,7 +62,7 @@ class TracedCollectives(DryCollectives):
         if self._records_order:
             self._recorder.fence("settled", self.group)
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Record the call. No communication."""
         work = super().all_gather(buffer, regions, label)
         nbytes = sum(region.shard_bytes for region in regions) * self.world_size

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise import accelerators
 from shardwise.comm.backends.select import collectives_for
-from shardwise.comm.protocol import BufferKind, Collectives, Reduction, Region
+from shardwise.comm.protocol import BufferKind, Collectives, FlatSpan, Reduction
 from shardwise.plan.hardware.devices import Figure, Hardware, Measured, Points, device_names, find_device
 from shardwise.policy.precision import short_dtype_name
 
@@ -231,7 +231,7 @@ def _collectives(watch: _Stopwatch) -> dict[str, Points]:
 
         def call() -> None:
             c.claim(buffer)
-            c.all_gather(buffer, (Region(0, nbytes // c.world_size),)).wait()
+            c.all_gather(buffer, (FlatSpan(0, nbytes // c.world_size),)).wait()
             c.release(buffer)
 
         return nbytes, call

@@ -30,7 +30,7 @@ from shardwise.comm.buffers import (
     shares,
     slice_of,
 )
-from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, Reduction, Region, Then, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, FlatSpan, Reduction, Then, Work
 from shardwise.comm.signature import sign
 from shardwise.comm.summation import RankOrderSum
 from shardwise.comm.timeout import timeout_s
@@ -104,7 +104,7 @@ class ShmCollectives(NoStreams):
         shared.pending.wait()
         shared.finished.wait(shared.uses, f"claim of buffer {buffer.index}")
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Post that the own slices are written; the work waits until every rank has."""
         return self._post(self._shared[buffer.index], sign("all_gather", label, buffer.index, regions))
 
