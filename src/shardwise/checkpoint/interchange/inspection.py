@@ -96,7 +96,7 @@ class RunCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class RunDirectory:
+class InspectedRun:
     """A directory of checkpoints, in order."""
 
     location: str
@@ -106,7 +106,7 @@ class RunDirectory:
 
 def inspect(
     location: Location, quick: bool = False, progress: Progress | None = None
-) -> Inspection | Partial | RunDirectory:
+) -> Inspection | Partial | InspectedRun:
     """Inspect a checkpoint of any kind, a partial one, or a run's checkpoints. No communication.
 
     Args:
@@ -122,7 +122,7 @@ def inspect(
         return _inspect(location, quick, progress)
 
 
-def _inspect(location: Location, quick: bool, progress: Progress | None) -> Inspection | Partial | RunDirectory:
+def _inspect(location: Location, quick: bool, progress: Progress | None) -> Inspection | Partial | InspectedRun:
     path = Path(location)
     if not is_url(location) and path.is_dir():
         if path.suffix == commit.PARTIAL:
@@ -196,7 +196,7 @@ def _sizes(location: Location) -> dict[str, int]:
     return {name: directory.size(name) for name in directory.names() if directory.has(name)}
 
 
-def _run(path: Path) -> RunDirectory | None:
+def _run(path: Path) -> InspectedRun | None:
     """The checkpoints of a run's directory or of its `checkpoints`; None if it is neither."""
     if directory_of(path).has(manifest.NAME):
         return None
@@ -206,7 +206,7 @@ def _run(path: Path) -> RunDirectory | None:
     has_begun = has_final or (path / "metrics.jsonl").is_file()
     if not (names or (has_begun and (path / "config.toml").is_file())):
         return None
-    return RunDirectory(str(path), tuple(_run_checkpoint(entry) for entry in names), has_final)
+    return InspectedRun(str(path), tuple(_run_checkpoint(entry) for entry in names), has_final)
 
 
 def _run_checkpoint(path: Path) -> RunCheckpoint:
