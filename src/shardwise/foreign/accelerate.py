@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.foreign.deepspeed import read_deepspeed
 from shardwise.foreign.fsdp import read_fsdp
-from shardwise.foreign.settings import Settings
+from shardwise.foreign.settings import ForeignSettings
 from shardwise.foreign.tree import Tree
 
 LIBRARY = "Accelerate"
@@ -23,7 +23,9 @@ _ABOUT_LAUNCHING = {
 }  # fmt: skip
 
 
-def read_accelerate(values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]) -> Settings:
+def read_accelerate(
+    values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]
+) -> ForeignSettings:
     """Read Accelerate's configuration, of plain, FSDP or DeepSpeed processes.
 
     Args:
@@ -42,7 +44,7 @@ def read_accelerate(values: Mapping[str, Any], where: str, other_file: Callable[
     elif kind == "DEEPSPEED":
         settings = _of_deepspeed(deepspeed, where, other_file)
     else:
-        settings = Settings(LIBRARY, strategy="no_shard")
+        settings = ForeignSettings(LIBRARY, strategy="no_shard")
     settings = replace(settings, library=LIBRARY)
     settings.open += opened
     settings.ranks, settings.nodes = tree.whole("num_processes", least=1), tree.whole("num_machines", least=1)
@@ -61,7 +63,9 @@ def read_accelerate(values: Mapping[str, Any], where: str, other_file: Callable[
     return settings
 
 
-def _of_deepspeed(values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]) -> Settings:
+def _of_deepspeed(
+    values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]
+) -> ForeignSettings:
     """A section that names DeepSpeed's own file, or says the little that it says itself."""
     opened: list[str] = []
     section = Tree(f"{where}: deepspeed_config", values, opened)
