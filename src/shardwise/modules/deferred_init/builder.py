@@ -40,7 +40,7 @@ def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
     return recorded
 
 
-class Slot(NamedTuple):
+class TensorSite(NamedTuple):
     """A place in a module that holds a tensor: a parameter, a buffer or, on the meta device, a plain attribute."""
 
     module: nn.Module
@@ -63,18 +63,18 @@ class Slot(NamedTuple):
         return found if isinstance(found, Tensor) else None
 
 
-def slots_of(model: nn.Module) -> Iterator[Slot]:
+def slots_of(model: nn.Module) -> Iterator[TensorSite]:
     """Parameters and buffers, and plain attributes on the meta device."""
     for module in model.modules():
         yield from (slot for slot in places_of(module) if slot.kind or slot.tensor.is_meta)
 
 
-def places_of(module: nn.Module) -> Iterator[Slot]:
+def places_of(module: nn.Module) -> Iterator[TensorSite]:
     """Every tensor that a module itself holds."""
     for kind in ("_parameters", "_buffers", ""):
         for name, value in list((module.__dict__[kind] if kind else module.__dict__).items()):
             if isinstance(value, Tensor):
-                yield Slot(module, kind, name, value)
+                yield TensorSite(module, kind, name, value)
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
