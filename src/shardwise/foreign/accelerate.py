@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.foreign.deepspeed import read_deepspeed
 from shardwise.foreign.fsdp import read_fsdp
 from shardwise.foreign.settings import ForeignSettings
-from shardwise.foreign.tree import Tree
+from shardwise.foreign.tree import SettingsTable
 
 LIBRARY = "Accelerate"
 KEYS = {"distributed_type", "fsdp_config", "deepspeed_config", "compute_environment"}
@@ -36,7 +36,7 @@ def read_accelerate(
     Raises ConfigError, naming the key, for a value that cannot be, or another kind of processes.
     """
     opened: list[str] = []
-    tree = Tree(where, values, opened)
+    tree = SettingsTable(where, values, opened)
     kind = tree.word("distributed_type", {*_PLAIN, "FSDP", "DEEPSPEED"}) or "NO"
     fsdp, deepspeed = tree.values("fsdp_config"), tree.values("deepspeed_config")
     if kind == "FSDP":
@@ -68,7 +68,7 @@ def _of_deepspeed(
 ) -> ForeignSettings:
     """A section that names DeepSpeed's own file, or says the little that it says itself."""
     opened: list[str] = []
-    section = Tree(f"{where}: deepspeed_config", values, opened)
+    section = SettingsTable(f"{where}: deepspeed_config", values, opened)
     named = section.word("deepspeed_config_file")
     if named is not None:
         return read_deepspeed(other_file(named), named)
