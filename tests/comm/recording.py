@@ -88,10 +88,10 @@ class RecordingCollectives:
         self._record("claim", buffer)
         self.inner.claim(buffer)
 
-    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         # Each rank sends its slice to every other.
-        self._record("all_gather", buffer, sum(r.shard_bytes for r in regions) * (self.world_size - 1))
-        return self.inner.all_gather(buffer, regions, label)
+        self._record("all_gather", buffer, sum(r.shard_bytes for r in spans) * (self.world_size - 1))
+        return self.inner.all_gather(buffer, spans, label)
 
     def release(self, buffer: Buffer) -> None:
         self._record("release", buffer)

@@ -2,7 +2,7 @@
 
 Life of a *gather buffer* (one arena slot), the same on every rank and in the same order:
 
-    claim -> write the own slice of each region -> all_gather -> Work.wait -> read -> release -> claim ...
+    claim -> write the own slice of each span -> all_gather -> Work.wait -> read -> release -> claim ...
 
 Life of a *reduce buffer*:
 
@@ -156,8 +156,8 @@ class Collectives(Protocol):
         """Order the current stream after every read inside `writing`: what was copied may now be written. No
         communication."""
 
-    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
-        """Complete every region of a gather buffer, in place, from the slices that the ranks wrote."""
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
+        """Complete every span of a gather buffer, in place, from the slices that the ranks wrote."""
 
     def release(self, buffer: Buffer) -> None:
         """This rank has read (or enqueued its last reader of) a gather buffer. Poisons it with 0xFF bytes (NaN in every

@@ -23,28 +23,28 @@ OPTIONS = settings(max_examples=12, deadline=None, suppress_health_check=[Health
 def gather_rounds(kind: str, rounds: int) -> None:
     """Three slots used like an arena's: claimed and posted one ahead of the one that is read, ranks out of step."""
     comm = collectives(kind)
-    regions = (FlatSpan(0, 24), FlatSpan(24 * comm.world_size, 1000), FlatSpan(1024 * comm.world_size + 64, 8))
+    spans = (FlatSpan(0, 24), FlatSpan(24 * comm.world_size, 1000), FlatSpan(1024 * comm.world_size + 64, 8))
     slots = [comm.allocate(1100 * comm.world_size + 64, BufferKind.GATHER) for _ in range(3)]
     skew = random.Random(comm.rank)
 
     def start(number: int) -> Work:
         buffer = slots[number % 3]
         comm.claim(buffer)
-        for which, region in enumerate(regions):
-            own = region.start + comm.rank * region.shard_bytes
-            buffer.bytes[own : own + region.shard_bytes] = (number + 7 * comm.rank + which) % 251
+        for which, span in enumerate(spans):
+            own = span.start + comm.rank * span.shard_bytes
+            buffer.bytes[own : own + span.shard_bytes] = (number + 7 * comm.rank + which) % 251
         if skew.random() < 0.2:
             time.sleep(skew.random() * 0.003)
-        return comm.all_gather(buffer, regions)
+        return comm.all_gather(buffer, spans)
 
     work = start(0)
     for number in range(rounds):
         ahead = start(number + 1)
         work.wait()
         work.wait()
-        for which, region in enumerate(regions):
+        for which, span in enumerate(spans):
             for rank in range(comm.world_size):
-                theirs = slots[number % 3].bytes[region.start + rank * region.shard_bytes :][: region.shard_bytes]
+                theirs = slots[number % 3].bytes[span.start + rank * span.shard_bytes :][: span.shard_bytes]
                 assert theirs.eq((number + 7 * rank + which) % 251).all(), (number, which, rank)
         if skew.random() < 0.2:
             time.sleep(skew.random() * 0.003)

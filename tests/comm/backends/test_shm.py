@@ -184,7 +184,7 @@ def another_collective(what: str) -> str:
             comm.all_reduce(torch.zeros(3, dtype=torch.int32 if first else torch.float32))
         elif what == "ops":
             comm.barrier() if first else comm.broadcast(torch.zeros(1), 0)
-        elif what == "regions":
+        elif what == "spans":
             comm.all_gather(gather_buffer, (FlatSpan(0, 10 if first else 20),)).wait()
         elif what == "reductions":
             part = flat[:100] if first else flat[100:200]
@@ -288,7 +288,7 @@ def test_ranks_that_wait_for_one_another_at_different_buffers_are_told_apart_at_
     assert all("the gather of one" in message and "the gather of two" in message for message in messages), messages
 
 
-@pytest.mark.parametrize("what", ["sizes", "dtypes", "ops", "regions", "reductions", "allocate"])
+@pytest.mark.parametrize("what", ["sizes", "dtypes", "ops", "spans", "reductions", "allocate"])
 def test_another_collective_is_noticed_by_all(ranks: RankPools, what: str) -> None:
     for rank, message in enumerate(ranks(2).run(another_collective, what)):
         assert f"rank {rank}" in message

@@ -18,7 +18,7 @@ class DryCollectives(PrivateBuffers):
 
     name = "dry"
 
-    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Peers' slices stay as they are."""
         return FINISHED
 

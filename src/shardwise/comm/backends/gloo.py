@@ -72,13 +72,13 @@ class GlooCollectives(PrivateBuffers):
         return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes + self._line.header_bytes
 
     @torch.no_grad()
-    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
-        """Send the own slice of each region to every peer, and receive theirs in place."""
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
+        """Send the own slice of each span to every peer, and receive theirs in place."""
         slices = [
             [buffer.bytes[r.start + q * r.shard_bytes :][: r.shard_bytes] for q in range(self.world_size)]
-            for r in regions
+            for r in spans
         ]
-        return self._gather(self._post(sign("all_gather", label, buffer.index, regions)), slices)
+        return self._gather(self._post(sign("all_gather", label, buffer.index, spans)), slices)
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:

@@ -129,14 +129,14 @@ class StreamCollectives(PrivateBuffers):
             self._current().wait_event(self._read)
             self._read = None
 
-    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
-        """In place, on the gather stream; several regions are one launch."""
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
+        """In place, on the gather stream; several spans are one launch."""
         stream = self._gather_stream
         self._after_slices(buffer, stream)
-        with accelerators.on(stream), self._together(self._group, len(regions)):
-            for region in regions:
-                nbytes = region.shard_bytes * self.world_size
-                whole = buffer.bytes[region.start : region.start + nbytes]
+        with accelerators.on(stream), self._together(self._group, len(spans)):
+            for span in spans:
+                nbytes = span.shard_bytes * self.world_size
+                whole = buffer.bytes[span.start : span.start + nbytes]
                 _all_gather(whole, slice_of(whole, self.rank, self.world_size), group=self._group)
         return _OnStream(stream, keep=buffer)
 

@@ -62,10 +62,10 @@ class TracedCollectives(DryCollectives):
         if self._records_order:
             self._recorder.fence("settled", self.group)
 
-    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Record the call. No communication."""
-        work = super().all_gather(buffer, regions, label)
-        nbytes = sum(region.shard_bytes for region in regions) * self.world_size
+        work = super().all_gather(buffer, spans, label)
+        nbytes = sum(span.shard_bytes for span in spans) * self.world_size
         return self._issue("all_gather", nbytes, self._recorder.unit_of(buffer.bytes), work)
 
     @torch.no_grad()

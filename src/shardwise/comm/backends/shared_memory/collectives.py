@@ -104,9 +104,9 @@ class ShmCollectives(NoStreams):
         shared.pending.wait()
         shared.finished.wait(shared.uses, f"claim of buffer {buffer.index}")
 
-    def all_gather(self, buffer: Buffer, regions: tuple[FlatSpan, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Post that the own slices are written; the work waits until every rank has."""
-        return self._post(self._shared[buffer.index], sign("all_gather", label, buffer.index, regions))
+        return self._post(self._shared[buffer.index], sign("all_gather", label, buffer.index, spans))
 
     def release(self, buffer: Buffer) -> None:
         """Post that this rank has read the buffer."""
