@@ -57,7 +57,7 @@ class GlooCollectives(PrivateBuffers):
         super().__init__(group.rank(), group.size(), "cpu", poison)
         self.process_group = group
         number = _made[group] = _made.get(group, 0) + 1
-        self._line = _Transport(group, number, timedelta(seconds=timeout_s(group)), self.labels)
+        self._transport = _Transport(group, number, timedelta(seconds=timeout_s(group)), self.labels)
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._left: list[_Post] = []
         """Of collectives that were abandoned: gloo may still be at their messages."""
@@ -69,7 +69,7 @@ class GlooCollectives(PrivateBuffers):
     @property
     def scratch_bytes(self) -> int:
         """Sums, staged slices of peers, small messages and headers."""
-        return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes + self._line.header_bytes
+        return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes + self._transport.header_bytes
 
     @torch.no_grad()
     def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
@@ -128,7 +128,7 @@ class GlooCollectives(PrivateBuffers):
         above = [(position - span + src) % self.world_size] if position else []
         steps = [span >> k for k in range(1, span.bit_length())]
         below = [(position + step + src) % self.world_size for step in steps if position + step < self.world_size]
-        post = _Post(self._line, sign("broadcast", 0, flat.numel(), flat.dtype, src), below, above)
+        post = _Post(self._transport, sign("broadcast", 0, flat.numel(), flat.dtype, src), below, above)
         for peer in above:
             post.wait(post.receive(flat, peer, 0))
         for peer in below:
@@ -158,11 +158,11 @@ class GlooCollectives(PrivateBuffers):
 
     def abandon(self) -> None:
         """Send a header to every peer that says so."""
-        if self._line.failure is None:  # else peers are told
+        if self._transport.failure is None:  # else peers are told
             self._left.append(self._post(sign("abandon")))
 
     def _post(self, signature: int, length: int = 0) -> _Post:
-        return _Post(self._line, signature, self._peers, self._peers, length)
+        return _Post(self._transport, signature, self._peers, self._peers, length)
 
     def _gather(self, post: _Post, slices: Sequence[Sequence[Tensor]]) -> Work:
         arrivals: list[_Message] = []
@@ -245,35 +245,35 @@ class _Post:
     """The messages of one collective: numbers and posts them, and turns their failures into typed errors."""
 
     def __init__(
-        self, line: _Transport, signature: int, to: Sequence[int], hears: Sequence[int], length: int = 0
+        self, transport: _Transport, signature: int, to: Sequence[int], hears: Sequence[int], length: int = 0
     ) -> None:
         """Sends the header to the peers `to` and expects one of each peer in `hears`."""
-        self.world_size = line.group.size()
-        self._line = line
-        self._rank = line.group.rank()
+        self.world_size = transport.group.size()
+        self._transport = transport
+        self._rank = transport.group.rank()
         self._signature = signature
-        line.sequence += 1
-        self._sequence = line.sequence
+        transport.sequence += 1
+        self._sequence = transport.sequence
         self._sent: list[_Message] = []
         self._hears = hears
-        self._headers: Tensor | None = line.headers()
+        self._headers: Tensor | None = transport.headers()
         self._headers.numpy()[self._rank] = signature, length
         mine = self._headers[self._rank]
         self._unread = [self._hear(self._headers[peer], peer) for peer in hears]
         for peer in to:
             self._sent.append(
-                _Message(self._try(peer, line.group.send, *line.header(mine, peer, self._sequence)), peer)
+                _Message(self._try(peer, transport.group.send, *transport.header(mine, peer, self._sequence)), peer)
             )
 
     def send(self, tensor: Tensor, peer: int, part: object) -> None:
         if tensor.numel():
-            work = self._try(peer, self._line.group.send, *self._letter(tensor, peer, part))
+            work = self._try(peer, self._transport.group.send, *self._letter(tensor, peer, part))
             self._sent.append(_Message(work, peer))
 
     def receive(self, tensor: Tensor, peer: int, part: object) -> list[_Message]:
         if not tensor.numel():
             return []
-        return [_Message(self._try(peer, self._line.group.recv, *self._letter(tensor, peer, part)), peer)]
+        return [_Message(self._try(peer, self._transport.group.recv, *self._letter(tensor, peer, part)), peer)]
 
     def lengths(self) -> dict[int, int]:
         """What the peers' headers say of the message behind them, in bytes. Waits for the headers.
@@ -288,43 +288,43 @@ class _Post:
     def wait(self, arrivals: Sequence[_Message]) -> None:
         self._read_headers()
         for message in arrivals:
-            self._try(message.peer, message.work.wait, self._line.timeout)
+            self._try(message.peer, message.work.wait, self._transport.timeout)
 
     def wait_sent(self) -> None:
         self._read_headers()
         for message in self._sent:
-            self._try(message.peer, message.work.wait, self._line.timeout)
+            self._try(message.peer, message.work.wait, self._transport.timeout)
         self._sent.clear()
         if self._headers is not None:
-            self._line.free_headers.append(self._headers)
+            self._transport.free_headers.append(self._headers)
             self._headers = None
 
     def _read_headers(self) -> None:
         unread, self._unread = self._unread, []
         for message in unread:
-            self._try(message.peer, message.work.wait, self._line.timeout)
+            self._try(message.peer, message.work.wait, self._transport.timeout)
             assert self._headers is not None
             theirs = int(self._headers.numpy()[message.peer, 0])
             if theirs != self._signature:
-                line = self._line
-                raise line.fail(mismatch(self._rank, self._signature, message.peer, theirs, line.labels))
+                transport = self._transport
+                raise transport.fail(mismatch(self._rank, self._signature, message.peer, theirs, transport.labels))
 
     def _hear(self, header: Tensor, peer: int) -> _Message:
-        line = self._line
-        return _Message(self._try(peer, line.group.recv, *line.header(header, peer, self._sequence)), peer)
+        transport = self._transport
+        return _Message(self._try(peer, transport.group.recv, *transport.header(header, peer, self._sequence)), peer)
 
     def _letter(self, tensor: Tensor, peer: int, part: object) -> tuple[list[Tensor], int, int]:
-        what = (self._line.number, self._sequence, self._signature, part, tensor.nbytes)
+        what = (self._transport.number, self._sequence, self._signature, part, tensor.nbytes)
         return [tensor.view(torch.uint8)], peer, _tag(*what)
 
     def _try(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        if self._line.failure is not None:
-            raise type(self._line.failure)(*self._line.failure.args)
+        if self._transport.failure is not None:
+            raise type(self._transport.failure)(*self._transport.failure.args)
         try:
             return call(*arguments)
         except RuntimeError as error:
-            what = in_words(self._signature, self._line.labels)
-            raise self._line.fail(
+            what = in_words(self._signature, self._transport.labels)
+            raise self._transport.fail(
                 CollectiveTimeout(
                     f"{what} (number {self._sequence} of its group) on rank {self._rank}: nothing from rank {peer}. It "
                     f"is gone, or it hangs. ({error})"
