@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.foreign.deepspeed import read_deepspeed
 from shardwise.foreign.fsdp import read_fsdp
 from shardwise.foreign.settings import ForeignSettings
-from shardwise.foreign.tree import SettingsTable
+from shardwise.foreign.settings_table import SettingsTable
 
 LIBRARY = "Accelerate"
 KEYS = {"distributed_type", "fsdp_config", "deepspeed_config", "compute_environment"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.foreign.settings import ForeignSettings
-from shardwise.foreign.tree import SettingsTable
+from shardwise.foreign.settings_table import SettingsTable
 
 LIBRARY = "DeepSpeed"
 _STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.foreign.settings import ForeignSettings
-from shardwise.foreign.tree import SettingsTable
+from shardwise.foreign.settings_table import SettingsTable
 
 LIBRARY = "FSDP"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
