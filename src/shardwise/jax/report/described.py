@@ -45,34 +45,34 @@ class ArrayDescription:
 class TreeDescription:
     """All of a tree's. `str()` is a table; arrays that differ in numbers alone are one line."""
 
-    places: tuple[ArrayDescription, ...]
+    arrays: tuple[ArrayDescription, ...]
     shardings: dict[str, Any]
 
     @property
     def nbytes(self) -> int:
         """Of the whole tree."""
-        return sum(place.nbytes for place in self.places)
+        return sum(array.nbytes for array in self.arrays)
 
     @property
     def device_bytes(self) -> int:
         """Of what one device has."""
-        return sum(place.device_bytes for place in self.places)
+        return sum(array.device_bytes for array in self.arrays)
 
     @property
     def replicated(self) -> tuple[ArrayDescription, ...]:
         """Arrays that every device has whole though they are not small."""
-        return tuple(p for p in self.places if p.pieces == 1 and np.prod(p.shape) >= MIN_NUMEL and p.spec != "host")
+        return tuple(p for p in self.arrays if p.pieces == 1 and np.prod(p.shape) >= MIN_NUMEL and p.spec != "host")
 
     def to_dict(self) -> dict[str, Any]:
         """Sums, and each array, for JSON."""
-        places = [asdict(place) for place in self.places]
-        replicated = [place.path for place in self.replicated]
-        return {"bytes": self.nbytes, "device_bytes": self.device_bytes, "replicated": replicated, "arrays": places}
+        arrays = [asdict(array) for array in self.arrays]
+        replicated = [array.path for array in self.replicated]
+        return {"bytes": self.nbytes, "device_bytes": self.device_bytes, "replicated": replicated, "arrays": arrays}
 
     def __str__(self) -> str:
         alike: dict[tuple[Any, ...], list[ArrayDescription]] = defaultdict(list)
-        for place in self.places:
-            alike[without_numbers(place.path), place.shape, place.dtype, place.spec].append(place)
+        for array in self.arrays:
+            alike[without_numbers(array.path), array.shape, array.dtype, array.spec].append(array)
         rows = [
             (
                 path,
@@ -85,11 +85,11 @@ class TreeDescription:
             )
             for (path, shape, dtype, spec), same in alike.items()
         ]
-        rows.append(("together", len(self.places), "", "", "", amount(self.nbytes), amount(self.device_bytes)))
+        rows.append(("together", len(self.arrays), "", "", "", amount(self.nbytes), amount(self.device_bytes)))
         table = columns(
             ("path", "arrays", "shape", "dtype", "spec", "whole", "a device"), rows, ("arrays", "whole", "a device")
         )
-        whole = [f"{place.path} {place.shape}" for place in self.replicated]
+        whole = [f"{array.path} {array.shape}" for array in self.replicated]
         return f"{table}\nwhole on every device: {', '.join(whole)}" if whole else table
 
     def picture(self, path: str) -> None:
@@ -117,7 +117,7 @@ class TreeDescription:
         sharding = self.shardings[path]
         if not isinstance(sharding, NamedSharding):
             raise UsageError(f"{path!r} is not on a mesh")
-        shape = next(place.shape for place in self.places if place.path == path)
+        shape = next(array.shape for array in self.arrays if array.path == path)
         if not shape:
             raise UsageError(f"{path!r} is a single number, of which there are no parts")
         spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
@@ -152,10 +152,10 @@ def describe(tree: Any) -> TreeDescription:
     """
     leaves = leaves_by_path(plain(tree))
     shardings = {path: getattr(leaf, "sharding", None) for path, leaf in leaves.items()}
-    return TreeDescription(tuple(_place(path, leaf) for path, leaf in leaves.items()), shardings)
+    return TreeDescription(tuple(_described(path, leaf) for path, leaf in leaves.items()), shardings)
 
 
-def _place(path: str, leaf: Any) -> ArrayDescription:
+def _described(path: str, leaf: Any) -> ArrayDescription:
     shape, sharding = tuple(np.shape(leaf)), getattr(leaf, "sharding", None)
     dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
     piece = shape if sharding is None else sharding.shard_shape(shape)

@@ -132,9 +132,9 @@ def _collectives(found: CollectivesReport) -> Iterable[str]:
 def _arrays(found: TreeDescription) -> Iterable[str]:
     """A line for arrays that differ in numbers alone, with a picture of who has what."""
     alike: dict[tuple[Any, ...], list[ArrayDescription]] = defaultdict(list)
-    for place in found.places:
-        alike[without_numbers(place.path), place.shape, place.dtype, place.spec].append(place)
-    yield f"<h2>{len(found.places)} arrays: {amount(found.nbytes)}, {amount(found.device_bytes)} a device</h2>"
+    for array in found.arrays:
+        alike[without_numbers(array.path), array.shape, array.dtype, array.spec].append(array)
+    yield f"<h2>{len(found.arrays)} arrays: {amount(found.nbytes)}, {amount(found.device_bytes)} a device</h2>"
     yield "<p>In the pictures a cell is a piece, and the numbers are those of the devices that have it.</p>"
     yield "<table><tr><th>path<th>arrays<th>shape<th>dtype<th>spec<th>whole<th>a device<th>who has what"
     for (path, shape, dtype, spec), same in alike.items():
@@ -147,11 +147,11 @@ def _arrays(found: TreeDescription) -> Iterable[str]:
     yield "</table>"
 
 
-def _picture(found: TreeDescription, place: ArrayDescription) -> str:
+def _picture(found: TreeDescription, array: ArrayDescription) -> str:
     """Pieces of an array as a grid; nothing for what every device has whole."""
-    if place.pieces == 1 or not place.shape:
+    if array.pieces == 1 or not array.shape:
         return ""
-    pieces = found.pieces(place.path)
+    pieces = found.pieces(array.path)
     count = len(pieces.devices)
     cells = "".join(
         f'<b style="background:{colour}">{",".join(map(str, sorted(devices))) if count < _MANY else ""}</b>'
