@@ -78,7 +78,7 @@ def deepened(
         return None
 
 
-# Events with their places ---------------------------------------------------------------------------------------------
+# Events with their positions ------------------------------------------------------------------------------------------
 
 
 class _Numbered:
@@ -149,7 +149,7 @@ _COMPARED: dict[type[StepEvent], tuple[str, ...]] = {
 
 
 class _StepPositions:
-    """Gives each event of a step, in order, its place."""
+    """Gives each event of a step, in order, its position."""
 
     def __init__(self, numbered: _Numbered) -> None:
         self._numbered = numbered
@@ -159,7 +159,7 @@ class _StepPositions:
         self._counts: Counter[tuple[bool, int, int | None]] = Counter()
 
     def take(self, event: StepEvent) -> _StepPosition | None:
-        """The place of what begins with this event; None where nothing does."""
+        """The position of what begins with this event; None where nothing does."""
         phase = getattr(event, "phase", self._phase)
         phase = StepPhase.BACKWARD if phase is StepPhase.RECOMPUTE else phase
         if phase is not self._phase:
@@ -176,20 +176,20 @@ class _StepPositions:
 
 
 def _items(events: Sequence[StepEvent], numbered: _Numbered) -> list[_Item]:
-    places = _StepPositions(numbered)
+    positions = _StepPositions(numbered)
     blocks: dict[int, tuple[_StepPosition, int]] = {}
     collectives: dict[int, tuple[_StepPosition, int]] = {}
     items = []
     for index, event in enumerate(events):
         kind = type(event)
-        place = places.take(event)
+        position = positions.take(event)
         refers: tuple[_StepPosition, int] | tuple[None, None] = None, None
         if isinstance(event, Allocate):
-            assert place is not None
-            blocks[event.block] = place, index
+            assert position is not None
+            blocks[event.block] = position, index
         elif isinstance(event, Collective | HostCopy):
-            assert place is not None
-            collectives[event.number] = place, index
+            assert position is not None
+            collectives[event.number] = position, index
         elif isinstance(event, Free | Gradient):
             refers = blocks[event.block]
         elif isinstance(event, Wait):
@@ -416,26 +416,26 @@ def _renamed(item: _Item, number: int | None, numbered: _Numbered) -> StepEvent:
 def _resolved(parts: list[_UnnumberedEvent], numbered: _Numbered) -> tuple[StepEvent, ...]:
     """Blocks of memory and collectives numbered in the order in which they come. Raises _Uneven where an event refers
     to none."""
-    places = _StepPositions(numbered)
-    by_place: dict[tuple[bool, _StepPosition], int] = {}
+    positions = _StepPositions(numbered)
+    by_position: dict[tuple[bool, _StepPosition], int] = {}
     by_origin: dict[tuple[int, int], int] = {}
     counts = {True: 0, False: 0}
     events: list[StepEvent] = []
     for part in parts:
         event = part.event
-        place = places.take(event)
+        position = positions.take(event)
         if isinstance(event, Allocate | Collective | HostCopy):
-            assert place is not None
+            assert position is not None
             waited = not isinstance(event, Allocate)
             counts[waited] += 1
-            by_place[waited, place] = by_origin[part.itself] = counts[waited]
+            by_position[waited, position] = by_origin[part.itself] = counts[waited]
             events.append(changed(event, **{"number" if waited else "block": counts[waited]}))
         elif part.refers is None:
             events.append(event)
         else:
             waits = isinstance(event, Wait)
             if part.refers.segment is not None:
-                found = by_place.get((waits, part.refers))
+                found = by_position.get((waits, part.refers))
             else:
                 found = by_origin.get(part.origin) if part.origin is not None else None
             if found is None:
