@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.backends.dry import DryCollectives
-from shardwise.comm.protocol import Buffer, BufferKind, Combine, Reduction, Region, Work
+from shardwise.comm.protocol import Buffer, BufferKind, Combine, FlatSpan, Reduction, Work
 from shardwise.engine.control import Control
 from shardwise.engine.mesh import Mesh
 
@@ -84,9 +84,9 @@ class NotingCollectives(DryCollectives):
     def release(self, buffer: Buffer) -> None:
         self.notes.append(Note("release", buffer=buffer.index))
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         self.notes.append(Note("all_gather", self.units[label], buffer.index))
-        work = super().all_gather(buffer, regions, label)
+        work = super().all_gather(buffer, spans, label)
         return Noted(work, self.notes, Note("gathered", self.units[label], buffer.index))
 
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:

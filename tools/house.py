@@ -1,4 +1,4 @@
-"""Figures of the code base: sizes, large classes, writes to other objects, docstrings and circles of imports.
+"""Figures of the code base: sizes, large classes, shared names, writes to other objects, docstrings, circles.
 
 `python tools/house.py [ROOT ...] [--list] [--json]` reads `src/shardwise` of every checkout ROOT, or of this one.
 Of several checkouts every cell shows the figures side by side, before → after. Nothing that is read is imported or run.
@@ -27,6 +27,19 @@ LARGEST = 5  # classes shown
 # Receivers that are by their name an object of the engine, and endings of such names.
 OWNERS = ("unit", "parent", "child", "group", "slot", "call", "parameters", "gradients")
 OWNER_ENDINGS = ("_unit", "_group", "_slot")
+# Classes of one name and one meaning that are defined several times, each with its reason.
+SHARED_NAMES = {
+    "Attention": "of each model of the JAX front end, as transformers has it",
+    "Box": "torch's half and JAX's",
+    "Checkpoints": "torch's half and JAX's",
+    "Layers": "of each model of the JAX front end",
+    "MLP": "of each model of the JAX front end, as transformers has it",
+    "Ranks": "a class, and the protocol by which files of a run know it without torch",
+    "Reading": "torch's half and JAX's",
+    "ShardwiseStrategy": "Lightning's and Fabric's: both names are promised",
+    "TakenStep": "torch's half and JAX's",
+    "Trainer": "torch's half, JAX's and the one promised for transformers",
+}
 TENSOR_FIELDS = ("grad", "requires_grad", "data")  # torch's, whoever holds the tensor
 SIZES = (
     *("files", "lines", "code lines", "lines with a comment", "type: ignore"),
@@ -347,7 +360,7 @@ def read(root: Path) -> list[Module]:
 def survey(root: Path) -> House:
     """All figures of a checkout."""
     modules = read(root)
-    tellers = (told_packages, told_folders, told_classes, told_functions, told_docstrings, told_circles)
+    tellers = (told_packages, told_folders, told_classes, told_names, told_functions, told_docstrings, told_circles)
     parts = [tell(modules) for tell in tellers]
     lists = {title: items for part in parts for title, items in part.lists.items()}
     return House([table for part in parts for table in part.tables], lists)
@@ -401,6 +414,26 @@ def told_classes(modules: Sequence[Module]) -> House:
             Table(f"Classes with more than {LARGE_CLASS} attributes", headings, rows, many),
         ],
         {},
+    )
+
+
+def told_names(modules: Sequence[Module]) -> House:
+    """Class names, without leading underscores, that are defined more than once, and those of them that may not be."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        for kind in ast.walk(module.tree):
+            if isinstance(kind, ast.ClassDef):
+                found[kind.name.lstrip("_")].append(module.at(kind))
+    shared = {name: places for name, places in sorted(found.items()) if len(places) > 1}
+    new = {name: places for name, places in shared.items() if name not in SHARED_NAMES}
+    rows = {
+        "names of several classes": (len(shared), sum(map(len, shared.values()))),
+        "of these without a reason": (len(new), sum(map(len, new.values()))),
+    }
+    listed = [f"{name}: {' '.join(places)}" for name, places in new.items()]
+    return House(
+        [Table("Class names", ("names", "classes"), rows)],
+        {"Class names defined twice without a reason": listed},
     )
 
 

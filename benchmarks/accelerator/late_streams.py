@@ -110,7 +110,7 @@ def _way(device: torch.device, folder: Path) -> tuple[Shared | Staged, str]:
 
 
 def _build(device: torch.device, shape: GPTShape) -> nn.Module:
-    """A part of each block is frozen, so that a unit has two regions, whose collectives are launched as one."""
+    """A part of each block is frozen, so that a unit has two spans, whose collectives are launched as one."""
     model = seeded(lambda: GPT(shape), device)
     for block in model.blocks:
         block.qkv.requires_grad_(False)

@@ -23,7 +23,7 @@ from benchmarks.accelerator.trace import profiled
 from benchmarks.accelerator.twins import Plain, Steps
 from benchmarks.gpt import GPT
 from shardwise.comm.backends.on_streams import StreamCollectives
-from shardwise.comm.protocol import BufferKind, Region
+from shardwise.comm.protocol import BufferKind, FlatSpan
 from shardwise.plan.simulate.forecast import NCCL_BYTES
 
 _DTYPES = (
@@ -120,7 +120,7 @@ def _refusal(action: Callable[[], object]) -> str:
 
 
 def training(bench: Bench) -> Iterator[Row]:
-    """Units of one region, and of two, whose collectives are launched as one; the plain model's bits."""
+    """Units of one span, and of two, whose collectives are launched as one; the plain model's bits."""
     same_bits()
     shape = TINY if bench.is_small else SMALL
     batches = twins.batches_on(bench.device, shape)
@@ -180,23 +180,23 @@ def complex_weights(bench: Bench) -> Iterator[Row]:
 
 
 def latency(bench: Bench) -> Iterator[Row]:
-    """Host time to issue a gather of one region and of two, and to issue a reduction; one rank moves nothing."""
+    """Host time to issue a gather of one span and of two, and to issue a reduction; one rank moves nothing."""
     with world_of_one(bench) as group:
         collectives = StreamCollectives(group, bench.device)
         buffer = collectives.allocate(2**20, BufferKind.GATHER)
         times = {1: list[float](), 2: list[float]()}
         for _ in range(50):
             for count, taken in times.items():
-                regions = tuple(Region(index * 2**19, 2**19) for index in range(count))
+                spans = tuple(FlatSpan(index * 2**19, 2**19) for index in range(count))
                 start = perf_counter()
-                work = collectives.all_gather(buffer, regions)
+                work = collectives.all_gather(buffer, spans)
                 work.wait()
                 collectives.release(buffer)
                 taken.append(perf_counter() - start)
                 synchronize(bench.device)
     one, two = (1e6 * median(taken) for taken in times.values())
     yield reached(
-        "host time to issue a gather", one <= 150, f"{one:.0f} us; of two regions {two:.0f} us", "at most 150 us"
+        "host time to issue a gather", one <= 150, f"{one:.0f} us; of two spans {two:.0f} us", "at most 150 us"
     )
 
 

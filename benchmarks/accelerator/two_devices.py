@@ -9,7 +9,7 @@ from benchmarks.accelerator.row import NO_ACCELERATOR, Row, impossible
 
 _WHY = {
     "in-place gathers with peers' bytes": "NCCL refuses two ranks on one device, and one rank moves nothing",
-    "coalescing with data": "one launch for several regions is NCCL's own doing, with peers alone",
+    "coalescing with data": "one launch for several spans is NCCL's own doing, with peers alone",
     "overlap of gathers with compute": "needs transfers that take time",
     "hybrid groups": "needs 4 ranks: 2 shard groups of 2",
     "a second communicator for reductions": "its gain is that transfers do not queue behind one another",

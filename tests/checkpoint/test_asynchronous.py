@@ -26,7 +26,7 @@ from shardwise.checkpoint.format.local_tensor import piece_of
 from shardwise.checkpoint.io.storage import LocalDirectory
 from shardwise.checkpoint.ranks import save_thread
 from shardwise.checkpoint.ranks.file_barrier import FileBarrier
-from shardwise.checkpoint.staging import HostMemory
+from shardwise.checkpoint.staging import StagingBuffer
 from shardwise.engine.lookup import require_engine
 from shardwise.errors import CheckpointError
 from shardwise.files.direct import PAGE_BYTES
@@ -318,7 +318,7 @@ def test_a_silent_rank_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: p
 
 def test_the_second_copy_goes_into_the_same_pages() -> None:
     tensors = [torch.randn(1000), torch.arange(7), torch.ones(3, dtype=torch.bfloat16), torch.randn(300_000)]
-    memory = HostMemory()
+    memory = StagingBuffer()
     pieces = [piece_of((str(i),), tensor) for i, tensor in enumerate(tensors)]
     first = memory.copy(pieces)
     addresses = [piece.tensor.data_ptr() for piece in first]
@@ -379,7 +379,7 @@ def runtime(module: object) -> Iterator[None]:
 def test_as_many_bytes_are_pinned_as_are_copied() -> None:
     device = Runtime()
     with runtime(device):
-        memory = HostMemory()
+        memory = StagingBuffer()
         for numel in (300, 1_300_000, 5, 1_300_000, 2_000_000):  # the third and fourth fit where the second was
             copies = memory.copy(pieces_on_a_device(numel))
             assert torch.equal(copies[0].tensor, torch.arange(numel, dtype=torch.float32))
@@ -394,7 +394,7 @@ def test_as_many_bytes_are_pinned_as_are_copied() -> None:
 
 def test_memory_that_cannot_be_pinned_is_plain() -> None:
     with runtime(object()):
-        memory = HostMemory()
+        memory = StagingBuffer()
         for numel in (300, 1_300_000):
             assert torch.equal(memory.copy(pieces_on_a_device(numel))[0].tensor, torch.arange(numel).float())
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.checkpoint.format import optimizer_state
 from shardwise.checkpoint.format.local_tensor import piece_of
-from shardwise.checkpoint.staging import HostMemory
+from shardwise.checkpoint.staging import StagingBuffer
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.sharded.parameter import ShardedParameter
 from tests.checkpoint.states import everything, same, step
@@ -158,7 +158,7 @@ def test_what_rests_elsewhere_in_any_part_is_not_saved_asynchronously(tmp_path: 
     weight = model.two.leave.weight
     resting = weight if place == "params" else optimizer.state[weight]["exp_avg"]
     with pytest.raises(UsageError, match="'resting' is offloaded and cannot be copied"):
-        HostMemory().copy([piece_of(("resting",), resting)])
+        StagingBuffer().copy([piece_of(("resting",), resting)])
     sw.checkpoint.save(tmp_path / "c", model, optimizer)
     other, fresh = build(nets, seed=50)
     sw.checkpoint.load(tmp_path / "c", other, fresh)

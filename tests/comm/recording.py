@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Collectives, Combine, Part, Reduction, Region, Work
+from shardwise.comm.protocol import (
+    FINISHED,
+    AllToAllPart,
+    Buffer,
+    BufferKind,
+    Collectives,
+    Combine,
+    FlatSpan,
+    Reduction,
+    Work,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -78,10 +88,10 @@ class RecordingCollectives:
         self._record("claim", buffer)
         self.inner.claim(buffer)
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         # Each rank sends its slice to every other.
-        self._record("all_gather", buffer, sum(r.shard_bytes for r in regions) * (self.world_size - 1))
-        return self.inner.all_gather(buffer, regions, label)
+        self._record("all_gather", buffer, sum(r.shard_bytes for r in spans) * (self.world_size - 1))
+        return self.inner.all_gather(buffer, spans, label)
 
     def release(self, buffer: Buffer) -> None:
         self._record("release", buffer)
@@ -111,7 +121,7 @@ class RecordingCollectives:
         self._record("control" if nbytes <= CONTROL_BYTES else "all_reduce", None, sent, (tensor.dtype,))
         return self.inner.all_reduce(tensor, op, after, label)
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         self._record("all_to_all", buffer, sum(part.nbytes for part in parts if part.source == self.rank))
         return self.inner.all_to_all(buffer, parts, into, label)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm.backends.dry import DryCollectives
-from shardwise.comm.protocol import BufferKind, Reduction, Region
+from shardwise.comm.protocol import BufferKind, FlatSpan, Reduction
 from tests.comm.naive import collectives
 from tests.comm.recording import Event, RecordingCollectives
 from tests.ranks import RankPools
@@ -17,7 +17,7 @@ def exercise(comm: RecordingCollectives) -> None:
     reduce = comm.allocate(n * 64, BufferKind.REDUCE)
     comm.claim(gather)
     gather.bytes.zero_()
-    comm.all_gather(gather, (Region(0, 64), Region(64 * n, 32))).wait()
+    comm.all_gather(gather, (FlatSpan(0, 64), FlatSpan(64 * n, 32))).wait()
     comm.release(comm.replace(gather))
     comm.claim(reduce)
     flat = reduce.bytes.view(torch.bfloat16).zero_()

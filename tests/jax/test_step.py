@@ -135,7 +135,7 @@ def test_state_of_other_optimizers_lies_as_its_parameters() -> None:
     labels = {"embed": "a", "layers": "b"}
     tx = optax.multi_transform({"a": optax.lion(1e-3), "b": optax.adafactor(1e-3, min_dim_size_to_factor=8)}, labels)
     description = swj.describe(swj.train_step(small.loss_fn, tx, mesh).init(shapes))
-    moments = {place.path: place for place in description.places if place.path.startswith("opt_state")}
+    moments = {array.path: array for array in description.arrays if array.path.startswith("opt_state")}
     (momentum,) = (place for path, place in moments.items() if path.endswith("mu.embed"))
     assert (momentum.shape, momentum.spec) == ((64, 32), "(fsdp, -)")
     assert [place.path for place in moments.values() if place.pieces == 1 and np.prod(place.shape) >= 1024] == []

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from tools.house import House, main, survey
+from tools.house import SHARED_NAMES, House, main, survey
 
 Figures = dict[str, float]
 Build = Callable[[Mapping[str, str]], House]
@@ -211,6 +211,23 @@ def test_the_engines_objects_are_known_by_name(house: Build, target: str, is_eng
 
 def function(name: str, lines: int) -> str:
     return f"def {name}():\n" + "    x = 1\n" * (lines - 1)
+
+
+def test_a_class_name_is_counted_where_it_is_defined_twice_whatever_its_underscores(house: Build) -> None:
+    told = house({"a.py": "class Part: ...\nclass Box: ...", "b/c.py": "class _Part: ...", "d.py": "class Box: ..."})
+    assert figures(told, "Class names") == {
+        "names of several classes": {"names": 2, "classes": 4},
+        "of these without a reason": {"names": 1, "classes": 2},
+    }
+    assert told.lists["Class names defined twice without a reason"] == ["Part: a.py:1 b/c.py:1"]
+
+
+def test_no_class_name_of_the_package_is_defined_twice_without_a_reason() -> None:
+    told = survey(Path(__file__).resolve().parents[2])
+    assert told.lists["Class names defined twice without a reason"] == [], "one word, one meaning"
+    assert figures(told, "Class names")["names of several classes"]["names"] == len(SHARED_NAMES), (
+        "one is no longer shared"
+    )
 
 
 def test_functions_over_sixty_lines_are_listed_with_their_length(house: Build) -> None:

@@ -16,8 +16,8 @@ import torch
 from shardwise import accelerators
 from shardwise.errors import CheckpointError, ConfigError, UserError
 from shardwise.modules.deferred_init import materialize
-from shardwise.modules.deferred_init.memory import Memory
-from shardwise.modules.deferred_init.progress import Progress
+from shardwise.modules.deferred_init.memory import RealStorages
+from shardwise.modules.deferred_init.progress import DrawingProgress
 from shardwise.train import trainer
 from shardwise.train.config.files import load
 from shardwise.train.output.checkpoints import Checkpoints
@@ -370,8 +370,10 @@ def test_nothing_is_drawn_that_weights_or_a_checkpoint_overwrite(init: str, monk
     Path("runs/tiny/checkpoints/step-000006").rename("later")
     shutil.rmtree("runs/tiny/final")
     before, draws = losses("tiny"), []
-    run = Memory._run
-    monkeypatch.setattr(Memory, "_run", lambda self, op, seed: (op.draw and draws.append(op), run(self, op, seed)))
+    run = RealStorages._run
+    monkeypatch.setattr(
+        RealStorages, "_run", lambda self, op, seed: (op.draw and draws.append(op), run(self, op, seed))
+    )
     run_alone("checkpoint.every=3", f"model.init={init}")
     assert losses("tiny") == before
     run_alone(*FROM_FINAL, f"model.init={init}")
@@ -389,10 +391,10 @@ def test_a_run_whose_checkpoints_go_while_it_starts_is_no_run_of_zeros(monkeypat
 
 
 def test_the_console_tells_of_long_drawing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(total_bytes: int) -> Progress:
-        return Progress(total_bytes, itertools.count(0.0, 10.0).__next__)  # ten seconds a draw
+    def slow(total_bytes: int) -> DrawingProgress:
+        return DrawingProgress(total_bytes, itertools.count(0.0, 10.0).__next__)  # ten seconds a draw
 
-    monkeypatch.setattr(materialize, "Progress", slow)
+    monkeypatch.setattr(materialize, "DrawingProgress", slow)
     run_alone("train.steps=1", "train.eval_every=0")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("initial numbers:")]
     assert "0.0 of 0.0 GB drawn on the CPU, about " in said[0]

@@ -29,7 +29,7 @@ from shardwise.checkpoint.publish.target import FileSet, Target
 from shardwise.checkpoint.publish.writing import Writing, check_arguments, publish, take_along, target_at
 from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.checkpoint.ranks.consensus import Peers, mesh_of
-from shardwise.checkpoint.staging import HostMemory
+from shardwise.checkpoint.staging import StagingBuffer
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_of, shard_stores
 from shardwise.engine.setup.module_methods import give_up_interrupted
@@ -42,7 +42,7 @@ _DISAGREE = (
     "max_file_bytes, and with models and optimizers that have the same parameters, state and options, on every rank"
 )
 
-_host_memory: weakref.WeakKeyDictionary[Engine, HostMemory] = weakref.WeakKeyDictionary()
+_staging_buffers: weakref.WeakKeyDictionary[Engine, StagingBuffer] = weakref.WeakKeyDictionary()
 
 
 def save(  # noqa: PLR0913, PLR0917 - the promised signature
@@ -104,7 +104,7 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     rows = per_rank_buffers.differing(whole, peers)
     if rows:
         writing.file_sets.append(FileSet(tensor_files.files_for(per_rank_buffers.STEM, rows, max_file_bytes), rows))
-    publish(writing, peers, _host_memory.setdefault(engines[0], HostMemory()).copy if asynchronous else None)
+    publish(writing, peers, _staging_buffers.setdefault(engines[0], StagingBuffer()).copy if asynchronous else None)
 
 
 def _check_ready(engines: Sequence[Engine], optimizer: Optimizer | None, asynchronous: bool) -> None:

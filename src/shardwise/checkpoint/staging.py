@@ -16,7 +16,7 @@ from shardwise.layout.flat import round_up
 _ALIGN_BYTES = 64
 
 
-class HostMemory:
+class StagingBuffer:
     """One buffer, whole pages, as large as the largest copy so far; pinned where pieces lie on an accelerator.
 
     Huge pages where possible: a page fault on a fresh 4 KiB page costs more than filling the page. Not from torch's

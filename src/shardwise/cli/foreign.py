@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli import own_settings
 from shardwise.errors import ConfigError, PlanError
 from shardwise.foreign.files import SUFFIXES, read
-from shardwise.foreign.settings import Settings
+from shardwise.foreign.settings import ForeignSettings
 
 if TYPE_CHECKING:
     from shardwise.cli.plan_options import Options
@@ -71,7 +71,7 @@ def with_settings(options: Options) -> Options:
     """
     if options.foreign is None:
         return options
-    settings: Settings | None = None
+    settings: ForeignSettings | None = None
     if options.foreign.suffix.lower() == own_settings.SUFFIX:
         found = own_settings.options_of(options.foreign, options.gpu)
     else:
@@ -88,7 +88,7 @@ def with_settings(options: Options) -> Options:
     return replace(options, **taken)
 
 
-def _found(settings: Settings, source: Path) -> dict[str, Any]:
+def _found(settings: ForeignSettings, source: Path) -> dict[str, Any]:
     nodes = settings.nodes or 1
     if settings.ranks is not None and settings.ranks % nodes:
         raise PlanError(f"{source}: num_processes={settings.ranks} is not a multiple of num_machines={nodes}")
@@ -115,7 +115,7 @@ def _text(number: int | None) -> str | None:
     return None if number is None else str(number)
 
 
-def _tell(source: Path, settings: Settings | None, taken: Mapping[str, object]) -> None:
+def _tell(source: Path, settings: ForeignSettings | None, taken: Mapping[str, object]) -> None:
     """On standard error: standard output may be JSON. `settings`: of another library's."""
     library = "shardwise" if settings is None else settings.library
     said = ", ".join(map(_said, taken.items())) or "nothing to plan with"

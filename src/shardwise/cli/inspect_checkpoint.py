@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.checkpoint import Inspection
-from shardwise.checkpoint.interchange.inspection import Group, Partial, RunDirectory
+from shardwise.checkpoint.interchange.inspection import InspectedRun, ModuleTensors, Partial
 from shardwise.cli.convert import KINDS, counted
 from shardwise.tables import format_bytes
 
@@ -17,11 +17,11 @@ _EXTRA_SHOWN = 8
 _FILES_SHOWN = 12
 
 
-def report(found: Inspection | Partial | RunDirectory, every_tensor: bool = False) -> str:
+def report(found: Inspection | Partial | InspectedRun, every_tensor: bool = False) -> str:
     """The lines to print."""
     if isinstance(found, Partial):
         return "\n".join(_partial(found))
-    if isinstance(found, RunDirectory):
+    if isinstance(found, InspectedRun):
         return "\n".join(_run(found))
     sections = [_head(found), _tensors(found, every_tensor), _optimizer(found), _extra(found), _files(found.files)]
     return "\n\n".join("\n".join(section) for section in (*sections, _health(found)) if section)
@@ -56,13 +56,13 @@ def _tensors(found: Inspection, every_tensor: bool) -> list[str]:
         if every_tensor:
             rows.extend(_tensor_row(tensor) for group in same for tensor in group.tensors)
     everything = [tensor for group in found.model for tensor in group.tensors]
-    rows.append(_row([Group("all", tuple(everything))]))
+    rows.append(_row([ModuleTensors("all", tuple(everything))]))
     return _columns(rows, right=(1, 2, 3))
 
 
-def _runs(groups: Iterable[Group]) -> list[list[Group]]:
+def _runs(groups: Iterable[ModuleTensors]) -> list[list[ModuleTensors]]:
     """Groups that differ in their number alone, together."""
-    found: list[list[Group]] = []
+    found: list[list[ModuleTensors]] = []
     for group in groups:
         before = found[-1][-1] if found else None
         stem = group.prefix.rpartition(".")[0]
@@ -74,7 +74,7 @@ def _runs(groups: Iterable[Group]) -> list[list[Group]]:
     return found
 
 
-def _row(groups: Sequence[Group]) -> Sequence[str]:
+def _row(groups: Sequence[ModuleTensors]) -> Sequence[str]:
     name = groups[0].prefix or "(top level)"
     if len(groups) > 1:
         name = f"{name} to {groups[-1].prefix.rpartition('.')[2]}"
@@ -148,7 +148,7 @@ def _partial(found: Partial) -> list[str]:
     return [*_wrapped(what, 2), f"{size}; the next save to the same name replaces it", "", *_files(found.files)]
 
 
-def _run(found: RunDirectory) -> list[str]:
+def _run(found: InspectedRun) -> list[str]:
     rows: list[Sequence[str]] = [("checkpoint", "step", "ranks", "bytes", "")]
     good = [one.name for one in found.checkpoints if one.state == "committed" and not one.damage]
     for one in found.checkpoints:

@@ -25,7 +25,7 @@ def _option(text: str, *names: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Cluster:
+class _ClusterOptions:
     """What is trained on."""
 
     gpu: Annotated[Text, _option("Device: a packaged name or a hardware file. [h100-sxm-80gb]")] = None
@@ -40,7 +40,7 @@ class _Cluster:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunOptions:
     """How it is trained. Options of several values are searched over them."""
 
     strategy: Annotated[Text, _option("One or several, such as full_shard,hybrid_shard. [searched]")] = None
@@ -89,7 +89,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class Options(_Run, _Cluster):
+class Options(_RunOptions, _ClusterOptions):
     """Options of `shardwise plan`. Those of several values, separated by commas, are searched over them."""
 
     model: Annotated[

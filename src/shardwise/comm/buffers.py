@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Part, Reduction, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Reduction, Work
 
 ALIGNMENT_BYTES = 64
 _FP32_BYTES = 4
@@ -160,16 +160,16 @@ def check_reductions(reductions: tuple[Reduction, ...], world_size: int, may_sca
         assert not (in_place and r.accumulate), "an output inside its own input has nothing to accumulate into"
 
 
-def sent_parts(parts: tuple[Part, ...], rank: int) -> list[tuple[Part, int]]:
+def sent_parts(parts: tuple[AllToAllPart, ...], rank: int) -> list[tuple[AllToAllPart, int]]:
     """What `rank` sends in an `all_to_all`, each with where it begins in that rank's buffer, in bytes."""
     return _behind_one_another([part for part in parts if part.source == rank])
 
 
-def received_parts(parts: tuple[Part, ...], rank: int) -> list[tuple[Part, int]]:
+def received_parts(parts: tuple[AllToAllPart, ...], rank: int) -> list[tuple[AllToAllPart, int]]:
     """What `rank` receives, each with where it arrives in `into`, in bytes."""
     return _behind_one_another([part for part in parts if part.target == rank])
 
 
-def _behind_one_another(parts: list[Part]) -> list[tuple[Part, int]]:
+def _behind_one_another(parts: list[AllToAllPart]) -> list[tuple[AllToAllPart, int]]:
     starts = [0, *itertools.accumulate(part.nbytes for part in parts)]
     return list(zip(parts, starts[:-1], strict=True))

@@ -34,7 +34,7 @@ _CONNECT_S = 5.0
 _FRAME = struct.Struct("<Bqqq")
 
 
-class _Kind(IntEnum):
+class _FrameKind(IntEnum):
     """Kind of a frame."""
 
     SAID = 0
@@ -49,7 +49,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    kind: _Kind
+    kind: _FrameKind
     number: int
     signature: int
     body: bytes
@@ -97,10 +97,10 @@ class Channel:
             for child in self._children:
                 message = combine(message, self._hear(child, signature))
             if self._parent is not None:
-                self._parent.send(_Frame(_Kind.SAID, self._number, signature, message))
+                self._parent.send(_Frame(_FrameKind.SAID, self._number, signature, message))
                 message = self._hear(self._parent, signature)
             for child in self._children:
-                child.send(_Frame(_Kind.SAID, self._number, signature, message))
+                child.send(_Frame(_FrameKind.SAID, self._number, signature, message))
         except OSError as error:
             self._fail(CollectiveTimeout(f"rank {self.rank} could not reach its peers: {error}"))
         except ShardwiseError:
@@ -115,7 +115,7 @@ class Channel:
     def abandon(self) -> None:
         """This rank raised and takes no part in the exchange that comes next. Not collective."""
         self._number += 1
-        self._tell(_Frame(_Kind.ABANDONED, self._number, sign("abandon"), b""))
+        self._tell(_Frame(_FrameKind.ABANDONED, self._number, sign("abandon"), b""))
 
     def close(self) -> None:
         """Close the connections. Not collective: a rank that still waits for this one raises."""
@@ -145,8 +145,8 @@ class Channel:
                         "gone."
                     )
                 )
-            if frame.kind in (_Kind.FAILED, _Kind.MISMATCHED):
-                kind = MismatchError if frame.kind is _Kind.MISMATCHED else CollectiveTimeout
+            if frame.kind in (_FrameKind.FAILED, _FrameKind.MISMATCHED):
+                kind = MismatchError if frame.kind is _FrameKind.MISMATCHED else CollectiveTimeout
                 self._fail(kind(frame.body.decode()))
             if frame.number < self._number:
                 continue  # of an exchange that this rank abandoned
@@ -156,7 +156,7 @@ class Channel:
 
     def _fail(self, error: ShardwiseError) -> NoReturn:
         self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
-        kind = _Kind.MISMATCHED if isinstance(error, MismatchError) else _Kind.FAILED
+        kind = _FrameKind.MISMATCHED if isinstance(error, MismatchError) else _FrameKind.FAILED
         self._tell(_Frame(kind, self._number, 0, str(error).encode()))
         raise error
 
@@ -179,7 +179,7 @@ class _Peer:
 
     def receive(self) -> _Frame:
         kind, number, signature, length = _FRAME.unpack(self._read(_FRAME.size))
-        return _Frame(_Kind(kind), number, signature, self._read(length))
+        return _Frame(_FrameKind(kind), number, signature, self._read(length))
 
     def _read(self, nbytes: int) -> bytes:
         parts = bytearray()

@@ -2,7 +2,7 @@
 
 Life of a *gather buffer* (one arena slot), the same on every rank and in the same order:
 
-    claim -> write the own slice of each region -> all_gather -> Work.wait -> read -> release -> claim ...
+    claim -> write the own slice of each span -> all_gather -> Work.wait -> read -> release -> claim ...
 
 Life of a *reduce buffer*:
 
@@ -51,7 +51,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class FlatSpan:
     """One flat buffer inside a gather buffer; rank r's slice is `shard_bytes` from start + r * shard_bytes on."""
 
     start: int
@@ -72,7 +72,7 @@ class Reduction:
     """What the sum is multiplied by on its way to `out`; 1 where the collectives are not `on_streams`."""
 
 
-class Part(NamedTuple):
+class AllToAllPart(NamedTuple):
     """What one rank sends to another in an `all_to_all`."""
 
     source: int
@@ -156,8 +156,8 @@ class Collectives(Protocol):
         """Order the current stream after every read inside `writing`: what was copied may now be written. No
         communication."""
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
-        """Complete every region of a gather buffer, in place, from the slices that the ranks wrote."""
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
+        """Complete every span of a gather buffer, in place, from the slices that the ranks wrote."""
 
     def release(self, buffer: Buffer) -> None:
         """This rank has read (or enqueued its last reader of) a gather buffer. Poisons it with 0xFF bytes (NaN in every
@@ -183,7 +183,7 @@ class Collectives(Protocol):
         reduce-scatter + all-gather. Sums are bit-identical on all ranks. `after`: the work that writes the tensor,
         perhaps in another group; nobody need have waited for it. A CPU rank then begins when this is waited for."""
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Each rank sends other ranks what they are to have: one part for each, or none.
 
         Args:

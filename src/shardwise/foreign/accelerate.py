@@ -8,8 +8,8 @@ from typing import Any
 
 from shardwise.foreign.deepspeed import read_deepspeed
 from shardwise.foreign.fsdp import read_fsdp
-from shardwise.foreign.settings import Settings
-from shardwise.foreign.tree import Tree
+from shardwise.foreign.settings import ForeignSettings
+from shardwise.foreign.settings_table import SettingsTable
 
 LIBRARY = "Accelerate"
 KEYS = {"distributed_type", "fsdp_config", "deepspeed_config", "compute_environment"}
@@ -23,7 +23,9 @@ _ABOUT_LAUNCHING = {
 }  # fmt: skip
 
 
-def read_accelerate(values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]) -> Settings:
+def read_accelerate(
+    values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]
+) -> ForeignSettings:
     """Read Accelerate's configuration, of plain, FSDP or DeepSpeed processes.
 
     Args:
@@ -34,7 +36,7 @@ def read_accelerate(values: Mapping[str, Any], where: str, other_file: Callable[
     Raises ConfigError, naming the key, for a value that cannot be, or another kind of processes.
     """
     opened: list[str] = []
-    tree = Tree(where, values, opened)
+    tree = SettingsTable(where, values, opened)
     kind = tree.word("distributed_type", {*_PLAIN, "FSDP", "DEEPSPEED"}) or "NO"
     fsdp, deepspeed = tree.values("fsdp_config"), tree.values("deepspeed_config")
     if kind == "FSDP":
@@ -42,7 +44,7 @@ def read_accelerate(values: Mapping[str, Any], where: str, other_file: Callable[
     elif kind == "DEEPSPEED":
         settings = _of_deepspeed(deepspeed, where, other_file)
     else:
-        settings = Settings(LIBRARY, strategy="no_shard")
+        settings = ForeignSettings(LIBRARY, strategy="no_shard")
     settings = replace(settings, library=LIBRARY)
     settings.open += opened
     settings.ranks, settings.nodes = tree.whole("num_processes", least=1), tree.whole("num_machines", least=1)
@@ -61,10 +63,12 @@ def read_accelerate(values: Mapping[str, Any], where: str, other_file: Callable[
     return settings
 
 
-def _of_deepspeed(values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]) -> Settings:
+def _of_deepspeed(
+    values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]
+) -> ForeignSettings:
     """A section that names DeepSpeed's own file, or says the little that it says itself."""
     opened: list[str] = []
-    section = Tree(f"{where}: deepspeed_config", values, opened)
+    section = SettingsTable(f"{where}: deepspeed_config", values, opened)
     named = section.word("deepspeed_config_file")
     if named is not None:
         return read_deepspeed(other_file(named), named)

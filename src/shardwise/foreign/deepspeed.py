@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.foreign.settings import Settings
-from shardwise.foreign.tree import Tree
+from shardwise.foreign.settings import ForeignSettings
+from shardwise.foreign.settings_table import SettingsTable
 
 LIBRARY = "DeepSpeed"
 _STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
@@ -35,7 +35,7 @@ _ZERO_WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-def read_deepspeed(values: Mapping[str, Any], where: str) -> Settings:
+def read_deepspeed(values: Mapping[str, Any], where: str) -> ForeignSettings:
     """Read DeepSpeed's configuration.
 
     Args:
@@ -44,8 +44,8 @@ def read_deepspeed(values: Mapping[str, Any], where: str) -> Settings:
 
     Raises ConfigError, naming the key, for a value that DeepSpeed does not know either.
     """
-    settings = Settings(LIBRARY)
-    tree = Tree(where, values, settings.open)
+    settings = ForeignSettings(LIBRARY)
+    tree = SettingsTable(where, values, settings.open)
     _read_zero(tree.table("zero_optimization"), settings)
     _read_precision(tree, settings)
     settings.micro_batch = tree.whole("train_micro_batch_size_per_gpu", least=1)
@@ -63,7 +63,7 @@ def read_deepspeed(values: Mapping[str, Any], where: str) -> Settings:
     return settings
 
 
-def _read_zero(zero: Tree, settings: Settings) -> None:
+def _read_zero(zero: SettingsTable, settings: ForeignSettings) -> None:
     stage = zero.whole("stage", most=3)
     settings.strategy = None if "zero_optimization.stage" in settings.open else _STAGES[stage or 0]
     for part, legacy, ours in (("param", "cpu_offload_params", "params"), ("optimizer", "cpu_offload", "optimizer")):
@@ -87,7 +87,7 @@ def _read_zero(zero: Tree, settings: Settings) -> None:
     settings.without_equal += zero.rest
 
 
-def _read_precision(tree: Tree, settings: Settings) -> None:
+def _read_precision(tree: SettingsTable, settings: ForeignSettings) -> None:
     asked = []
     for name in ("bf16", "bfloat16", "fp16"):
         table = tree.table(name)
@@ -107,7 +107,7 @@ def _read_precision(tree: Tree, settings: Settings) -> None:
         settings.changes.append("micro-batches' gradients are added in fp32")
 
 
-def _read_optimizer(tree: Tree, settings: Settings) -> None:
+def _read_optimizer(tree: SettingsTable, settings: ForeignSettings) -> None:
     if "optimizer" not in tree:
         settings.open.append("optimizer")
         return
@@ -138,7 +138,7 @@ def _read_optimizer(tree: Tree, settings: Settings) -> None:
     settings.without_equal += [*given.rest, *optimizer.rest]
 
 
-def _read_muon(given: Tree, settings: Settings) -> None:
+def _read_muon(given: SettingsTable, settings: ForeignSettings) -> None:
     settings.train["optimizer"] = "muon"
     momentum = given.number("momentum")
     if momentum is not None:
@@ -155,7 +155,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_schedule(tree: Tree, settings: Settings) -> None:
+def _read_schedule(tree: SettingsTable, settings: ForeignSettings) -> None:
     if "scheduler" not in tree:
         settings.open.append("scheduler")
         return
@@ -181,7 +181,7 @@ def _read_schedule(tree: Tree, settings: Settings) -> None:
     settings.without_equal += [*given.rest, *schedule.rest]
 
 
-def _read_ends(kind: str, given: Tree, settings: Settings) -> None:
+def _read_ends(kind: str, given: SettingsTable, settings: ForeignSettings) -> None:
     """The highest and the last learning rate."""
     highest, lowest = given.number("warmup_max_lr"), given.number("warmup_min_lr")
     if highest is None and kind != "WarmupCosineLR" and "scheduler.params.warmup_max_lr" not in settings.open:
@@ -197,7 +197,7 @@ def _read_ends(kind: str, given: Tree, settings: Settings) -> None:
         settings.changes.append("warm-up begins near 0")
 
 
-def _read_logs(tree: Tree, settings: Settings) -> None:
+def _read_logs(tree: SettingsTable, settings: ForeignSettings) -> None:
     every = tree.take("steps_per_print")
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         settings.log["every"] = every

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError, one_line
 from shardwise.foreign import accelerate, deepspeed, fsdp
-from shardwise.foreign.settings import Settings
+from shardwise.foreign.settings import ForeignSettings
 from shardwise.suggest import nearest_path
 
 SUFFIXES = (".json", ".yaml", ".yml")
@@ -22,7 +22,7 @@ _FSDP_KEYS = (
 )
 
 
-def read(path: Path) -> Settings:
+def read(path: Path) -> ForeignSettings:
     """Read DeepSpeed's `ds_config.json`, the file of `accelerate config`, or what is given as `fsdp_config`.
 
     Raises ConfigError: the file is missing, is none of these, or has a value that cannot be; the message names it.

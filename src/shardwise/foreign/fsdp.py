@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.foreign.settings import Settings
-from shardwise.foreign.tree import Tree
+from shardwise.foreign.settings import ForeignSettings
+from shardwise.foreign.settings_table import SettingsTable
 
 LIBRARY = "FSDP"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -37,7 +37,7 @@ def strategy_of(asked: object, where: str) -> str:
     return name.lower()
 
 
-def read_fsdp(values: Mapping[str, Any], where: str) -> Settings:
+def read_fsdp(values: Mapping[str, Any], where: str) -> ForeignSettings:
     """Read the FSDP section of `accelerate config`, or what is given as TrainingArguments.fsdp_config.
 
     Args:
@@ -46,9 +46,9 @@ def read_fsdp(values: Mapping[str, Any], where: str) -> Settings:
 
     Raises ConfigError, naming the key, for a value that cannot be.
     """
-    settings = Settings(LIBRARY)
+    settings = ForeignSettings(LIBRARY)
     plain = {key.removeprefix(_PREFIX) if key != _PREFIX else key: value for key, value in values.items()}
-    tree = Tree(where, plain, settings.open)
+    tree = SettingsTable(where, plain, settings.open)
     version = tree.whole("version", least=1, most=2)
     reshards, strategy = tree.take("reshard_after_forward"), tree.take("sharding_strategy")
     asked = strategy if strategy is not None and (version == 1 or reshards is None) else reshards
@@ -65,7 +65,7 @@ def read_fsdp(values: Mapping[str, Any], where: str) -> Settings:
     return settings
 
 
-def _read_units(tree: Tree, settings: Settings) -> None:
+def _read_units(tree: SettingsTable, settings: ForeignSettings) -> None:
     policy = tree.word("auto_wrap_policy", _WRAPPING)
     classes = tree.take("transformer_layer_cls_to_wrap")
     least = tree.whole("min_num_params")

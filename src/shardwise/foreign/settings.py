@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass
-class Settings:
+class ForeignSettings:
     """Filled while a file is read. None: the file does not say, or says "auto"."""
 
     library: str

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.errors import UsageError
 from shardwise.foreign.fsdp import read_fsdp
-from shardwise.foreign.settings import Settings
+from shardwise.foreign.settings import ForeignSettings
 from shardwise.model_tools.classes import classes_named
 from shardwise.policy.offload import Offload
 from shardwise.policy.precision import Precision
@@ -20,7 +20,7 @@ from shardwise.policy.precision import Precision
 _PLUGIN = "fsdp_plugin"
 
 
-def settings_of(plugin: Any) -> Settings:
+def settings_of(plugin: Any) -> ForeignSettings:
     """What a plugin of either FSDP version asks for, but for its dtypes, policies and modules.
 
     Raises ConfigError for a sharding strategy that we have not.
@@ -51,7 +51,7 @@ class NamedClasses:
         classes_named(model, self.names, f"{_PLUGIN}: transformer_cls_names_to_wrap (transformer_layer_cls_to_wrap)")
 
 
-def units_of(settings: Settings) -> Callable[[str, nn.Module], bool] | int | None:
+def units_of(settings: ForeignSettings) -> Callable[[str, nn.Module], bool] | int | None:
     """Which modules would be wrapped: those of the named classes, those of a size, or None for automatic units."""
     if not isinstance(settings.units, list):
         return settings.units

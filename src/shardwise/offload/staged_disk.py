@@ -50,7 +50,7 @@ class StagedDisk:
         self._buffers = DeviceBuffers(device)
         self._stages: dict[int, _Stage] = {}
         """By the address of their buffers."""
-        self._jobs: list[_Job] = []
+        self._jobs: list[_StageTransfer] = []
         """What threads do, or have yet to do."""
         self._coming: list[_Coming] = []
         """Reads that no copy has followed yet."""
@@ -155,7 +155,7 @@ class StagedDisk:
         self._jobs = [job for job in self._jobs if not job.on_thread.is_over]
         earlier = [*self._of(stage), *self._at(start, start + nbytes, writes)]
         on_thread = move(start, stage.memory[:nbytes], partial(_await, earlier, stage.copied, self._device))
-        self._jobs.append(_Job(on_thread, stage.memory.data_ptr(), start, start + nbytes, writes))
+        self._jobs.append(_StageTransfer(on_thread, stage.memory.data_ptr(), start, start + nbytes, writes))
         return on_thread
 
     def _of(self, stage: _Stage) -> list[OnThread]:
@@ -243,7 +243,7 @@ class _Stage:
         """The end of the last copy from or to it."""
 
 
-class _Job(NamedTuple):
+class _StageTransfer(NamedTuple):
     """What a thread does with a stage, by its address, and bytes [start, stop) of the file."""
 
     on_thread: OnThread

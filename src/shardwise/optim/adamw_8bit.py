@@ -105,7 +105,7 @@ class AdamW8bit(AdamWInPieces):
             chunk = slice(start, min(start + size, weights.numel()))
             blocks = slice(start // BLOCK_NUMEL, blocks_of(chunk.stop))
             numbers = random_bits(offset + start, chunk.stop - start, key, parameter.device)
-            first, second = (_Piece(kept, moment, code, chunk, blocks) for moment, code in codes.items())
+            first, second = (_MomentRange(kept, moment, code, chunk, blocks) for moment, code in codes.items())
             moments = first.read(), second.read()
             value = updated(weights[chunk], gradient[chunk], moments, state["step"], group)
             first.write(moments[0], numbers)
@@ -181,7 +181,7 @@ class AdamW8bit(AdamWInPieces):
             )
 
 
-class _Piece(NamedTuple):
+class _MomentRange(NamedTuple):
     """Some elements of one moment."""
 
     kept: Mapping[str, Tensor]

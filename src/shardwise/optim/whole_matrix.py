@@ -22,10 +22,10 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
-from shardwise.optim.matrices.hidden import Hidden, Named, hidden_matrices, named_groups
+from shardwise.optim.matrices.hidden import Hidden, NamedParamGroup, hidden_matrices, named_groups
 from shardwise.optim.matrices.lane import AHEAD, Arrivals
 from shardwise.optim.matrices.owned_state import OwnedState
-from shardwise.optim.matrices.ownership import Balance, Cost, Owner, product_cost
+from shardwise.optim.matrices.ownership import Balance, Cost, OwnerRank, product_cost
 from shardwise.optim.matrices.unit_matrices import Lanes, UnitMatrices, pieces_of
 from shardwise.sharded.optimizer_state import cut_state
 from shardwise.sharded.parameter import ShardedParameter
@@ -80,7 +80,7 @@ class _Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _UnitStep:
     """What a step does to one unit."""
 
     unit: UnitMatrices
@@ -122,10 +122,10 @@ class WholeMatrixOptimizer(Optimizer):
         self.class_name = f"{type(self._inner).__name__}+AdamW"
         """Of the state that it keeps: the class in checkpoints."""
         self._jobs: list[tuple[UnitMatrices, Lanes]] | None = None
-        self._owners: dict[Tensor, Owner] = {}
+        self._owners: dict[Tensor, OwnerRank] = {}
         self._states: dict[Mesh, OwnedState] = {}
 
-    def _matrix_group(self, part: Named) -> dict[str, Any]:
+    def _matrix_group(self, part: NamedParamGroup) -> dict[str, Any]:
         for _, parameter in part.members:
             kept = parameter.local if isinstance(parameter, ShardedParameter) else parameter
             nothing = torch.zeros((), dtype=kept.dtype, device=kept.device).expand(parameter.shape)
@@ -175,13 +175,13 @@ class WholeMatrixOptimizer(Optimizer):
     def _update_units(self) -> None:
         """Unit by unit; the exchanges of `AHEAD` units are under way at once."""
         jobs = [
-            _Job(unit, lanes, present)
+            _UnitStep(unit, lanes, present)
             for unit, lanes in self._jobs or ()
             if (present := frozenset(i for i, face in enumerate(unit.faces) if face.grad is not None))
         ]
         coming = deque(self._gather(job) for job in jobs[:AHEAD])
-        leaving: deque[tuple[_Job, Arrivals | None]] = deque()
-        across: deque[tuple[_Job, Arrivals | None]] = deque()
+        leaving: deque[tuple[_UnitStep, Arrivals | None]] = deque()
+        across: deque[tuple[_UnitStep, Arrivals | None]] = deque()
         news: dict[Mesh, dict[int, Any]] = {mesh: {} for mesh in self._states}
         for index, job in enumerate(jobs):
             wholes = job.unit.assemble(coming.popleft(), job.present)
@@ -199,11 +199,13 @@ class WholeMatrixOptimizer(Optimizer):
         self._tell(news)
 
     @staticmethod
-    def _gather(job: _Job) -> Arrivals | None:
+    def _gather(job: _UnitStep) -> Arrivals | None:
         return job.unit.gather(job.lanes.to_owners, job.present)
 
     @staticmethod
-    def _finish(leaving: deque[tuple[_Job, Arrivals | None]], across: deque[tuple[_Job, Arrivals | None]]) -> None:
+    def _finish(
+        leaving: deque[tuple[_UnitStep, Arrivals | None]], across: deque[tuple[_UnitStep, Arrivals | None]]
+    ) -> None:
         """The oldest unit's pieces are written, and go on to the replicas."""
         job, arrivals = leaving.popleft()
         job.unit.receive(arrivals)
@@ -374,13 +376,13 @@ class WholeMatrixOptimizer(Optimizer):
         raise UsageError("matrices were given to ranks already: build a new optimizer with all parameters")
 
 
-def _parts(named: list[Named], wanted: Callable[[Tensor], bool]) -> list[Named]:
+def _parts(named: list[NamedParamGroup], wanted: Callable[[Tensor], bool]) -> list[NamedParamGroup]:
     """The groups with the members that are wanted; none that is empty."""
     parts = [replace(group, members=[member for member in group.members if wanted(member[1])]) for group in named]
     return [part for part in parts if part.members]
 
 
-def _group(part: Named) -> dict[str, Any]:
+def _group(part: NamedParamGroup) -> dict[str, Any]:
     return {**part.options, "params": [parameter for _, parameter in part.members]}
 
 

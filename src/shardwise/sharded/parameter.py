@@ -98,7 +98,7 @@ class Home(Protocol):
         """It was written, perhaps in a way that no version tells."""
 
 
-class _Piece:
+class _LocalView:
     """`local` of a parameter that has no memory of its own: a new view each time."""
 
     def __get__(self, face: ShardedParameter | None, _: object) -> Any:
@@ -125,7 +125,7 @@ class ShardedParameter(Tensor):
         ValueError: the piece has another shape than its fragment.
     """
 
-    local: Tensor = _Piece()  # type: ignore[assignment]
+    local: Tensor = _LocalView()  # type: ignore[assignment]
     """This rank's piece: 1-D, row-major order. Writing to it in place writes the parameter. Every rank must do so,
     those with an empty piece too: the write is what has a unit that is still gathered be gathered again, which all
     ranks do together. A rank that skips its write computes with old weights while its peers wait for it. `copy_` of a

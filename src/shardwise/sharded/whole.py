@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import BufferKind, Collectives, Region
+from shardwise.comm.protocol import BufferKind, Collectives, FlatSpan
 from shardwise.sharded.placement import Placement
 
 
@@ -125,7 +125,7 @@ def _gather(placement: Placement, local: Tensor) -> Tensor:
     flat = buffer.bytes.view(local.dtype)
     with group.writing(buffer, after=group.mark()):
         flat[group.rank * layout.shard_numel : (group.rank + 1) * layout.shard_numel].copy_(own)
-    group.all_gather(buffer, (Region(0, shard_bytes),)).wait()
+    group.all_gather(buffer, (FlatSpan(0, shard_bytes),)).wait()
     whole = flat.clone()
     group.settle()
     group.release(buffer)

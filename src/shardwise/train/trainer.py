@@ -29,7 +29,7 @@ from shardwise.train.build.lora import base_digest
 from shardwise.train.build.models import TextShape, build_model
 from shardwise.train.build.optimizer import align_of, build_optimizer, set_lr
 from shardwise.train.build.sharding import compile_blocks, needs_loss_scaling, shard_model
-from shardwise.train.config.schedule import Schedule
+from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
 from shardwise.train.data.tokenizer import files_of
@@ -150,7 +150,7 @@ class Trainer:
         torch.manual_seed(train.seed + 1 + ranks.rank)  # dropout differs between ranks
         self.optimizer = self._optimizer()
         self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(self.config.parallel))
-        self.schedule = Schedule.of(train)
+        self.schedule = LearningRateSchedule.of(train)
         self.unread: deque[TakenStep] = deque()
         """Steps whose numbers may still be on the device, the oldest first."""
         self.last_read_s = -math.inf

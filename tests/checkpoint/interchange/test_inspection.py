@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import shardwise as sw
 from shardwise.checkpoint import convert, inspect
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
-from shardwise.checkpoint.interchange.inspection import Inspection, Partial, RunDirectory, groups
+from shardwise.checkpoint.interchange.inspection import InspectedRun, Inspection, Partial, groups
 from shardwise.cli.app import run
 from tests.checkpoint.states import build, step, train_and_save
 from tests.engine.cases import Case
@@ -114,7 +114,7 @@ def test_what_a_crash_left_and_runs(room: Path) -> None:
     assert isinstance(inspect(checkpoints / "step-000003.partial"), Partial)
     for path in (room, checkpoints):
         found = inspect(path)
-        assert isinstance(found, RunDirectory)
+        assert isinstance(found, InspectedRun)
         assert [(one.name, one.step, one.saved_by, one.state) for one in found.checkpoints] == [
             ("step-000001", 1, 2, "committed"),
             ("step-000002", 2, 2, "committed"),

@@ -201,7 +201,7 @@ def test_permuted_tensors(sizes: list[int], data: st.DataObject) -> None:
     tensor = torch.arange(float(torch.Size(sizes).numel())).view(sizes)
     moved = tensor.permute(order).contiguous()
     runs = IndexMap.paired(sizes, Strided(0, tensor.stride()), Strided(0, _strides(moved, order)))
-    named = [names_json.Named(("a", "b"), tuple(sizes), (Place("c", tuple(moved.shape), runs),))]
+    named = [names_json.NamedTensor(("a", "b"), tuple(sizes), (Place("c", tuple(moved.shape), runs),))]
     (again,) = names_json.decode(names_json.encode(named))
     assert (again.names, again.shape, again.places[0].shape) == (("a", "b"), tuple(sizes), tuple(moved.shape))
     assert again.places[0].runs.tuples() == runs.tuples()
@@ -224,7 +224,7 @@ def _strides(moved: torch.Tensor, order: list[int]) -> tuple[int, ...]:
 
 def test_a_transposed_matrix_is_a_few_numbers() -> None:
     runs = IndexMap.paired((700, 900), Strided(0, (900, 1)), Strided(0, (1, 700)))
-    text = names_json.encode([names_json.Named(("a",), (700, 900), (Place("b", (900, 700), runs),))])
+    text = names_json.encode([names_json.NamedTensor(("a",), (700, 900), (Place("b", (900, 700), runs),))])
     assert len(text) < 700 * 40
 
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.comm.backends.dry import DryCollectives
-from shardwise.comm.protocol import BufferKind, Reduction, Region
+from shardwise.comm.protocol import BufferKind, FlatSpan, Reduction
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -43,7 +43,7 @@ def test_fake_tensors() -> None:
         gather, reduce = dry.allocate(640, BufferKind.GATHER), dry.allocate(64 * 8, BufferKind.REDUCE)
         assert isinstance(gather.bytes, FakeTensor)
         dry.claim(gather)
-        dry.all_gather(gather, (Region(0, 10),)).wait()
+        dry.all_gather(gather, (FlatSpan(0, 10),)).wait()
         flat = reduce.bytes.view(torch.bfloat16)
         dry.reduce_scatter(reduce, (Reduction(flat, flat[20:24], False),)).wait()
         dry.reduce_scatter(reduce, (Reduction(flat, torch.empty(4), True),)).wait()

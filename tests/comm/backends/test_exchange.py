@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm.backends import gloo
 from shardwise.comm.backends.shared_memory import collectives as shm
-from shardwise.comm.protocol import BufferKind, Part, Reduction, Region, Work
+from shardwise.comm.protocol import AllToAllPart, BufferKind, FlatSpan, Reduction, Work
 from tests.comm.naive import FLOATS, KINDS, collectives, same_bits, sum_in_rank_order, values
 from tests.ranks import RankPools
 
@@ -23,28 +23,28 @@ OPTIONS = settings(max_examples=12, deadline=None, suppress_health_check=[Health
 def gather_rounds(kind: str, rounds: int) -> None:
     """Three slots used like an arena's: claimed and posted one ahead of the one that is read, ranks out of step."""
     comm = collectives(kind)
-    regions = (Region(0, 24), Region(24 * comm.world_size, 1000), Region(1024 * comm.world_size + 64, 8))
+    spans = (FlatSpan(0, 24), FlatSpan(24 * comm.world_size, 1000), FlatSpan(1024 * comm.world_size + 64, 8))
     slots = [comm.allocate(1100 * comm.world_size + 64, BufferKind.GATHER) for _ in range(3)]
     skew = random.Random(comm.rank)
 
     def start(number: int) -> Work:
         buffer = slots[number % 3]
         comm.claim(buffer)
-        for which, region in enumerate(regions):
-            own = region.start + comm.rank * region.shard_bytes
-            buffer.bytes[own : own + region.shard_bytes] = (number + 7 * comm.rank + which) % 251
+        for which, span in enumerate(spans):
+            own = span.start + comm.rank * span.shard_bytes
+            buffer.bytes[own : own + span.shard_bytes] = (number + 7 * comm.rank + which) % 251
         if skew.random() < 0.2:
             time.sleep(skew.random() * 0.003)
-        return comm.all_gather(buffer, regions)
+        return comm.all_gather(buffer, spans)
 
     work = start(0)
     for number in range(rounds):
         ahead = start(number + 1)
         work.wait()
         work.wait()
-        for which, region in enumerate(regions):
+        for which, span in enumerate(spans):
             for rank in range(comm.world_size):
-                theirs = slots[number % 3].bytes[region.start + rank * region.shard_bytes :][: region.shard_bytes]
+                theirs = slots[number % 3].bytes[span.start + rank * span.shard_bytes :][: span.shard_bytes]
                 assert theirs.eq((number + 7 * rank + which) % 251).all(), (number, which, rank)
         if skew.random() < 0.2:
             time.sleep(skew.random() * 0.003)
@@ -193,13 +193,13 @@ def run_program(kind: str, steps: list[tuple[str, int]]) -> None:
         if step == "gather":
             comm.claim(gathers[which])
             gathers[which].bytes.view(n, 64)[r] = (number + r) % 256
-            comm.all_gather(gathers[which], (Region(0, 64),)).wait()
+            comm.all_gather(gathers[which], (FlatSpan(0, 64),)).wait()
             assert gathers[which].bytes.view(n, 64)[:, 5].tolist() == [(number + q) % 256 for q in range(n)]
             comm.release(gathers[which])
         elif step == "replace":
             comm.claim(gathers[which])
             gathers[which].bytes.view(n, 64)[r] = number + r
-            comm.all_gather(gathers[which], (Region(0, 64),)).wait()
+            comm.all_gather(gathers[which], (FlatSpan(0, 64),)).wait()
             gathers[which] = comm.replace(gathers[which])
             comm.release(gathers[which])
         elif step == "reduce":
@@ -286,7 +286,7 @@ def all_to_all_rounds(kind: str, rounds: int) -> None:
 
     def start(number: int) -> tuple[Work, torch.Tensor]:
         parts = tuple(
-            Part(source, target, size(number, source, target))
+            AllToAllPart(source, target, size(number, source, target))
             for source in range(n)
             for target in range(n)
             if size(number, source, target)

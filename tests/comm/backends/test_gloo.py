@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.backends.gloo import GlooCollectives
-from shardwise.comm.protocol import Buffer, BufferKind, Region
+from shardwise.comm.protocol import Buffer, BufferKind, FlatSpan
 from shardwise.errors import CollectiveTimeout, MismatchError
 from tests.ranks import RankPool, RankPools
 
@@ -32,7 +32,7 @@ def other_order(what: str) -> str:
     try:
         if what == "buffers":
             for buffer in gathered:
-                comm.all_gather(buffer, (Region(0, 40),), label=buffer.index + 1).wait()
+                comm.all_gather(buffer, (FlatSpan(0, 40),), label=buffer.index + 1).wait()
         elif what == "ops":
             comm.all_reduce(torch.zeros(40), "sum" if comm.rank else "max").wait()
         else:
@@ -81,7 +81,7 @@ def ahead_of_a_failure() -> float:
             comm.all_reduce(torch.ones(20_000), "max").wait()
     else:
         buffer = comm.allocate(40 * comm.world_size, BufferKind.GATHER)
-        _, second = (comm.all_gather(buffer, (Region(0, 40),)) for _ in range(2))
+        _, second = (comm.all_gather(buffer, (FlatSpan(0, 40),)) for _ in range(2))
         with pytest.raises(CollectiveTimeout, match="rank 0 raised and left what rank 1 waits for"):
             second.wait()
     comm.abandon()  # nobody needs to be told again

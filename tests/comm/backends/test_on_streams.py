@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.backends import on_streams
 from shardwise.comm.backends.on_streams import StreamCollectives
-from shardwise.comm.protocol import BufferKind, Reduction, Region
+from shardwise.comm.protocol import BufferKind, FlatSpan, Reduction
 from tests.comm.nccl_double import BACKEND, KNOWN, Launch, NcclDouble, doubled, streams
 from tests.engine.rig import on_ranks
 
@@ -124,12 +124,12 @@ def test_sums_and_means_that_need_nothing_more_are_reduced_to_where_they_go(
 
 
 def gather(group: StreamCollectives, shard_bytes: tuple[int, ...] = (64, 128)) -> Tensor:
-    """Two regions, with each rank's number in its slices."""
+    """Two spans, with each rank's number in its slices."""
     buffer = group.allocate(group.world_size * sum(shard_bytes), BufferKind.GATHER)
-    regions = (Region(0, shard_bytes[0]), Region(group.world_size * shard_bytes[0], shard_bytes[1]))
-    for region in regions:
-        buffer.bytes[region.start + group.rank * region.shard_bytes :][: region.shard_bytes] = group.rank
-    group.all_gather(buffer, regions).wait()
+    spans = (FlatSpan(0, shard_bytes[0]), FlatSpan(group.world_size * shard_bytes[0], shard_bytes[1]))
+    for span in spans:
+        buffer.bytes[span.start + group.rank * span.shard_bytes :][: span.shard_bytes] = group.rank
+    group.all_gather(buffer, spans).wait()
     return buffer.bytes
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from shardwise.comm.protocol import Buffer, BufferKind, Collectives, Reduction, Region, Work
+from shardwise.comm.protocol import Buffer, BufferKind, Collectives, FlatSpan, Reduction, Work
 from shardwise.errors import CollectiveTimeout, MismatchError
 from tests.comm.naive import collectives
 from tests.ranks import RankPool, RankPools
@@ -25,7 +25,7 @@ def gather(comm: Collectives, buffer: Buffer, value: int) -> Work:
     comm.claim(buffer)
     share = buffer.bytes.numel() // comm.world_size
     buffer.bytes[comm.rank * share : (comm.rank + 1) * share] = value
-    return comm.all_gather(buffer, (Region(0, share),))
+    return comm.all_gather(buffer, (FlatSpan(0, share),))
 
 
 def segments() -> list[str]:
@@ -123,7 +123,7 @@ def poison() -> None:
         comm.claim(buffer)
         own = slice(comm.rank * 100, (comm.rank + 1) * 100)
         buffer.bytes[own] = number
-        comm.all_gather(buffer, (Region(0, 100),)).wait()
+        comm.all_gather(buffer, (FlatSpan(0, 100),)).wait()
         assert buffer.bytes[: 100 * comm.world_size].eq(number).all()
         comm.release(buffer)
         if number % 7 == comm.rank:
@@ -166,7 +166,7 @@ def other_order() -> str:
     one, two = (comm.allocate(400 * comm.world_size, BufferKind.GATHER) for _ in range(2))
     mine = two if comm.rank else one
     try:
-        comm.all_gather(mine, (Region(0, 400),), label=mine.index + 1).wait()
+        comm.all_gather(mine, (FlatSpan(0, 400),), label=mine.index + 1).wait()
     except MismatchError as error:
         return str(error)
     return "nothing was noticed"
@@ -184,8 +184,8 @@ def another_collective(what: str) -> str:
             comm.all_reduce(torch.zeros(3, dtype=torch.int32 if first else torch.float32))
         elif what == "ops":
             comm.barrier() if first else comm.broadcast(torch.zeros(1), 0)
-        elif what == "regions":
-            comm.all_gather(gather_buffer, (Region(0, 10 if first else 20),)).wait()
+        elif what == "spans":
+            comm.all_gather(gather_buffer, (FlatSpan(0, 10 if first else 20),)).wait()
         elif what == "reductions":
             part = flat[:100] if first else flat[100:200]
             comm.reduce_scatter(reduce_buffer, (Reduction(part, torch.empty(50), False),)).wait()
@@ -288,7 +288,7 @@ def test_ranks_that_wait_for_one_another_at_different_buffers_are_told_apart_at_
     assert all("the gather of one" in message and "the gather of two" in message for message in messages), messages
 
 
-@pytest.mark.parametrize("what", ["sizes", "dtypes", "ops", "regions", "reductions", "allocate"])
+@pytest.mark.parametrize("what", ["sizes", "dtypes", "ops", "spans", "reductions", "allocate"])
 def test_another_collective_is_noticed_by_all(ranks: RankPools, what: str) -> None:
     for rank, message in enumerate(ranks(2).run(another_collective, what)):
         assert f"rank {rank}" in message

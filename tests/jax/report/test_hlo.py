@@ -12,7 +12,7 @@ import jax  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 from shardwise.jax.report.groups import axes_of_groups, groups_in  # noqa: E402
-from shardwise.jax.report.hlo import Shape, parse  # noqa: E402
+from shardwise.jax.report.hlo import HloShape, parse  # noqa: E402
 
 TEXT = """HloModule jit_step, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }
 
@@ -38,7 +38,7 @@ def test_instructions() -> None:
     body = program.computations["body"]
     assert body.root == "t"
     line = body.instructions["sum"]
-    assert (line.opcode, line.operands, line.shapes) == ("all-reduce", ("one",), (Shape("f32", (8, 4)),))
+    assert (line.opcode, line.operands, line.shapes) == ("all-reduce", ("one",), (HloShape("f32", (8, 4)),))
     assert line.op_name == "jit(step)/a(b) 'c'"
     assert body.instructions["one"].index == 1
     assert program.entry.instructions["x"].op_name == "state.params['w']"
@@ -50,7 +50,7 @@ def test_instructions() -> None:
     [("pred", 6), ("bf16", 12), ("f32", 24), ("s4", 3), ("f8e4m3fn", 6), ("c64", 48)],
 )
 def test_sizes(dtype: str, nbytes: int) -> None:
-    assert Shape(dtype, (2, 3)).nbytes == nbytes
+    assert HloShape(dtype, (2, 3)).nbytes == nbytes
 
 
 @pytest.mark.parametrize(

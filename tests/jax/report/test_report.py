@@ -247,12 +247,12 @@ def test_describe() -> None:
     mesh = swj.mesh(4, replica=2)
     step = swj.train_step(small.loss_fn, optax.adamw(1e-2), mesh)
     found = swj.describe(step.init(swj.init(small.create, mesh, rules=[("embed", P())]).abstract()))
-    places = {place.path: place for place in found.places}
-    up = places["params.layers.up"]
+    arrays = {array.path: array for array in found.arrays}
+    up = arrays["params.layers.up"]
     assert (up.shape, up.dtype, up.spec, up.pieces) == ((2, 32, 128), "float32", "(-, -, fsdp)", 4)
     assert (up.nbytes, up.device_bytes) == (4 * 2 * 32 * 128, 2 * 32 * 128)
-    assert places["opt_state.0.mu.layers.up"].spec == up.spec
-    assert [place.path for place in found.replicated] == [
+    assert arrays["opt_state.0.mu.layers.up"].spec == up.spec
+    assert [array.path for array in found.replicated] == [
         "params.embed",
         "opt_state.0.mu.embed",
         "opt_state.0.nu.embed",
@@ -262,8 +262,8 @@ def test_describe() -> None:
 
 
 def test_describe_what_is_not_sharded() -> None:
-    places = swj.describe({"host": np.zeros(3), "one": jnp.zeros(3)}).places
-    assert [place.spec for place in places] == ["host", "one device"]
+    arrays = swj.describe({"host": np.zeros(3), "one": jnp.zeros(3)}).arrays
+    assert [array.spec for array in arrays] == ["host", "one device"]
 
 
 def test_a_picture(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from shardwise import accelerators
 from shardwise.errors import DifferentModelsError, LayoutError
 from shardwise.modules.deferred_init.builder import record
 from shardwise.modules.deferred_init.materialize import left_blank
-from shardwise.modules.deferred_init.memory import Memory
+from shardwise.modules.deferred_init.memory import RealStorages
 from shardwise.modules.deferred_init.op import Op
 from shardwise.modules.deferred_init.seeds import Seeds
 from shardwise.modules.deferred_init.tape import Tape
@@ -298,7 +298,7 @@ def count_draws(build: Build, blank: Callable[[nn.Module], list[str]] = lambda m
     """The operations that were drawn by seed, and the numbers of this rank."""
     done: list[str] = []
     model = on_meta(build)
-    run = Memory.run
+    run = RealStorages.run
 
     def counted(self: Any, op: Op, seed: int | None = None) -> None:
         if op.draw is not None:
@@ -306,7 +306,7 @@ def count_draws(build: Build, blank: Callable[[nn.Module], list[str]] = lambda m
         run(self, op, seed)
 
     with pytest.MonkeyPatch.context() as patch, left_blank(blank(model)), sw.init_on_device():
-        patch.setattr(Memory, "run", counted)
+        patch.setattr(RealStorages, "run", counted)
         sw.shard(model, units=lambda fqn, module: False)
     return done, sum(1 for p in model.parameters() if p.local.numel())  # type: ignore[attr-defined]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.modules.deferred_init import materialize
-from shardwise.modules.deferred_init.progress import Progress, told_to
+from shardwise.modules.deferred_init.progress import DrawingProgress, told_to
 
 GB = 1_000_000_000
 
@@ -19,7 +19,7 @@ def said(total_gb: float, draws: list[tuple[float, float]]) -> list[str]:
     """What is said of draws: (the time when each is over, in s; its GB)."""
     now_s, lines = 0.0, []
     with told_to(lines.append):
-        progress = Progress(int(total_gb * GB), lambda: now_s)
+        progress = DrawingProgress(int(total_gb * GB), lambda: now_s)
         for over_s, size_gb in draws:
             now_s = over_s
             progress.drew(int(size_gb * GB))
@@ -49,11 +49,11 @@ def test_short_drawing_is_not_worth_a_word() -> None:
 
 def test_without_a_hearer_it_is_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"shardwise: initial numbers: 1\.0 of 9\.0 GB"):
-        Progress(9 * GB, iter([0.0, 3.0]).__next__).drew(GB)
+        DrawingProgress(9 * GB, iter([0.0, 3.0]).__next__).drew(GB)
 
 
 class Counted:
-    """Stands for `Progress`; keeps what it is told."""
+    """Stands for `DrawingProgress`; keeps what it is told."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes, self.draws = total_bytes, list[int]()
@@ -68,7 +68,7 @@ def test_every_draw_on_the_cpu_counts_once(on_device: bool, monkeypatch: pytest.
         made.append(Counted(total_bytes))
         return made[-1]
 
-    monkeypatch.setattr(materialize, "Progress", counted)
+    monkeypatch.setattr(materialize, "DrawingProgress", counted)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
     with warnings.catch_warnings():

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.optim.matrices.ownership import Balance, Owner, product_cost
+from shardwise.optim.matrices.ownership import Balance, OwnerRank, product_cost
 
 
 @given(
@@ -16,7 +16,7 @@ def test_after_every_unit_loads_differ_by_one_matrix_at_most_from_the_best(
     units: list[list[int]], replicas: int, shards: int, seed: int
 ) -> None:
     balance = Balance(replicas, shards)
-    loads: dict[Owner, int] = {Owner(r, s): 0 for r in range(replicas) for s in range(shards)}
+    loads: dict[OwnerRank, int] = {OwnerRank(r, s): 0 for r in range(replicas) for s in range(shards)}
     dearest = total = 0
     for costs in units:
         held = [[(seed * 7 + i * 3 + s * 5) % 11 for s in range(shards)] for i in range(len(costs))]
@@ -27,10 +27,14 @@ def test_after_every_unit_loads_differ_by_one_matrix_at_most_from_the_best(
 
 
 def test_a_matrix_stays_where_it_lies_if_that_costs_no_balance() -> None:
-    assert Balance(1, 2).owners([10, 10], [[0, 5], [5, 0]]) == [Owner(0, 1), Owner(0, 0)]
-    assert Balance(1, 2).owners([10, 10, 10], [[0, 5], [1, 4], [0, 5]]) == [Owner(0, 1), Owner(0, 1), Owner(0, 0)]
-    assert Balance(1, 3).owners([10, 10], [[2, 3, 2], [2, 3, 2]]) == [Owner(0, 1), Owner(0, 0)]
-    assert Balance(2, 1).owners([10, 10], [[5], [5]]) == [Owner(0, 0), Owner(1, 0)]
+    assert Balance(1, 2).owners([10, 10], [[0, 5], [5, 0]]) == [OwnerRank(0, 1), OwnerRank(0, 0)]
+    assert Balance(1, 2).owners([10, 10, 10], [[0, 5], [1, 4], [0, 5]]) == [
+        OwnerRank(0, 1),
+        OwnerRank(0, 1),
+        OwnerRank(0, 0),
+    ]
+    assert Balance(1, 3).owners([10, 10], [[2, 3, 2], [2, 3, 2]]) == [OwnerRank(0, 1), OwnerRank(0, 0)]
+    assert Balance(2, 1).owners([10, 10], [[5], [5]]) == [OwnerRank(0, 0), OwnerRank(1, 0)]
 
 
 def test_the_cost_of_matrix_products() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from shardwise.plan.simulate.contention import Busy, Contention, Transfer, sharing
+from shardwise.plan.simulate.contention import Busy, Contention, TimedCollective, sharing
 
 
 @pytest.mark.parametrize(
@@ -22,15 +22,15 @@ def test_nothing_is_waited_for_where_nothing_runs() -> None:
 
 
 def test_links_are_shared_by_those_of_other_communicators_alone() -> None:
-    one = Transfer(1, "a", "within", 0.0, 10.0)
-    assert sharing([one, Transfer(2, "b", "within", 6.0, 12.0)]) == {1: 2.0, 2: 2.0}
-    assert sharing([one, Transfer(2, "a", "within", 6.0, 12.0)]) == {}
-    assert sharing([one, Transfer(2, "b", "between", 6.0, 12.0)]) == {}
-    assert sharing([one, Transfer(2, "b", "within", 10.0, 12.0)]) == {}
+    one = TimedCollective(1, "a", "within", 0.0, 10.0)
+    assert sharing([one, TimedCollective(2, "b", "within", 6.0, 12.0)]) == {1: 2.0, 2: 2.0}
+    assert sharing([one, TimedCollective(2, "a", "within", 6.0, 12.0)]) == {}
+    assert sharing([one, TimedCollective(2, "b", "between", 6.0, 12.0)]) == {}
+    assert sharing([one, TimedCollective(2, "b", "within", 10.0, 12.0)]) == {}
 
 
 def test_two_that_begin_together_take_twice_as_long() -> None:
     """Once the time that they share is that which they take."""
-    found = sharing([Transfer(1, "a", "within", 0.0, 20.0), Transfer(2, "b", "within", 0.0, 20.0)])
+    found = sharing([TimedCollective(1, "a", "within", 0.0, 20.0), TimedCollective(2, "b", "within", 0.0, 20.0)])
     assert math.isclose(found[1], 10.0)
     assert found[1] == found[2]

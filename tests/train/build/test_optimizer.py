@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.train.build.optimizer import align_of, build_optimizer, options_of, set_lr, set_options
-from shardwise.train.config.schedule import Schedule
+from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import TrainConfig
 
 
@@ -69,9 +69,9 @@ def test_muon_has_hidden_matrices_and_adamw_the_rest() -> None:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn) -> LearningRateSchedule:
     steps = draw(st.integers(2, 300))
-    return Schedule(
+    return LearningRateSchedule(
         lr=draw(st.floats(1e-6, 1)),
         steps=steps,
         warmup_steps=draw(st.integers(0, steps - 1)),
@@ -81,7 +81,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedules())
-def test_it_rises_to_lr_and_falls_to_the_ratio(schedule: Schedule) -> None:
+def test_it_rises_to_lr_and_falls_to_the_ratio(schedule: LearningRateSchedule) -> None:
     rates = [schedule(step) for step in range(schedule.steps)]
     peak = max(schedule.warmup_steps - 1, 0)
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
@@ -94,7 +94,7 @@ def test_it_rises_to_lr_and_falls_to_the_ratio(schedule: Schedule) -> None:
 
 
 def test_by_hand() -> None:
-    linear = Schedule(lr=1.0, steps=7, warmup_steps=2, shape="linear", min_lr_ratio=0.5)
+    linear = LearningRateSchedule(lr=1.0, steps=7, warmup_steps=2, shape="linear", min_lr_ratio=0.5)
     assert [linear(step) for step in range(7)] == pytest.approx([0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
-    cosine = Schedule(lr=1.0, steps=5, min_lr_ratio=0.0)
+    cosine = LearningRateSchedule(lr=1.0, steps=5, min_lr_ratio=0.0)
     assert cosine(2) == pytest.approx(0.5)

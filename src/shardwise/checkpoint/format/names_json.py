@@ -29,7 +29,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Named:
+class NamedTensor:
     """A tensor of a model that has other names than the file, more than one, or no tensor of its own there."""
 
     names: tuple[str, ...]
@@ -39,9 +39,9 @@ class Named:
     """Where its elements are stored."""
 
 
-def of_pieces(pieces: Iterable[WritablePiece]) -> list[Named]:
+def of_pieces(pieces: Iterable[WritablePiece]) -> list[NamedTensor]:
     """Those whose names or places differ from the files'. Shapes and places are global: those of any rank will do."""
-    return [Named(piece.names, piece.shape, piece.places) for piece in pieces if not _is_plain(piece)]
+    return [NamedTensor(piece.names, piece.shape, piece.places) for piece in pieces if not _is_plain(piece)]
 
 
 def _is_plain(piece: WritablePiece) -> bool:
@@ -52,7 +52,7 @@ def _is_plain(piece: WritablePiece) -> bool:
     return (place.name, place.shape, place.runs.tuples()) == (piece.name, piece.shape, runs)
 
 
-def encode(tensors: Sequence[Named]) -> bytes:
+def encode(tensors: Sequence[NamedTensor]) -> bytes:
     """The file's bytes."""
     described = [
         {
@@ -65,7 +65,7 @@ def encode(tensors: Sequence[Named]) -> bytes:
     return (json.dumps({"format": _FORMAT, "tensors": described}, separators=(",", ":")) + "\n").encode()
 
 
-def decode(text: str | bytes) -> list[Named]:
+def decode(text: str | bytes) -> list[NamedTensor]:
     """The inverse of `encode`. Raises ValueError, with the reason, for any other document."""
     try:
         document = json.loads(text)
@@ -76,7 +76,7 @@ def decode(text: str | bytes) -> list[Named]:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-def read(contents: Contents) -> list[Named]:
+def read(contents: Contents) -> list[NamedTensor]:
     """Of a checkpoint; none where all names are the same, or it is of a version that did not write them.
 
     Raises CheckpointError if it is damaged.
@@ -89,13 +89,13 @@ def read(contents: Contents) -> list[Named]:
         raise CheckpointError(f"{contents}/{NAME} is damaged: {error}") from None
 
 
-def _named(entry: Any) -> Named:
+def _named(entry: Any) -> NamedTensor:
     shape = _sizes(entry["shape"])
     places = tuple(Place(str(name), _sizes(stored), _runs(runs, stored)) for name, stored, runs in entry["places"])
     names = tuple(map(str, entry["names"]))
     if not names or not places or not tile([place.runs for place in places], math.prod(shape)):
         raise ValueError(f"{names} of shape {shape} are not all there")
-    return Named(names, shape, places)
+    return NamedTensor(names, shape, places)
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:

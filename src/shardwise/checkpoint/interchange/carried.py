@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from shardwise.checkpoint.format.names_json import Named
+from shardwise.checkpoint.format.names_json import NamedTensor
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 
 PART_BYTES = 32 * 2**20
@@ -76,7 +76,7 @@ class Carried:
     """Configuration and tokenizer, by name."""
     left_out: tuple[str, ...] = field(default=())
     """Names of the source's other contents, which have no place in a checkpoint."""
-    names: Sequence[Named] = ()
+    names: Sequence[NamedTensor] = ()
     """Of the model's tensors, those that are called otherwise in memory, or are otherwise cut."""
 
 

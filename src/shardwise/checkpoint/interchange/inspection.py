@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ModuleTensors:
     """The tensors of one module, and of those below it."""
 
     prefix: str
@@ -58,7 +58,7 @@ class Inspection:
     """Its faults, as far as was checked; empty where it is whole."""
     checked: str
     """How far that is."""
-    model: tuple[Group, ...] = ()
+    model: tuple[ModuleTensors, ...] = ()
     optimizer: dict[str, Any] | None = None
     """As `training.json` has it."""
     optimizer_bytes: int = 0
@@ -96,7 +96,7 @@ class RunCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class RunDirectory:
+class InspectedRun:
     """A directory of checkpoints, in order."""
 
     location: str
@@ -106,7 +106,7 @@ class RunDirectory:
 
 def inspect(
     location: Location, quick: bool = False, progress: Progress | None = None
-) -> Inspection | Partial | RunDirectory:
+) -> Inspection | Partial | InspectedRun:
     """Inspect a checkpoint of any kind, a partial one, or a run's checkpoints. No communication.
 
     Args:
@@ -122,7 +122,7 @@ def inspect(
         return _inspect(location, quick, progress)
 
 
-def _inspect(location: Location, quick: bool, progress: Progress | None) -> Inspection | Partial | RunDirectory:
+def _inspect(location: Location, quick: bool, progress: Progress | None) -> Inspection | Partial | InspectedRun:
     path = Path(location)
     if not is_url(location) and path.is_dir():
         if path.suffix == commit.PARTIAL:
@@ -177,14 +177,16 @@ def _check_places(directory: Path) -> None:
             )
 
 
-def groups(tensors: list[StoredTensor]) -> tuple[Group, ...]:
+def groups(tensors: list[StoredTensor]) -> tuple[ModuleTensors, ...]:
     """By module: up to and with the first number of a name, or else all but its last part; in order of appearance."""
     found: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         parts = tensor.name.split(".")[:-1]
         number = next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
         found.setdefault(".".join(parts[: number + 1]), []).append(tensor)
-    return tuple(Group(prefix, tuple(sorted(members, key=lambda t: t.name))) for prefix, members in found.items())
+    return tuple(
+        ModuleTensors(prefix, tuple(sorted(members, key=lambda t: t.name))) for prefix, members in found.items()
+    )
 
 
 def _sizes(location: Location) -> dict[str, int]:
@@ -194,7 +196,7 @@ def _sizes(location: Location) -> dict[str, int]:
     return {name: directory.size(name) for name in directory.names() if directory.has(name)}
 
 
-def _run(path: Path) -> RunDirectory | None:
+def _run(path: Path) -> InspectedRun | None:
     """The checkpoints of a run's directory or of its `checkpoints`; None if it is neither."""
     if directory_of(path).has(manifest.NAME):
         return None
@@ -204,7 +206,7 @@ def _run(path: Path) -> RunDirectory | None:
     has_begun = has_final or (path / "metrics.jsonl").is_file()
     if not (names or (has_begun and (path / "config.toml").is_file())):
         return None
-    return RunDirectory(str(path), tuple(_run_checkpoint(entry) for entry in names), has_final)
+    return InspectedRun(str(path), tuple(_run_checkpoint(entry) for entry in names), has_final)
 
 
 def _run_checkpoint(path: Path) -> RunCheckpoint:

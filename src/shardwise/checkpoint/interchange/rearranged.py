@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.format.local_tensor import DTYPES
-from shardwise.checkpoint.format.names_json import Named
+from shardwise.checkpoint.format.names_json import NamedTensor
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 from shardwise.checkpoint.interchange.carried import PART_BYTES, Run, Tensors, parts
 from shardwise.checkpoint.names.index_map import IndexMap, tile
 from shardwise.layout.ranges import Range
 
 
-class _Origin(NamedTuple):
+class _BoundedOrigin(NamedTuple):
     """Some elements of a tensor are those of another."""
 
     source: str
@@ -42,7 +42,7 @@ class Rearranged:
 
     source: Tensors
     stored: Mapping[str, StoredTensor]
-    made: Mapping[str, Sequence[_Origin]]
+    made: Mapping[str, Sequence[_BoundedOrigin]]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """See `Tensors`."""
@@ -69,26 +69,26 @@ class Rearranged:
         return parts(self, name) if name in self.made else self.source.runs(name)
 
 
-def as_in_memory(files: Tensors, names: Sequence[Named]) -> Tensors:
+def as_in_memory(files: Tensors, names: Sequence[NamedTensor]) -> Tensors:
     """The tensors of files under the names that their model has for them, tied ones under the first.
 
     Raises ValueError where `names` are of other tensors than these.
     """
-    made = {tensor.names[0]: [_Origin.of(place.name, place.runs) for place in tensor.places] for tensor in names}
+    made = {tensor.names[0]: [_BoundedOrigin.of(place.name, place.runs) for place in tensor.places] for tensor in names}
     _check(files, {place.name: place.shape for tensor in names for place in tensor.places})
     return _rearranged(files, made, {tensor.names[0]: tensor.shape for tensor in names})
 
 
-def as_stored(model: Tensors, names: Sequence[Named]) -> Tensors:
+def as_stored(model: Tensors, names: Sequence[NamedTensor]) -> Tensors:
     """The tensors of a model in memory as they are in files: what `as_in_memory` was given. Of tied ones the first.
 
     Raises ValueError where `names` are of other tensors than these.
     """
-    made: dict[str, list[_Origin]] = {}
+    made: dict[str, list[_BoundedOrigin]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in names:
         for place in tensor.places:
-            made.setdefault(place.name, []).append(_Origin.of(tensor.names[0], place.runs.inverse()))
+            made.setdefault(place.name, []).append(_BoundedOrigin.of(tensor.names[0], place.runs.inverse()))
             shapes[place.name] = place.shape
     _check(model, {name: tensor.shape for tensor in names for name in tensor.names})
     return _rearranged(model, made, shapes, {name for tensor in names for name in tensor.names[1:]})
@@ -102,7 +102,7 @@ def _check(source: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 def _rearranged(
     source: Tensors,
-    made: Mapping[str, Sequence[_Origin]],
+    made: Mapping[str, Sequence[_BoundedOrigin]],
     shapes: Mapping[str, tuple[int, ...]],
     tied: set[str] | frozenset[str] = frozenset(),
 ) -> Rearranged:

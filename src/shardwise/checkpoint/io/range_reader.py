@@ -48,7 +48,7 @@ class RangeReader:
         self._buffers = buffers
         self._pool = ThreadPool(_BUFFERS)
         self._asked: deque[Future[int]] = deque()
-        self._window: _Window | None = None
+        self._window: _ReadWindow | None = None
         self.direct_bytes = 0
         """Requested bytes that came past the page cache."""
 
@@ -70,7 +70,7 @@ class RangeReader:
             if self._window is not None and not self._window.takes(start, past_cache):
                 self._put()
             if self._window is None:
-                self._window = _Window(start, past_cache)
+                self._window = _ReadWindow(start, past_cache)
             step = self._window.add(start, into)
             into, start = into[step:], start + step
 
@@ -88,7 +88,7 @@ class RangeReader:
             self.direct_bytes += self._asked.popleft().result()
         self._asked.append(self._pool.submit(self._read, window))
 
-    def _read(self, window: _Window) -> int:
+    def _read(self, window: _ReadWindow) -> int:
         """Returns the bytes wanted that came past the page cache."""
         reached, direct_bytes = window.base, 0
         if window.past_cache and window.stop - window.base >= _LEAST_BYTES:
@@ -105,7 +105,7 @@ class RangeReader:
         return direct_bytes
 
 
-class _Window:
+class _ReadWindow:
     """Some pages of a file, and the ranges in them that are wanted."""
 
     def __init__(self, start: int, past_cache: bool) -> None:

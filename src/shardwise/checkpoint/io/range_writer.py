@@ -73,14 +73,14 @@ class RangeWriter:
             self.sync()
         file, sums = _File(path), RegionSums()
         self._files.append(file)
-        window: _Window | None = None
+        window: _WriteWindow | None = None
         for start, data in ranges:
             view = memoryview(data).cast("B")
             if window is not None and window.stop != start:
                 self._put(file, window)
                 window = None
             while view:
-                window = window or _Window(self._take(), start)
+                window = window or _WriteWindow(self._take(), start)
                 step = window.fill(view)
                 sums.add(start, view[:step])
                 self.written_bytes += step
@@ -103,7 +103,7 @@ class RangeWriter:
         while self._files:
             self._files.pop().close()
 
-    def _put(self, file: _File, window: _Window) -> None:
+    def _put(self, file: _File, window: _WriteWindow) -> None:
         """Submit a window's bytes for writing, or keep them for `write_kept` if they are few."""
         pages = cut_at_pages(window.start, window.stop)
         if file.is_direct and pages.whole.length >= _LEAST_BYTES:
@@ -130,7 +130,7 @@ class RangeWriter:
         self._free.append(memory)
 
 
-class _Window:
+class _WriteWindow:
     """A buffer that lies over some pages of a file, and what of them has been filled."""
 
     def __init__(self, memory: memoryview, start: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.buffers import PrivateBuffers, check_reductions, deliver, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Combine, Part, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Work
 
 
 class DryCollectives(PrivateBuffers):
@@ -18,7 +18,7 @@ class DryCollectives(PrivateBuffers):
 
     name = "dry"
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Peers' slices stay as they are."""
         return FINISHED
 
@@ -34,7 +34,7 @@ class DryCollectives(PrivateBuffers):
         """Leave the tensor as it is."""
         return after
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Nothing arrives."""
         into.zero_()
         return FINISHED

@@ -28,7 +28,7 @@ from shardwise.comm.buffers import (
     shares,
     slice_of,
 )
-from shardwise.comm.protocol import FINISHED, Buffer, Combine, Part, Reduction, Region, Then, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Then, Work
 from shardwise.comm.signature import in_words, mismatch, sign
 from shardwise.comm.summation import RankOrderSum
 from shardwise.comm.timeout import timeout_s
@@ -57,7 +57,7 @@ class GlooCollectives(PrivateBuffers):
         super().__init__(group.rank(), group.size(), "cpu", poison)
         self.process_group = group
         number = _made[group] = _made.get(group, 0) + 1
-        self._line = _Line(group, number, timedelta(seconds=timeout_s(group)), self.labels)
+        self._transport = _Transport(group, number, timedelta(seconds=timeout_s(group)), self.labels)
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._left: list[_Post] = []
         """Of collectives that were abandoned: gloo may still be at their messages."""
@@ -69,23 +69,23 @@ class GlooCollectives(PrivateBuffers):
     @property
     def scratch_bytes(self) -> int:
         """Sums, staged slices of peers, small messages and headers."""
-        return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes + self._line.header_bytes
+        return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes + self._transport.header_bytes
 
     @torch.no_grad()
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
-        """Send the own slice of each region to every peer, and receive theirs in place."""
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
+        """Send the own slice of each span to every peer, and receive theirs in place."""
         slices = [
             [buffer.bytes[r.start + q * r.shard_bytes :][: r.shard_bytes] for q in range(self.world_size)]
-            for r in regions
+            for r in spans
         ]
-        return self._gather(self._post(sign("all_gather", label, buffer.index, regions)), slices)
+        return self._gather(self._post(sign("all_gather", label, buffer.index, spans)), slices)
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
         """Send each peer its slice; sum the peers' terms of the own slice in rank order, piece by piece."""
         check_reductions(reductions, self.world_size, may_scale=False)
         jobs = [
-            _Job([slice_of(r.flat, q, self.world_size) for q in range(self.world_size)], r.out, r.accumulate)
+            _ReduceScatter([slice_of(r.flat, q, self.world_size) for q in range(self.world_size)], r.out, r.accumulate)
             for r in reductions
         ]
         what = tuple((r.flat.dtype, r.out.numel()) for r in reductions)
@@ -101,14 +101,14 @@ class GlooCollectives(PrivateBuffers):
         if flat.numel() * flat.itemsize <= SMALL_BYTES:
             sent = self._small[: flat.nbytes].view(flat.dtype)  # peers read it while the result is written
             sent.copy_(flat)
-            self._reduce(post, [_Job([sent] * self.world_size, flat, False, op)]).wait()
+            self._reduce(post, [_ReduceScatter([sent] * self.world_size, flat, False, op)]).wait()
             return FINISHED
         parts = shares(flat, self.world_size)
-        summed = self._reduce(post, [_Job(parts, parts[self.rank], False, op)])
+        summed = self._reduce(post, [_ReduceScatter(parts, parts[self.rank], False, op)])
         return Then(summed, lambda: self._gather(post, [parts]))
 
     @torch.no_grad()
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Each part is a message."""
         post = self._post(sign("all_to_all", label, buffer.index, parts))
         arrivals: list[_Message] = []
@@ -116,7 +116,7 @@ class GlooCollectives(PrivateBuffers):
             arrivals += post.receive(into[start : start + part.nbytes], part.source, "part")
         for part, start in sent_parts(parts, self.rank):
             post.send(buffer.bytes[start : start + part.nbytes], part.target, "part")
-        return _Arrivals(post, arrivals)
+        return _Receives(post, arrivals)
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -128,7 +128,7 @@ class GlooCollectives(PrivateBuffers):
         above = [(position - span + src) % self.world_size] if position else []
         steps = [span >> k for k in range(1, span.bit_length())]
         below = [(position + step + src) % self.world_size for step in steps if position + step < self.world_size]
-        post = _Post(self._line, sign("broadcast", 0, flat.numel(), flat.dtype, src), below, above)
+        post = _Post(self._transport, sign("broadcast", 0, flat.numel(), flat.dtype, src), below, above)
         for peer in above:
             post.wait(post.receive(flat, peer, 0))
         for peer in below:
@@ -158,11 +158,11 @@ class GlooCollectives(PrivateBuffers):
 
     def abandon(self) -> None:
         """Send a header to every peer that says so."""
-        if self._line.failure is None:  # else peers are told
+        if self._transport.failure is None:  # else peers are told
             self._left.append(self._post(sign("abandon")))
 
     def _post(self, signature: int, length: int = 0) -> _Post:
-        return _Post(self._line, signature, self._peers, self._peers, length)
+        return _Post(self._transport, signature, self._peers, self._peers, length)
 
     def _gather(self, post: _Post, slices: Sequence[Sequence[Tensor]]) -> Work:
         arrivals: list[_Message] = []
@@ -171,9 +171,9 @@ class GlooCollectives(PrivateBuffers):
                 arrivals += post.receive(by_rank[peer], peer, ("gather", number))
             for peer in self._peers:
                 post.send(by_rank[self.rank], peer, ("gather", number))
-        return _Arrivals(post, arrivals)
+        return _Receives(post, arrivals)
 
-    def _reduce(self, post: _Post, jobs: list[_Job]) -> Work:
+    def _reduce(self, post: _Post, jobs: list[_ReduceScatter]) -> Work:
         self._reducing.wait()
         if not self._staging.numel():
             with torch.inference_mode(False):
@@ -195,7 +195,7 @@ class _Message:
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _Transport:
     """Where messages go, how long to wait for one, and what labels mean."""
 
     group: dist.ProcessGroup
@@ -244,34 +244,36 @@ class _Line:
 class _Post:
     """The messages of one collective: numbers and posts them, and turns their failures into typed errors."""
 
-    def __init__(self, line: _Line, signature: int, to: Sequence[int], hears: Sequence[int], length: int = 0) -> None:
+    def __init__(
+        self, transport: _Transport, signature: int, to: Sequence[int], hears: Sequence[int], length: int = 0
+    ) -> None:
         """Sends the header to the peers `to` and expects one of each peer in `hears`."""
-        self.world_size = line.group.size()
-        self._line = line
-        self._rank = line.group.rank()
+        self.world_size = transport.group.size()
+        self._transport = transport
+        self._rank = transport.group.rank()
         self._signature = signature
-        line.sequence += 1
-        self._sequence = line.sequence
+        transport.sequence += 1
+        self._sequence = transport.sequence
         self._sent: list[_Message] = []
         self._hears = hears
-        self._headers: Tensor | None = line.headers()
+        self._headers: Tensor | None = transport.headers()
         self._headers.numpy()[self._rank] = signature, length
         mine = self._headers[self._rank]
         self._unread = [self._hear(self._headers[peer], peer) for peer in hears]
         for peer in to:
             self._sent.append(
-                _Message(self._try(peer, line.group.send, *line.header(mine, peer, self._sequence)), peer)
+                _Message(self._try(peer, transport.group.send, *transport.header(mine, peer, self._sequence)), peer)
             )
 
     def send(self, tensor: Tensor, peer: int, part: object) -> None:
         if tensor.numel():
-            work = self._try(peer, self._line.group.send, *self._letter(tensor, peer, part))
+            work = self._try(peer, self._transport.group.send, *self._letter(tensor, peer, part))
             self._sent.append(_Message(work, peer))
 
     def receive(self, tensor: Tensor, peer: int, part: object) -> list[_Message]:
         if not tensor.numel():
             return []
-        return [_Message(self._try(peer, self._line.group.recv, *self._letter(tensor, peer, part)), peer)]
+        return [_Message(self._try(peer, self._transport.group.recv, *self._letter(tensor, peer, part)), peer)]
 
     def lengths(self) -> dict[int, int]:
         """What the peers' headers say of the message behind them, in bytes. Waits for the headers.
@@ -286,43 +288,43 @@ class _Post:
     def wait(self, arrivals: Sequence[_Message]) -> None:
         self._read_headers()
         for message in arrivals:
-            self._try(message.peer, message.work.wait, self._line.timeout)
+            self._try(message.peer, message.work.wait, self._transport.timeout)
 
     def wait_sent(self) -> None:
         self._read_headers()
         for message in self._sent:
-            self._try(message.peer, message.work.wait, self._line.timeout)
+            self._try(message.peer, message.work.wait, self._transport.timeout)
         self._sent.clear()
         if self._headers is not None:
-            self._line.free_headers.append(self._headers)
+            self._transport.free_headers.append(self._headers)
             self._headers = None
 
     def _read_headers(self) -> None:
         unread, self._unread = self._unread, []
         for message in unread:
-            self._try(message.peer, message.work.wait, self._line.timeout)
+            self._try(message.peer, message.work.wait, self._transport.timeout)
             assert self._headers is not None
             theirs = int(self._headers.numpy()[message.peer, 0])
             if theirs != self._signature:
-                line = self._line
-                raise line.fail(mismatch(self._rank, self._signature, message.peer, theirs, line.labels))
+                transport = self._transport
+                raise transport.fail(mismatch(self._rank, self._signature, message.peer, theirs, transport.labels))
 
     def _hear(self, header: Tensor, peer: int) -> _Message:
-        line = self._line
-        return _Message(self._try(peer, line.group.recv, *line.header(header, peer, self._sequence)), peer)
+        transport = self._transport
+        return _Message(self._try(peer, transport.group.recv, *transport.header(header, peer, self._sequence)), peer)
 
     def _letter(self, tensor: Tensor, peer: int, part: object) -> tuple[list[Tensor], int, int]:
-        what = (self._line.number, self._sequence, self._signature, part, tensor.nbytes)
+        what = (self._transport.number, self._sequence, self._signature, part, tensor.nbytes)
         return [tensor.view(torch.uint8)], peer, _tag(*what)
 
     def _try(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        if self._line.failure is not None:
-            raise type(self._line.failure)(*self._line.failure.args)
+        if self._transport.failure is not None:
+            raise type(self._transport.failure)(*self._transport.failure.args)
         try:
             return call(*arguments)
         except RuntimeError as error:
-            what = in_words(self._signature, self._line.labels)
-            raise self._line.fail(
+            what = in_words(self._signature, self._transport.labels)
+            raise self._transport.fail(
                 CollectiveTimeout(
                     f"{what} (number {self._sequence} of its group) on rank {self._rank}: nothing from rank {peer}. It "
                     f"is gone, or it hangs. ({error})"
@@ -334,7 +336,7 @@ def _tag(*label: object) -> int:
     return zlib.crc32(repr(label).encode()) & 0x7FFFFFFF
 
 
-class _Arrivals:
+class _Receives:
     """Messages that land where they belong."""
 
     def __init__(self, post: _Post, arrivals: list[_Message]) -> None:
@@ -348,7 +350,7 @@ class _Arrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _ReduceScatter:
     """Rank q is to have, in its `out`, the sum over ranks of parts[q]."""
 
     parts: Sequence[Tensor]
@@ -358,25 +360,25 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ReduceChunk:
     """As much of a job as fits half of the staging memory: this rank's term, the result and the label on the wire."""
 
     own: Tensor
     out: Tensor
-    job: _Job
+    job: _ReduceScatter
     part: tuple[str, int, int]
 
 
 class _Reduce:
     """Reductions under way. All sends are posted at once; two pieces at a time are arriving or being summed."""
 
-    def __init__(self, post: _Post, jobs: list[_Job], rank: int, staging: Tensor, add: RankOrderSum) -> None:
+    def __init__(self, post: _Post, jobs: list[_ReduceScatter], rank: int, staging: Tensor, add: RankOrderSum) -> None:
         self._post = post
         self._rank = rank
         self._halves = staging.view(2, -1)
         self._row_bytes = self._halves.shape[1] // max(1, post.world_size - 1) // 64 * 64
         self._sum = add
-        self._pieces: list[_Piece] = []
+        self._pieces: list[_ReduceChunk] = []
         for number, job in enumerate(jobs):
             width = self._row_bytes // job.parts[0].itemsize
             for peer, theirs in enumerate(job.parts):
@@ -386,7 +388,7 @@ class _Reduce:
             for index, (own, out) in enumerate(
                 zip(pieces_of(job.parts[rank], width), pieces_of(job.out, width), strict=True)
             ):
-                self._pieces.append(_Piece(own, out, job, ("reduce", number, index)))
+                self._pieces.append(_ReduceChunk(own, out, job, ("reduce", number, index)))
         self._arrivals = [self._receive(k) for k in range(min(2, len(self._pieces)))]
 
     def wait(self) -> None:

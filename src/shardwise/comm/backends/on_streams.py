@@ -34,7 +34,7 @@ from shardwise.comm.buffers import (
     slice_of,
 )
 from shardwise.comm.channel import channel_of
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Part, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, FlatSpan, Reduction, Work
 from shardwise.comm.timeout import timeout_s
 
 if TYPE_CHECKING:
@@ -129,14 +129,14 @@ class StreamCollectives(PrivateBuffers):
             self._current().wait_event(self._read)
             self._read = None
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
-        """In place, on the gather stream; several regions are one launch."""
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
+        """In place, on the gather stream; several spans are one launch."""
         stream = self._gather_stream
         self._after_slices(buffer, stream)
-        with accelerators.on(stream), self._together(self._group, len(regions)):
-            for region in regions:
-                nbytes = region.shard_bytes * self.world_size
-                whole = buffer.bytes[region.start : region.start + nbytes]
+        with accelerators.on(stream), self._together(self._group, len(spans)):
+            for span in spans:
+                nbytes = span.shard_bytes * self.world_size
+                whole = buffer.bytes[span.start : span.start + nbytes]
                 _all_gather(whole, slice_of(whole, self.rank, self.world_size), group=self._group)
         return _OnStream(stream, keep=buffer)
 
@@ -193,7 +193,7 @@ class StreamCollectives(PrivateBuffers):
         return _OnStream(self._reduce_stream, keep=(tensor, after))
 
     @torch.no_grad()
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """On the reduce stream; one launch."""
         sent, received = [0] * self.world_size, [0] * self.world_size
         for part, _ in sent_parts(parts, self.rank):

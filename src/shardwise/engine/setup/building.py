@@ -14,7 +14,7 @@ from shardwise.engine.setup.agreement import agree_on_init, agree_on_layout, agr
 from shardwise.engine.units.extended import ExtendedGroup
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.kept import Dtypes
-from shardwise.engine.units.settings import Settings
+from shardwise.engine.units.settings import UnitSettings
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import LayoutError
 from shardwise.modules.deferred_init.materialize import draws_on_device, materialize, on_meta
@@ -47,8 +47,8 @@ def build_units(
     """
     mesh, precision, resharding = engine.mesh, engine.precision, engine.resharding
     few = linear_weights(model) if precision.frozen is not None else set()
-    inner = Settings(resharding)
-    outer = Settings(resharding, precision.param if precision.cast_inputs else None, precision.output)
+    inner = UnitSettings(resharding)
+    outer = UnitSettings(resharding, precision.param if precision.cast_inputs else None, precision.output)
     given = {fqn: parameter for plan in plans for fqn, parameter, _ in plan.parameters}
     if extended := [f"{fqn}|{tuple(p.shape)}" for fqn, p in given.items() if hasattr(p, EXTENDED)]:
         agree_on_layout([], [], extended, mesh)  # before their classes ask all ranks for something

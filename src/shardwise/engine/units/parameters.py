@@ -217,7 +217,7 @@ class UnitParameters:
         self._note_writes(self._unsharded_version)
         slices = self.slices_for(slot)
         slices.write_to(slot)
-        self._work = slot.collectives.all_gather(slot.buffer, slices.regions, label)
+        self._work = slot.collectives.all_gather(slot.buffer, slices.spans, label)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all_gather and point the leaves at the slot."""

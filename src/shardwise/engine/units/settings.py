@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class UnitSettings:
     """Of one unit."""
 
     resharding: bool | int = True
@@ -21,7 +21,7 @@ class Settings:
     """Likewise its output."""
 
 
-PLAIN = Settings()
+PLAIN = UnitSettings()
 
 
 @dataclass(frozen=True, slots=True)

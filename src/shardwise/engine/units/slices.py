@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardwise.comm.protocol import FINISHED, Collectives, Region, Work
+from shardwise.comm.protocol import FINISHED, Collectives, FlatSpan, Work
 from shardwise.engine.units.arena import Slot
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ class Slices:
         """Of the weights that are in them."""
         self._written: Work = FINISHED
         numels = [group.dtypes.kept_numel(group.layout.numel // collectives.world_size) for group in groups]
-        self.regions = tuple(
-            Region(group.gathered_start, numel * group.dtypes.gathered.itemsize)
+        self.spans = tuple(
+            FlatSpan(group.gathered_start, numel * group.dtypes.gathered.itemsize)
             for group, numel in zip(groups, numels, strict=True)
         )
         self._places = [
-            (region.start + collectives.rank * region.shard_bytes, numel, group.dtypes.gathered)
-            for region, group, numel in zip(self.regions, groups, numels, strict=True)
+            (span.start + collectives.rank * span.shard_bytes, numel, group.dtypes.gathered)
+            for span, group, numel in zip(self.spans, groups, numels, strict=True)
         ]
 
     @property

@@ -20,7 +20,7 @@ from shardwise.engine.units.calls import UnitCalls
 from shardwise.engine.units.gradients import Key, UnitGradients
 from shardwise.engine.units.group import Group
 from shardwise.engine.units.parameters import UnitParameters
-from shardwise.engine.units.settings import PLAIN, Settings
+from shardwise.engine.units.settings import PLAIN, UnitSettings
 from shardwise.errors import UsageError
 from shardwise.modules.dtypes import explain
 from shardwise.modules.site import Values
@@ -62,7 +62,7 @@ class Unit:
         modules: Sequence[nn.Module],
         groups: Sequence[Group],
         ancestors: Sequence[Unit] = (),
-        settings: Settings = PLAIN,
+        settings: UnitSettings = PLAIN,
         states: StateStore | None = None,
     ) -> None:
         self.fqn = fqn

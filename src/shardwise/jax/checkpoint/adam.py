@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from shardwise.jax.checkpoint.leaves import Leaf, dotted
-from shardwise.jax.checkpoint.name_map import NameMap, Part
+from shardwise.jax.checkpoint.name_map import LeafPlace, NameMap
 
 CLASS = "AdamW"
 """That files name. torch's Adam has the same state."""
@@ -39,13 +39,13 @@ def _is_state(node: Any) -> bool:
 
 def parts_of_moments(
     states: Sequence[str], model: Sequence[Leaf], others: Sequence[Leaf], names: NameMap
-) -> dict[str, tuple[Part, ...]]:
+) -> dict[str, tuple[LeafPlace, ...]]:
     """By path, where the means among the other leaves lie; nothing unless every parameter has both, once.
 
     states: as `states_in` found them. Below one, the path of a mean is `mu` or `nu` before that of its parameter.
     """
     shapes = {leaf.path: leaf.shape for leaf in model}
-    found: dict[str, tuple[Part, ...]] = {}
+    found: dict[str, tuple[LeafPlace, ...]] = {}
     seen: list[tuple[str, str]] = []
     for leaf in others:
         moment, parameter = _split(leaf.path, states)
@@ -65,7 +65,7 @@ def _split(path: str, states: Sequence[str]) -> tuple[str | None, str]:
     return None, ""
 
 
-def document(moments: Mapping[str, Sequence[Part]], others: Sequence[Leaf]) -> dict[str, Any]:
+def document(moments: Mapping[str, Sequence[LeafPlace]], others: Sequence[Leaf]) -> dict[str, Any]:
     """What `training.json` says of the optimizer, as the torch engine writes it for AdamW, without groups: whoever
     loads it keeps the options that it has."""
     count = next((leaf for leaf in others if _counts_beside(leaf, moments)), None)

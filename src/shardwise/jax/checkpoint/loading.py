@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError, UsageError
 from shardwise.jax.checkpoint import adam, tree_json
 from shardwise.jax.checkpoint.from_orbax import is_of_orbax
 from shardwise.jax.checkpoint.leaves import VARIABLES, Leaf, leaves_of, random_streams, split, with_leaves
-from shardwise.jax.checkpoint.name_map import ANY, PLAIN, NameMap, Part
+from shardwise.jax.checkpoint.name_map import ANY, PLAIN, LeafPlace, NameMap
 from shardwise.jax.checkpoint.pieces import DTYPES, LeafToRead
 from shardwise.jax.checkpoint.processes import Processes
 from shardwise.jax.checkpoint.saving import names_of
@@ -33,7 +33,7 @@ _SHOWN = 8
 _DISAGREE = "processes disagree about what to load: give every process the same path and a tree of the same leaves"
 
 
-Parts = Mapping[str, Sequence[Part]]
+Parts = Mapping[str, Sequence[LeafPlace]]
 """Of leaves, by path; what is not in it lies under its own path."""
 
 
@@ -159,7 +159,7 @@ class _Reading:
         stored = files.tensors
         left = dict.fromkeys(name for name in stored if not names.ignores(name))
         for leaf in leaves:
-            own = parts.get(leaf.path, (Part(leaf.path),))
+            own = parts.get(leaf.path, (LeafPlace(leaf.path),))
             for part in own:
                 left.pop(part.name, None)
             missing = [part.name for part in own if part.name not in stored]
@@ -174,7 +174,7 @@ class _Reading:
         if not isinstance(self._opened, Contents) or not tree_json.is_there(self._opened):
             return list(leaves)
         files = tensor_files.find(self._opened, tensor_files.OPTIMIZER)
-        parts = {leaf.path: (Part(f"{VARIABLES}.{leaf.path}"),) for leaf in leaves}
+        parts = {leaf.path: (LeafPlace(f"{VARIABLES}.{leaf.path}"),) for leaf in leaves}
         found, absent = _apart(leaves, lambda leaf: parts[leaf.path][0].name in files.tensors)
         self.expect(found, files, parts, ANY)
         return absent
@@ -220,7 +220,7 @@ class _Reading:
         moments = adam.parts_of_moments(states, of_model, rest, names)
         self.expect(rest, tensor_files.find(self._opened, tensor_files.OPTIMIZER), moments)
 
-    def _fits(self, leaf: Leaf, parts: Sequence[Part], stored: Mapping[str, StoredTensor]) -> bool:
+    def _fits(self, leaf: Leaf, parts: Sequence[LeafPlace], stored: Mapping[str, StoredTensor]) -> bool:
         rows = [part.row for part in parts if part.row is not None]
         if rows and sorted(rows) != list(range(leaf.shape[0] if leaf.shape else 0)):
             self._wrong.append(f"{leaf.path} (here {leaf.shape}, stored in {len(rows)} rows)")
@@ -274,7 +274,7 @@ class _Reading:
                 group, nbytes = [], 0
 
 
-def _dims(part: Part) -> int:
+def _dims(part: LeafPlace) -> int:
     return (part.row is not None) + len(part.order or ())
 
 

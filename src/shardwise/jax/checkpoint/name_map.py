@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LeafPlace:
     """A tensor in a file that holds a leaf, or one row of it."""
 
     name: str
@@ -38,7 +38,7 @@ class Part:
         return [self.name, self.row, None if self.order is None else list(self.order)]
 
     @classmethod
-    def of_json(cls, entry: Sequence[Any]) -> Part:
+    def of_json(cls, entry: Sequence[Any]) -> LeafPlace:
         """What `to_json` gave."""
         name, row, order = entry
         return cls(str(name), None if row is None else int(row), None if order is None else tuple(map(int, order)))
@@ -56,7 +56,7 @@ class Rule:
     transposed: bool = False
     """Whether a matrix lies in files the other way round."""
 
-    def parts(self, leaf: str, shape: Shape) -> tuple[Part, ...] | None:
+    def parts(self, leaf: str, shape: Shape) -> tuple[LeafPlace, ...] | None:
         """Where a leaf lies; None if this rule is not about it. Raises UsageError for a leaf of too few dims."""
         found = re.fullmatch(re.escape(self.leaf).replace(r"\{\}", r"(\d+)"), leaf)
         if found is None:
@@ -66,8 +66,8 @@ class Rule:
             raise UsageError(f"{leaf!r} of shape {shape} is to be stored as {self.name!r}, which needs more dims")
         order = (1, 0) if self.transposed else None
         if stacked:
-            return tuple(Part(self.name.format(row), row, order) for row in range(shape[0]))
-        return (Part(self.name.format(*found.groups()), None, order),)
+            return tuple(LeafPlace(self.name.format(row), row, order) for row in range(shape[0]))
+        return (LeafPlace(self.name.format(*found.groups()), None, order),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,10 @@ class NameMap:
         rules = tuple(replace(rule, name=rule.name.removeprefix(self.prefix)) for rule in self.rules)
         return replace(self, rules=rules, prefix="")
 
-    def parts(self, leaf: str, shape: Shape) -> tuple[Part, ...]:
+    def parts(self, leaf: str, shape: Shape) -> tuple[LeafPlace, ...]:
         """Where a leaf lies. As it is, under its own path, where no rule is about it."""
         found = (rule.parts(leaf, shape) for rule in self.rules)
-        return next((parts for parts in found if parts is not None), (Part(leaf),))
+        return next((parts for parts in found if parts is not None), (LeafPlace(leaf),))
 
 
 PLAIN = NameMap(())

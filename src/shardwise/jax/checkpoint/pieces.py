@@ -18,7 +18,7 @@ from shardwise.errors import CheckpointError, UsageError
 from shardwise.files.direct import PAGE_BYTES, huge_page_buffer
 from shardwise.jax.checkpoint.boxes import Box, Held, to_read, to_write
 from shardwise.jax.checkpoint.leaves import Leaf
-from shardwise.jax.checkpoint.name_map import Part
+from shardwise.jax.checkpoint.name_map import LeafPlace
 from shardwise.layout.flat import round_up
 
 DTYPES: dict[str, np.dtype[Any]] = {name: jnp.dtype(other) for name, other in TORCH_NAMES.items()}
@@ -29,7 +29,7 @@ _Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
+class _StoredBox:
     """A box of one stored tensor."""
 
     tensor: StoredTensor
@@ -73,11 +73,11 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PieceToWrite(_Piece):
+class PieceToWrite(_StoredBox):
     """What this process writes of a stored tensor."""
 
     held: Held
-    part: Part
+    part: LeafPlace
 
     def numbers(self) -> _Array:
         """In the order of the file, flattened; shared with JAX where they lie like that."""
@@ -92,7 +92,7 @@ class PieceToWrite(_Piece):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _CopiedPiece(_Piece):
+class _CopiedPiece(_StoredBox):
     """A piece whose numbers were copied."""
 
     data: memoryview
@@ -123,7 +123,7 @@ def copied(pieces: Sequence[PieceToWrite]) -> list[_CopiedPiece]:
     return copies
 
 
-def stored_tensors(leaf: Leaf, parts: Sequence[Part]) -> list[StoredTensor]:
+def stored_tensors(leaf: Leaf, parts: Sequence[LeafPlace]) -> list[StoredTensor]:
     """What a leaf is written to. Raises UsageError if safetensors has no such dtype."""
     if leaf.dtype not in _NAMES:
         raise UsageError(f"{leaf.path!r} is of {leaf.dtype}, which safetensors files cannot hold")
@@ -131,7 +131,7 @@ def stored_tensors(leaf: Leaf, parts: Sequence[Part]) -> list[StoredTensor]:
 
 
 def pieces_to_write(
-    leaf: Leaf, parts: Sequence[Part], tensors: Sequence[StoredTensor], is_first: bool
+    leaf: Leaf, parts: Sequence[LeafPlace], tensors: Sequence[StoredTensor], is_first: bool
 ) -> Iterator[PieceToWrite]:
     """What this process writes of a leaf. No communication."""
     for held in to_write(leaf.stored(), is_first):
@@ -140,7 +140,7 @@ def pieces_to_write(
                 yield PieceToWrite(tensor, _in_file(held.box, part), held, part)
 
 
-def _in_file(box: Box, part: Part) -> Box:
+def _in_file(box: Box, part: LeafPlace) -> Box:
     return (box if part.row is None else box.row()).ordered(part.order)
 
 
@@ -148,7 +148,7 @@ def _in_file(box: Box, part: Part) -> Box:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PieceToRead(_Piece):
+class PieceToRead(_StoredBox):
     """What this process reads of a stored tensor, into `flat`, in the order and dtype of the file."""
 
     flat: _Array
@@ -180,7 +180,7 @@ class LeafToRead:
     """A leaf on its way from files: the boxes of it that this process holds, and the pieces that fill them."""
 
     leaf: Leaf
-    parts: Sequence[Part]
+    parts: Sequence[LeafPlace]
     tensors: Sequence[StoredTensor]
     boxes: dict[Box, _Array] = field(default_factory=dict)
     pieces: list[PieceToRead] = field(default_factory=list)
@@ -236,7 +236,7 @@ class LeafToRead:
         return cast
 
 
-def _piece_to_read(view: _Array, box: Box, part: Part, tensor: StoredTensor) -> PieceToRead:
+def _piece_to_read(view: _Array, box: Box, part: LeafPlace, tensor: StoredTensor) -> PieceToRead:
     """view: of the leaf's numbers, in its order; with one row where the part is a row."""
     in_file = _in_file(box, part)
     own = view if part.row is None else view[0]

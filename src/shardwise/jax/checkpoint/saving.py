@@ -16,7 +16,7 @@ from shardwise.checkpoint.ranks.agreement import wait_for_last_save
 from shardwise.errors import UsageError
 from shardwise.jax.checkpoint import adam, tree_json
 from shardwise.jax.checkpoint.leaves import PARAMS, Leaf, leaves_of, split
-from shardwise.jax.checkpoint.name_map import PLAIN, NameMap, Part
+from shardwise.jax.checkpoint.name_map import PLAIN, LeafPlace, NameMap
 from shardwise.jax.checkpoint.pieces import PieceToWrite, copied, pieces_to_write, stored_tensors
 from shardwise.jax.checkpoint.processes import Processes
 
@@ -67,14 +67,14 @@ def save(  # noqa: PLR0913 - as in the torch engine
     with peers.together("the checkpoint cannot be saved"):
         check_arguments(step, extra, max_file_bytes)
         target = target_at(path, overwrite)
-        model, others = _Files(tensor_files.MODEL), _Files(tensor_files.OPTIMIZER)
+        model, others = _LeafFiles(tensor_files.MODEL), _LeafFiles(tensor_files.OPTIMIZER)
         of_model, rest = split(leaves_of(state))
         names = names_of(state) if names is None else _checked(names)
         for leaf in of_model:
             model.add(leaf, names.parts(leaf.path, leaf.shape), peers.is_first)
         moments = adam.parts_of_moments(adam.states_in(state), of_model, rest, names)
         for leaf in rest:
-            others.add(leaf, moments.get(leaf.path, (Part(leaf.path),)), peers.is_first)
+            others.add(leaf, moments.get(leaf.path, (LeafPlace(leaf.path),)), peers.is_first)
         file_sets = [model.file_set(max_file_bytes)] + [others.file_set(max_file_bytes)] * bool(others.parts)
         optimizer = adam.document(moments, rest) if others.parts else None
         documents = {tree_json.NAME: tree_json.encode(model.parts, others.parts)}
@@ -112,16 +112,16 @@ def names_of(tree: Any) -> NameMap:
     return next((names for names in found if isinstance(names, NameMap)), PLAIN)
 
 
-class _Files:
+class _LeafFiles:
     """Leaves on their way into the files of one stem."""
 
     def __init__(self, stem: str) -> None:
-        self.parts: dict[str, Sequence[Part]] = {}
+        self.parts: dict[str, Sequence[LeafPlace]] = {}
         self._stem = stem
         self._tensors: list[StoredTensor] = []
         self._pieces: list[PieceToWrite] = []
 
-    def add(self, leaf: Leaf, parts: Sequence[Part], is_first: bool) -> None:
+    def add(self, leaf: Leaf, parts: Sequence[LeafPlace], is_first: bool) -> None:
         tensors = stored_tensors(leaf, parts)
         self.parts[leaf.path] = parts
         self._tensors += tensors

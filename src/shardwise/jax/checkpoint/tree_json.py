@@ -11,19 +11,19 @@ from typing import Any
 
 from shardwise.checkpoint.format.contents import Contents
 from shardwise.errors import CheckpointError
-from shardwise.jax.checkpoint.name_map import Part
+from shardwise.jax.checkpoint.name_map import LeafPlace
 
 NAME = "jax.json"
 _FORMAT = 1
 
 
-def encode(model: Mapping[str, Sequence[Part]], others: Mapping[str, Sequence[Part]]) -> bytes:
+def encode(model: Mapping[str, Sequence[LeafPlace]], others: Mapping[str, Sequence[LeafPlace]]) -> bytes:
     """The file's bytes."""
     return (json.dumps({"format": _FORMAT, "leaves": _told(model), "others": _told(others)}) + "\n").encode()
 
 
-def _told(parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Any]]:
-    return {path: [part.to_json() for part in own] for path, own in parts.items() if tuple(own) != (Part(path),)}
+def _told(parts: Mapping[str, Sequence[LeafPlace]]) -> dict[str, list[Any]]:
+    return {path: [part.to_json() for part in own] for path, own in parts.items() if tuple(own) != (LeafPlace(path),)}
 
 
 def is_there(contents: Contents) -> bool:
@@ -31,14 +31,14 @@ def is_there(contents: Contents) -> bool:
     return NAME in contents.manifest.files
 
 
-def read(contents: Contents) -> tuple[dict[str, tuple[Part, ...]], dict[str, tuple[Part, ...]]]:
+def read(contents: Contents) -> tuple[dict[str, tuple[LeafPlace, ...]], dict[str, tuple[LeafPlace, ...]]]:
     """By path, of the model and of the others. Raises CheckpointError if the file is damaged."""
     try:
         document = json.loads(contents.read(NAME))
         if document["format"] != _FORMAT:
             raise ValueError(f"format {document['format']!r} is unknown")
         model, others = (
-            {path: tuple(Part.of_json(part) for part in own) for path, own in leaves.items()}
+            {path: tuple(LeafPlace.of_json(part) for part in own) for path, own in leaves.items()}
             for leaves in (document["leaves"], document.get("others", {}))
         )
         return model, others

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwise.jax.report.collectives import MAKE_REDUCE_SCATTERS, Collectives, collectives
+from shardwise.jax.report.collectives import MAKE_REDUCE_SCATTERS, CollectivesReport, collectives
 from shardwise.jax.report.compiled import mesh_of, unwrapped
 from shardwise.jax.report.tables import amount
 from shardwise.jax.rules import MIN_NUMEL
@@ -61,7 +61,7 @@ def _unused(sharding: Any) -> bool:
     return sharding is None
 
 
-def _sent(found: Collectives, whole: Container[str]) -> list[str]:
+def _sent(found: CollectivesReport, whole: Container[str]) -> list[str]:
     """whole: parameters whose gradients every device needs, so that an all-reduce is right."""
     said = []
     over_fsdp = [part for part in found.parts if "fsdp" in part.axes]

@@ -23,7 +23,7 @@ runs every reduce-scatter as an all-reduce and a slice."""
 
 
 @dataclass(frozen=True)
-class Part:
+class CollectiveOperand:
     """What one collective moves for one array. XLA may combine several arrays in one operation."""
 
     operation: str
@@ -57,7 +57,7 @@ class Line(NamedTuple):
     """Of a table."""
 
     operation: str
-    """As `Part.meant`."""
+    """As `CollectiveOperand.meant`."""
     axes: str
     what: str
     """With * for numbers."""
@@ -67,10 +67,10 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Collectives:
+class CollectivesReport:
     """All of a program's. `str()` is a table; layers that differ in numbers alone are one line."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[CollectiveOperand, ...]
     platform: str
 
     def counts(self) -> dict[str, int]:
@@ -82,7 +82,7 @@ class Collectives:
         return dict(found)
 
     def bytes(self) -> dict[str, int]:
-        """By operation, bytes of all arrays in one run, counted as in `Part`."""
+        """By operation, bytes of all arrays in one run, counted as in `CollectiveOperand`."""
         found: Counter[str] = Counter()
         for part in self.parts:
             found[part.operation] += part.total_bytes
@@ -90,7 +90,7 @@ class Collectives:
 
     def lines(self) -> list[Line]:
         """Parts that differ in numbers alone together, the most bytes first."""
-        alike: dict[tuple[str, str, str], list[Part]] = defaultdict(list)
+        alike: dict[tuple[str, str, str], list[CollectiveOperand]] = defaultdict(list)
         for part in self.parts:
             alike[part.meant, part.axes, without_numbers(part.what)].append(part)
         found = [
@@ -117,7 +117,7 @@ class Collectives:
 NOTE = "This platform's compiler runs a reduce-scatter as an all-reduce that is cut; those of GPUs and TPUs do not."
 
 
-def collectives(compiled: Any) -> Collectives:
+def collectives(compiled: Any) -> CollectivesReport:
     """What a compiled program sends, as its text says. No communication.
 
     Args:
@@ -130,10 +130,10 @@ def collectives(compiled: Any) -> Collectives:
     mesh = mesh_of(compiled)
     program = parse(compiled.as_text())
     runs = program.runs()
-    found: list[Part] = []
+    found: list[CollectiveOperand] = []
     for at, one in _run(program):
         found += _parts(program, at, one, runs[at.name], mesh)
-    return Collectives(tuple(found), str(mesh.devices.flat[0].platform))
+    return CollectivesReport(tuple(found), str(mesh.devices.flat[0].platform))
 
 
 def _run(program: Program) -> Iterable[tuple[Computation, Instruction]]:
@@ -152,7 +152,7 @@ def _run(program: Program) -> Iterable[tuple[Computation, Instruction]]:
 _STARTS = '"AsyncCollectiveStart"'
 
 
-def _parts(program: Program, at: Computation, one: Instruction, times: int, mesh: Mesh) -> Iterable[Part]:
+def _parts(program: Program, at: Computation, one: Instruction, times: int, mesh: Mesh) -> Iterable[CollectiveOperand]:
     groups = groups_in(one.text, mesh.size)
     axes = axes_of_groups(groups, mesh)
     for index, operand in enumerate(one.operands):
@@ -168,7 +168,7 @@ def _parts(program: Program, at: Computation, one: Instruction, times: int, mesh
             argument = _gradient_of(program, at, one, index)
         what, parameter = _named(argument, one, program)
         unwidened = nbytes * narrowest_bits(program, at, operand) // shape.bits
-        yield Part(operation, axes, what, parameter, times, nbytes, unwidened, cut, one.name)
+        yield CollectiveOperand(operation, axes, what, parameter, times, nbytes, unwidened, cut, one.name)
 
 
 def _is_cut(program: Program, at: Computation, sums: Sequence[str], axes: str, mesh: Mesh) -> bool:

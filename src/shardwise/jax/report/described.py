@@ -23,7 +23,7 @@ _WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrayDescription:
     """One array."""
 
     path: str
@@ -42,37 +42,37 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Description:
+class TreeDescription:
     """All of a tree's. `str()` is a table; arrays that differ in numbers alone are one line."""
 
-    places: tuple[Place, ...]
+    arrays: tuple[ArrayDescription, ...]
     shardings: dict[str, Any]
 
     @property
     def nbytes(self) -> int:
         """Of the whole tree."""
-        return sum(place.nbytes for place in self.places)
+        return sum(array.nbytes for array in self.arrays)
 
     @property
     def device_bytes(self) -> int:
         """Of what one device has."""
-        return sum(place.device_bytes for place in self.places)
+        return sum(array.device_bytes for array in self.arrays)
 
     @property
-    def replicated(self) -> tuple[Place, ...]:
+    def replicated(self) -> tuple[ArrayDescription, ...]:
         """Arrays that every device has whole though they are not small."""
-        return tuple(p for p in self.places if p.pieces == 1 and np.prod(p.shape) >= MIN_NUMEL and p.spec != "host")
+        return tuple(p for p in self.arrays if p.pieces == 1 and np.prod(p.shape) >= MIN_NUMEL and p.spec != "host")
 
     def to_dict(self) -> dict[str, Any]:
         """Sums, and each array, for JSON."""
-        places = [asdict(place) for place in self.places]
-        replicated = [place.path for place in self.replicated]
-        return {"bytes": self.nbytes, "device_bytes": self.device_bytes, "replicated": replicated, "arrays": places}
+        arrays = [asdict(array) for array in self.arrays]
+        replicated = [array.path for array in self.replicated]
+        return {"bytes": self.nbytes, "device_bytes": self.device_bytes, "replicated": replicated, "arrays": arrays}
 
     def __str__(self) -> str:
-        alike: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
-        for place in self.places:
-            alike[without_numbers(place.path), place.shape, place.dtype, place.spec].append(place)
+        alike: dict[tuple[Any, ...], list[ArrayDescription]] = defaultdict(list)
+        for array in self.arrays:
+            alike[without_numbers(array.path), array.shape, array.dtype, array.spec].append(array)
         rows = [
             (
                 path,
@@ -85,11 +85,11 @@ class Description:
             )
             for (path, shape, dtype, spec), same in alike.items()
         ]
-        rows.append(("together", len(self.places), "", "", "", amount(self.nbytes), amount(self.device_bytes)))
+        rows.append(("together", len(self.arrays), "", "", "", amount(self.nbytes), amount(self.device_bytes)))
         table = columns(
             ("path", "arrays", "shape", "dtype", "spec", "whole", "a device"), rows, ("arrays", "whole", "a device")
         )
-        whole = [f"{place.path} {place.shape}" for place in self.replicated]
+        whole = [f"{array.path} {array.shape}" for array in self.replicated]
         return f"{table}\nwhole on every device: {', '.join(whole)}" if whole else table
 
     def picture(self, path: str) -> None:
@@ -106,7 +106,7 @@ class Description:
         scale = min(1.0, _WIDTH / 30 * pieces.shape[0] / pieces.shape[-1])  # else JAX leaves names out of cells
         jax.debug.visualize_sharding(pieces.shape, pieces.sharding, scale=scale, max_width=_WIDTH, color_map=shade)
 
-    def pieces(self, path: str) -> Pieces:
+    def pieces(self, path: str) -> PieceGrid:
         """How an array is cut, along two dims at most: those that are cut, or else are largest.
 
         Raises:
@@ -117,17 +117,17 @@ class Description:
         sharding = self.shardings[path]
         if not isinstance(sharding, NamedSharding):
             raise UsageError(f"{path!r} is not on a mesh")
-        shape = next(place.shape for place in self.places if place.path == path)
+        shape = next(array.shape for array in self.arrays if array.path == path)
         if not shape:
             raise UsageError(f"{path!r} is a single number, of which there are no parts")
         spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         dims = sorted(sorted(range(len(shape)), key=lambda dim: (spec[dim] is None, -shape[dim]))[:2])
         counts = tuple(shape[dim] // sharding.shard_shape(shape)[dim] for dim in dims)
-        return Pieces(counts, NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims))))
+        return PieceGrid(counts, NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims))))
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PieceGrid:
     """Equal pieces of an array in one or two dims, and who has them."""
 
     shape: tuple[int, ...]
@@ -144,7 +144,7 @@ class Pieces:
         return found
 
 
-def describe(tree: Any) -> Description:
+def describe(tree: Any) -> TreeDescription:
     """Where each array of a tree, an nnx module or a state lies. No communication.
 
     Args:
@@ -152,15 +152,15 @@ def describe(tree: Any) -> Description:
     """
     leaves = leaves_by_path(plain(tree))
     shardings = {path: getattr(leaf, "sharding", None) for path, leaf in leaves.items()}
-    return Description(tuple(_place(path, leaf) for path, leaf in leaves.items()), shardings)
+    return TreeDescription(tuple(_described(path, leaf) for path, leaf in leaves.items()), shardings)
 
 
-def _place(path: str, leaf: Any) -> Place:
+def _described(path: str, leaf: Any) -> ArrayDescription:
     shape, sharding = tuple(np.shape(leaf)), getattr(leaf, "sharding", None)
     dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
     piece = shape if sharding is None else sharding.shard_shape(shape)
     sizes = (int(np.prod(dims)) * dtype.itemsize for dims in (shape, piece))
-    return Place(path, shape, str(dtype), spec_text(sharding), *sizes)
+    return ArrayDescription(path, shape, str(dtype), spec_text(sharding), *sizes)
 
 
 def spec_text(sharding: Any) -> str:

@@ -14,7 +14,7 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}
 
 
 @dataclass(frozen=True)
-class Shape:
+class HloShape:
     """Of one array on one device."""
 
     dtype: str
@@ -44,7 +44,7 @@ class Instruction:
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[HloShape, ...]
     """Of its result; several if that is a tuple."""
     operands: tuple[str, ...]
     text: str
@@ -213,7 +213,7 @@ def _instruction(line: str) -> Instruction:
     return Instruction(
         left.removeprefix("%"),
         opcode,
-        tuple(Shape(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in shapes),
+        tuple(HloShape(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in shapes),
         tuple(re.findall(r"%([\w.\-]+)", operands)),
         text,
     )

@@ -17,7 +17,7 @@ _KINDS = {"params": "parameters", "opt_state": "optimizer state", "variables": "
 
 
 @dataclass(frozen=True)
-class Kind:
+class ArgumentBytes:
     """The arguments of one kind."""
 
     name: str
@@ -28,12 +28,12 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ProgramMemory:
     """Bytes of a compiled program. `str()` is a table."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ArgumentBytes, ...]
     """Arguments, from their shardings: of a training step "parameters", "optimizer state", "batch" and so on."""
-    gradients: Kind | None
+    gradients: ArgumentBytes | None
     """Of a training step, as their parameters are cut. They are part of the temporaries."""
     argument_bytes: int
     """One device's, as the four below, by XLA's own account."""
@@ -71,7 +71,7 @@ class Memory:
         return f"{head}\nXLA, a device: {'; '.join(parts)}; together at most {amount(self.peak_bytes)}"
 
 
-def memory(compiled: Any) -> Memory:
+def memory(compiled: Any) -> ProgramMemory:
     """What a compiled program needs. No communication.
 
     Args:
@@ -84,18 +84,18 @@ def memory(compiled: Any) -> Memory:
     stats = compiled.memory_analysis()
     if stats is None:
         raise UsageError("this platform's compiler does not tell what memory a program needs")
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, ArgumentBytes] = {}
     gradients = None
     arguments = compiled.args_info[0]
     for index, (argument, shardings) in enumerate(zip(arguments, compiled.input_shardings[0], strict=True)):
         if isinstance(argument, TrainState):
             for field, name in _KINDS.items():
                 kinds[name] = _kind(name, getattr(argument, field), getattr(shardings, field))
-            gradients = Kind("gradients", kinds["parameters"].nbytes, kinds["parameters"].device_bytes)
+            gradients = ArgumentBytes("gradients", kinds["parameters"].nbytes, kinds["parameters"].device_bytes)
         else:
             name = "batch" if isinstance(arguments[0], TrainState) else f"argument {index}"
             kinds[name] = _kind(name, argument, shardings)
-    return Memory(
+    return ProgramMemory(
         tuple(kind for kind in kinds.values() if kind.nbytes),
         gradients,
         stats.argument_size_in_bytes,
@@ -105,13 +105,15 @@ def memory(compiled: Any) -> Memory:
     )
 
 
-def _kind(name: str, arguments: Any, shardings: Any) -> Kind:
+def _kind(name: str, arguments: Any, shardings: Any) -> ArgumentBytes:
     cut = jax.tree.leaves(shardings, is_leaf=lambda sharding: sharding is None)
     pairs = [
         pair for pair in zip(jax.tree.leaves(arguments), cut, strict=True) if pair[1] is not None
     ]  # None: not used
     whole = sum(_nbytes(leaf.shape, leaf.dtype) for leaf, _ in pairs)
-    return Kind(name, whole, sum(_nbytes(sharding.shard_shape(leaf.shape), leaf.dtype) for leaf, sharding in pairs))
+    return ArgumentBytes(
+        name, whole, sum(_nbytes(sharding.shard_shape(leaf.shape), leaf.dtype) for leaf, sharding in pairs)
+    )
 
 
 def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:

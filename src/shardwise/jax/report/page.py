@@ -13,11 +13,11 @@ import jax
 
 from shardwise.errors import UsageError
 from shardwise.jax.report.checks import check
-from shardwise.jax.report.collectives import MAKE_REDUCE_SCATTERS, NOTE, Collectives, collectives
+from shardwise.jax.report.collectives import MAKE_REDUCE_SCATTERS, NOTE, CollectivesReport, collectives
 from shardwise.jax.report.colours import KINDS, OPERATIONS, OTHER, of_pieces
 from shardwise.jax.report.compiled import mesh_of, unwrapped
-from shardwise.jax.report.described import Description, Place, describe
-from shardwise.jax.report.memory import Memory, memory
+from shardwise.jax.report.described import ArrayDescription, TreeDescription, describe
+from shardwise.jax.report.memory import ProgramMemory, memory
 from shardwise.jax.report.tables import amount, without_numbers
 
 _STYLE = """
@@ -79,7 +79,7 @@ def write(title: str, body: Iterable[str], path: str | os.PathLike[str]) -> None
         raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
 
 
-def needs(held: Memory, sent: Collectives) -> list[str]:
+def needs(held: ProgramMemory, sent: CollectivesReport) -> list[str]:
     """HTML of what one device holds and sends in one run of a program."""
     return [*_memory(held), *_collectives(sent)]
 
@@ -103,7 +103,7 @@ def _said(lines: Sequence[str]) -> Iterable[str]:
     yield from (f'<p class="say">{escape(line)}</p>' for line in lines)
 
 
-def _memory(found: Memory) -> Iterable[str]:
+def _memory(found: ProgramMemory) -> Iterable[str]:
     """One device's bytes as a bar, and kinds beside what they are when whole."""
     yield "<h2>Memory of one device</h2>"
     parts = {kind.name: kind.device_bytes for kind in found.kinds}
@@ -116,7 +116,7 @@ def _memory(found: Memory) -> Iterable[str]:
     yield table(("", "whole", "a device"), [(k.name, amount(k.nbytes), amount(k.device_bytes)) for k in kinds], {1, 2})
 
 
-def _collectives(found: Collectives) -> Iterable[str]:
+def _collectives(found: CollectivesReport) -> Iterable[str]:
     """Bytes by operation as a bar, and a line for each operation and parameter."""
     yield "<h2>Collectives of one run</h2>"
     if not found.parts:
@@ -129,12 +129,12 @@ def _collectives(found: Collectives) -> Iterable[str]:
         yield f"<p>{escape(NOTE)}</p>"
 
 
-def _arrays(found: Description) -> Iterable[str]:
+def _arrays(found: TreeDescription) -> Iterable[str]:
     """A line for arrays that differ in numbers alone, with a picture of who has what."""
-    alike: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
-    for place in found.places:
-        alike[without_numbers(place.path), place.shape, place.dtype, place.spec].append(place)
-    yield f"<h2>{len(found.places)} arrays: {amount(found.nbytes)}, {amount(found.device_bytes)} a device</h2>"
+    alike: dict[tuple[Any, ...], list[ArrayDescription]] = defaultdict(list)
+    for array in found.arrays:
+        alike[without_numbers(array.path), array.shape, array.dtype, array.spec].append(array)
+    yield f"<h2>{len(found.arrays)} arrays: {amount(found.nbytes)}, {amount(found.device_bytes)} a device</h2>"
     yield "<p>In the pictures a cell is a piece, and the numbers are those of the devices that have it.</p>"
     yield "<table><tr><th>path<th>arrays<th>shape<th>dtype<th>spec<th>whole<th>a device<th>who has what"
     for (path, shape, dtype, spec), same in alike.items():
@@ -147,11 +147,11 @@ def _arrays(found: Description) -> Iterable[str]:
     yield "</table>"
 
 
-def _picture(found: Description, place: Place) -> str:
+def _picture(found: TreeDescription, array: ArrayDescription) -> str:
     """Pieces of an array as a grid; nothing for what every device has whole."""
-    if place.pieces == 1 or not place.shape:
+    if array.pieces == 1 or not array.shape:
         return ""
-    pieces = found.pieces(place.path)
+    pieces = found.pieces(array.path)
     count = len(pieces.devices)
     cells = "".join(
         f'<b style="background:{colour}">{",".join(map(str, sorted(devices))) if count < _MANY else ""}</b>'

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from shardwise.errors import PlanError
 from shardwise.jax.gradients import LossFn
 from shardwise.jax.placement import init
-from shardwise.jax.report.collectives import Collectives, collectives
-from shardwise.jax.report.memory import Memory, memory
+from shardwise.jax.report.collectives import CollectivesReport, collectives
+from shardwise.jax.report.memory import ProgramMemory, memory
 from shardwise.jax.report.products import product_flops
 from shardwise.jax.report.tables import amount, columns
 from shardwise.jax.rules import Rules
@@ -25,8 +25,8 @@ class Planned:
     """One mesh."""
 
     axes: dict[str, int]
-    memory: Memory
-    collectives: Collectives
+    memory: ProgramMemory
+    collectives: CollectivesReport
     flops: float
     """Operations of one device in the matrix products of one step (`product_flops`)."""
 
@@ -41,7 +41,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeshComparison:
     """A row for each mesh. `str()` is a table."""
 
     rows: tuple[Planned, ...]
@@ -74,7 +74,7 @@ def plan(
     *,
     rules: Rules | None = None,
     **settings: Any,
-) -> Plan:
+) -> MeshComparison:
     """Compiles a step for each mesh, and reads memory and collectives from the programs. Nothing is allocated.
 
     Args:
@@ -99,4 +99,4 @@ def plan(
         compiled = step.lower(step.init(init(init_fn, mesh, rules).abstract()), batch).compile()
         axes = {name: int(mesh.shape[name]) for name in ("replica", "fsdp", "tensor")}
         rows.append(Planned(axes, memory(compiled), collectives(compiled), product_flops(compiled)))
-    return Plan(tuple(rows))
+    return MeshComparison(tuple(rows))

@@ -21,26 +21,26 @@ Initialise = Callable[[nn.Module], object]
 
 def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
     """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's."""
-    slots = list(slots_of(model))
+    sites = list(sites_of(model))
     with tape.recording():
         blanks: dict[int, Tensor] = {}
-        for slot in slots:
-            slot.put(blanks.setdefault(id(slot.tensor), _stand_in(slot.tensor)))
+        for site in sites:
+            site.put(blanks.setdefault(id(site.tensor), _stand_in(site.tensor)))
         try:
-            builder = _Builder(model, tape, {id(slot.module) for slot in slots if slot.tensor.is_meta})
+            builder = _Builder(model, tape, {id(site.module) for site in sites if site.tensor.is_meta})
             builder.build(model, _by_reset)
             recorded: dict[int, Tensor] = {}
-            for slot in slots:
-                current = slot.current()
+            for site in sites:
+                current = site.current()
                 if current is not None:
-                    recorded.setdefault(id(slot.tensor), current)
+                    recorded.setdefault(id(site.tensor), current)
         finally:
-            for slot in slots:
-                slot.put(slot.tensor)
+            for site in sites:
+                site.put(site.tensor)
     return recorded
 
 
-class Slot(NamedTuple):
+class TensorSite(NamedTuple):
     """A place in a module that holds a tensor: a parameter, a buffer or, on the meta device, a plain attribute."""
 
     module: nn.Module
@@ -63,18 +63,18 @@ class Slot(NamedTuple):
         return found if isinstance(found, Tensor) else None
 
 
-def slots_of(model: nn.Module) -> Iterator[Slot]:
+def sites_of(model: nn.Module) -> Iterator[TensorSite]:
     """Parameters and buffers, and plain attributes on the meta device."""
     for module in model.modules():
-        yield from (slot for slot in places_of(module) if slot.kind or slot.tensor.is_meta)
+        yield from (site for site in all_sites_of(module) if site.kind or site.tensor.is_meta)
 
 
-def places_of(module: nn.Module) -> Iterator[Slot]:
+def all_sites_of(module: nn.Module) -> Iterator[TensorSite]:
     """Every tensor that a module itself holds."""
     for kind in ("_parameters", "_buffers", ""):
         for name, value in list((module.__dict__[kind] if kind else module.__dict__).items()):
             if isinstance(value, Tensor):
-                yield Slot(module, kind, name, value)
+                yield TensorSite(module, kind, name, value)
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
@@ -196,11 +196,11 @@ class _Builder:
         self._cloned.add(id(original))
 
     def _initialise(self, module: nn.Module, initialise: Initialise) -> None:
-        own = [slot for slot in places_of(module) if slot.kind == "_parameters"]
+        own = [site for site in all_sites_of(module) if site.kind == "_parameters"]
         # A leaf was initialised when it was made, before anything could tie its parameters to another's.
-        tied = [] if module._modules else [slot for slot in own if id(slot.tensor) in self._initialised]
-        for slot in tied:
-            slot.put(nn.Parameter(torch.empty_like(slot.tensor), requires_grad=slot.tensor.requires_grad))
+        tied = [] if module._modules else [site for site in own if id(site.tensor) in self._initialised]
+        for site in tied:
+            site.put(nn.Parameter(torch.empty_like(site.tensor), requires_grad=site.tensor.requires_grad))
         try:
             with torch.no_grad(), self._tape.attempt():
                 initialise(module)
@@ -209,9 +209,9 @@ class _Builder:
                 f"{type(module).__name__} was built on the meta device and its initialisation cannot be recorded "
                 f"({one_line(error, with_type=True)}): build the model on a real device"
             ) from error
-        for slot in tied:
-            slot.put(slot.tensor)
-        self._initialised.update(id(slot.tensor) for slot in own)
+        for site in tied:
+            site.put(site.tensor)
+        self._initialised.update(id(site.tensor) for site in own)
 
 
 _CLONING = (nn.TransformerEncoder, nn.TransformerDecoder)
@@ -220,10 +220,10 @@ _CLONING = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 @torch.no_grad()
 def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
-    for slot in list(places_of(target)):
-        value = slot.of(source)
-        if slot.kind and value is not None:
-            slot.tensor.copy_(value)
+    for site in list(all_sites_of(target)):
+        value = site.of(source)
+        if site.kind and value is not None:
+            site.tensor.copy_(value)
 
 
 def _adopt(module: nn.Module, built: nn.Module) -> None:
@@ -234,10 +234,10 @@ def _adopt(module: nn.Module, built: nn.Module) -> None:
         raise ValueError(f"it has changed since it was built: {', '.join(different[:3])}")
     again = dict(built.named_modules(remove_duplicate=False))
     for prefix, below in adapters.base_modules(module).items():
-        for slot in list(places_of(below)):
-            tensor = slot.of(again[prefix])
+        for site in list(all_sites_of(below)):
+            tensor = site.of(again[prefix])
             if tensor is not None:
-                slot.put(tensor)
+                site.put(tensor)
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

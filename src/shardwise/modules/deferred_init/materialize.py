@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from shardwise.errors import LayoutError
-from shardwise.modules.deferred_init.builder import places_of, record, slots_of
+from shardwise.modules.deferred_init.builder import all_sites_of, record, sites_of
 from shardwise.modules.deferred_init.constructors import is_torchs
-from shardwise.modules.deferred_init.progress import Progress
+from shardwise.modules.deferred_init.progress import DrawingProgress
 from shardwise.modules.deferred_init.seeds import Seeds
-from shardwise.modules.deferred_init.tape import Part, Tape
+from shardwise.modules.deferred_init.tape import Dependencies, Tape
 from shardwise.modules.site import Values, inherit
 from shardwise.modules.wrapping import UnitPlan
 
@@ -108,24 +108,24 @@ def materialize(
     blanks = {id(parameter) for plan in plans for fqn, parameter, _ in plan.parameters if fqn in blank}
     _check_written(model, blanks, tape, recorded)
     _warn_of_lost(model, blanks, recorded)
-    slots = [
-        slot
-        for slot in slots_of(model)
-        if slot.tensor.is_meta and id(slot.tensor) not in ours and id(slot.tensor) in recorded
+    sites = [
+        site
+        for site in sites_of(model)
+        if site.tensor.is_meta and id(site.tensor) not in ours and id(site.tensor) in recorded
     ]
     wanted = [
         {fqn: _Wanted(recorded[id(p)], p.dtype) for fqn, p, _ in plan.parameters if p.is_meta and id(p) not in blanks}
         for plan in plans
     ]
-    others = {id(slot.tensor): _Wanted(recorded[id(slot.tensor)], slot.tensor.dtype) for slot in slots}
+    others = {id(site.tensor): _Wanted(recorded[id(site.tensor)], site.tensor.dtype) for site in sites}
     if draws_on_device():
         made = _one_by_one(tape, plans, wanted, others, shard)
     else:
         _warn_of_drawn(model, plans, tape, recorded)
         made = _in_order(tape, plans, wanted, others, shard, tells)
-    for slot in slots:
-        made[id(slot.tensor)] = real = _real(slot.tensor, made[id(slot.tensor)], device)
-        slot.put(real)
+    for site in sites:
+        made[id(site.tensor)] = real = _real(site.tensor, made[id(site.tensor)], device)
+        site.put(real)
     everything = (*(entry for tensors in wanted for entry in tensors.values()), *others.values())
     if not blank or any(tape.is_drawn(tensor) for tensor, _ in everything):
         tape.finish()
@@ -150,9 +150,9 @@ def _in_order(
     lists = [list(tensors.values()) for tensors in wanted]
     *parts, last = tape.cut([[tensor for tensor, _ in entries] for entries in (*lists, others.values())])
     if tells:
-        tape.watch_draws(lambda total_bytes: Progress(total_bytes).drew)
+        tape.watch_draws(lambda total_bytes: DrawingProgress(total_bytes).drew)
 
-    def played(part: Part, tensors: Mapping[Any, _Wanted]) -> dict[Any, Tensor]:
+    def played(part: Dependencies, tensors: Mapping[Any, _Wanted]) -> dict[Any, Tensor]:
         return {key: real.to(dtype) for (key, (_, dtype)), real in zip(tensors.items(), tape.play(part), strict=True)}
 
     for plan, part, tensors in sorted(zip(plans, parts, wanted, strict=True), key=lambda entry: entry[1].last_draw):
@@ -203,10 +203,10 @@ def _allocate(model: nn.Module, plans: list[UnitPlan], device: torch.device, sha
     for plan in plans:
         if plan.parameters:
             shard(plan, _values(plan, lambda fqn: None))
-    for slot in list(slots_of(model)):
-        if slot.tensor.is_meta:
-            empty = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=device)
-            slot.put(_real(slot.tensor, empty, device))
+    for site in list(sites_of(model)):
+        if site.tensor.is_meta:
+            empty = torch.empty(site.tensor.shape, dtype=site.tensor.dtype, device=device)
+            site.put(_real(site.tensor, empty, device))
 
 
 # What is said of the numbers --------------------------------------------------------------------------------------
@@ -219,13 +219,13 @@ _WAY_OUT = (
 
 
 def _check_written(model: nn.Module, blanks: set[int], tape: Tape, recorded: dict[int, Tensor]) -> None:
-    places = [
-        (f"{prefix}.{slot.name}".lstrip("."), module, slot.name, slot.tensor)
+    sites = [
+        (f"{prefix}.{site.name}".lstrip("."), module, site.name, site.tensor)
         for prefix, module in model.named_modules()
-        for slot in places_of(module)
-        if slot.kind and id(slot.tensor) not in blanks
+        for site in all_sites_of(module)
+        if site.kind and id(site.tensor) not in blanks
     ]
-    for fqn, module, name, tensor in places:
+    for fqn, module, name, tensor in sites:
         if tensor.is_meta and tensor.numel() and not (id(tensor) in recorded and tape.is_written(recorded[id(tensor)])):
             raise LayoutError(
                 f"{type(module).__name__}.{name} ({fqn}) was built on the meta device and nothing initialised it: "

@@ -14,7 +14,7 @@ from shardwise import accelerators
 from shardwise.modules.deferred_init.op import Op, View
 
 
-class Memory:
+class RealStorages:
     """Real storages by the number of the recorded ones. One that is missing gets memory, without values, when an
     operation looks at it."""
 
@@ -60,7 +60,7 @@ class Memory:
 
     def run_on_cpu(self, op: Op, seed: int | None = None) -> None:
         """Do an operation on the CPU, wherever the storages are."""
-        host = Memory(self._nbytes, accelerators.CPU)
+        host = RealStorages(self._nbytes, accelerators.CPU)
         host._storages = {number: self._storages[number].cpu() for number in op.touched if number in self}
         host._run(op, seed)
         self._storages |= {number: host._storages[number].to(device=self.device) for number in op.writes}

@@ -35,7 +35,7 @@ def told_to(say: Say) -> Iterator[None]:
         _say.reset(token)
 
 
-class Progress:
+class DrawingProgress:
     """Of numbers drawn on the CPU: says once early, and then each minute, how much is left."""
 
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:

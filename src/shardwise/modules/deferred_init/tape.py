@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise import accelerators
-from shardwise.modules.deferred_init.memory import Memory
+from shardwise.modules.deferred_init.memory import RealStorages
 from shardwise.modules.deferred_init.op import Draw, Op, View
 from shardwise.modules.deferred_init.seeds import Seeds
 from shardwise.modules.deferred_init.sequence import RandomSequence
@@ -43,7 +43,7 @@ class Unrecordable(Exception):
     """A build does something that cannot be replayed."""
 
 
-class Part(NamedTuple):
+class Dependencies(NamedTuple):
     """Operations that some tensors depend on, in order."""
 
     views: tuple[View, ...]
@@ -78,7 +78,7 @@ class Tape(TorchDispatchMode):
         self._nbytes: list[int] = []
         self._writers: list[list[int]] = []
         """By storage: the operations that wrote to it."""
-        self._warm: tuple[int, Memory] = (0, self._new_memory())
+        self._warm: tuple[int, RealStorages] = (0, self._new_memory())
         """What lay in storages that are still in use, as of an operation: left by the last value asked for."""
         self._sequence = RandomSequence()
         self._began: Tensor | None = None
@@ -231,20 +231,20 @@ class Tape(TorchDispatchMode):
 
     # Replaying --------------------------------------------------------------------------------------------------
 
-    def cut(self, wanted: Sequence[Sequence[Tensor]]) -> list[Part]:
+    def cut(self, wanted: Sequence[Sequence[Tensor]]) -> list[Dependencies]:
         """By list of recorded tensors: what to replay for them, now that everything is recorded."""
         parts = []
         for tensors in wanted:
             views = tuple(self._view(tensor) for tensor in tensors)
             order = tuple(self._slice([(view.storage, len(self._ops)) for view in views]))
             last_draw = max((i for i in order if self._ops[i].draw is not None), default=-1)
-            parts.append(Part(views, order, last_draw))
+            parts.append(Dependencies(views, order, last_draw))
         draws = [self._ops[i].draw for part in parts for i in part.order]
         self._sequence.expect(draw.source for draw in draws if draw is not None)
         return parts
 
     @torch.no_grad()
-    def play(self, part: Part) -> list[Tensor]:
+    def play(self, part: Dependencies) -> list[Tensor]:
         """The real tensors of a part. Without seeds, cheapest in the order of `last_draw`, where no number is drawn
         twice."""
         wanted = {view.storage for view in part.views}
@@ -267,8 +267,8 @@ class Tape(TorchDispatchMode):
         draws = [op.draw for i, op in enumerate(self._ops) if i not in self._sequence.known]
         self._drew = total(sum(draw.nbytes for draw in draws if draw is not None))
 
-    def _new_memory(self, device: torch.device = accelerators.CPU) -> Memory:
-        return Memory(self._nbytes, device)
+    def _new_memory(self, device: torch.device = accelerators.CPU) -> RealStorages:
+        return RealStorages(self._nbytes, device)
 
     def _device_of(self, order: Iterable[int]) -> torch.device:
         """Where operations are done that are replayed together."""
@@ -301,7 +301,7 @@ class Tape(TorchDispatchMode):
                     break
         return sorted(chosen)
 
-    def _perform(self, order: Sequence[int], memory: Memory, keep: Callable[[int], bool]) -> None:
+    def _perform(self, order: Sequence[int], memory: RealStorages, keep: Callable[[int], bool]) -> None:
         """Run operations in order; storages are freed after the last one that touches them, unless kept."""
         last = {storage: i for i in order for storage in self._ops[i].touched}
         for i in order:
@@ -315,7 +315,7 @@ class Tape(TorchDispatchMode):
                 self._sequence.served(op.draw.source)
             memory.drop([storage for storage in op.touched if last[storage] == i and not keep(storage)])
 
-    def _draw(self, index: int, state: Tensor, memory: Memory) -> Tensor:
+    def _draw(self, index: int, state: Tensor, memory: RealStorages) -> Tensor:
         """Run an operation that draws, from a state of its generator. Returns the state after it."""
         op = self._ops[index]
         assert op.draw is not None

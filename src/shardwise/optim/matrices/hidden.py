@@ -18,14 +18,14 @@ Hidden = Callable[[str, Tensor], bool]
 
 
 @dataclass(slots=True)
-class Named:
+class NamedParamGroup:
     """A group of parameters as it was given: names, parameters and options of their own."""
 
     members: list[tuple[str, Tensor]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def named_groups(params: nn.Module | Iterable[Any]) -> list[Named]:
+def named_groups(params: nn.Module | Iterable[Any]) -> list[NamedParamGroup]:
     """What a torch optimizer takes, or a model, as groups with names.
 
     Raises UsageError for a parameter without a name: one that is not sharded and was given without its own.
@@ -33,10 +33,12 @@ def named_groups(params: nn.Module | Iterable[Any]) -> list[Named]:
     given: list[Any] = list(params.named_parameters()) if isinstance(params, nn.Module) else list(params)
     if given and isinstance(given[0], dict):
         return [
-            Named([_named(item) for item in group["params"]], {k: v for k, v in group.items() if k != "params"})
+            NamedParamGroup(
+                [_named(item) for item in group["params"]], {k: v for k, v in group.items() if k != "params"}
+            )
             for group in given
         ]
-    return [Named([_named(item) for item in given])]
+    return [NamedParamGroup([_named(item) for item in given])]
 
 
 def _named(item: Any) -> tuple[str, Tensor]:
@@ -52,7 +54,7 @@ def _named(item: Any) -> tuple[str, Tensor]:
     return name, parameter
 
 
-def hidden_matrices(model: nn.Module | None, groups: Iterable[Named], hidden: Hidden | None) -> set[int]:
+def hidden_matrices(model: nn.Module | None, groups: Iterable[NamedParamGroup], hidden: Hidden | None) -> set[int]:
     """Ids of the parameters that are hidden matrices.
 
     A matrix is one unless a module that holds it is an embedding, it has as many rows as an embedding (a head over the

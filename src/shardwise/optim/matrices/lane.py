@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import BufferKind, Collectives, Part, Work
+from shardwise.comm.protocol import AllToAllPart, BufferKind, Collectives, Work
 from shardwise.layout.flat import round_up
 
 AHEAD = 2
@@ -18,7 +18,7 @@ _ALIGN_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class MatrixTransfer:
     """Elements [start, stop) of a flattened matrix that go from one rank of a group to another."""
 
     matrix: int
@@ -37,7 +37,7 @@ def _padded(numel: int, dtype: torch.dtype) -> int:
     return round_up(numel * dtype.itemsize, _ALIGN_BYTES)
 
 
-def most_sent_bytes(transfers: Sequence[Transfer], dtypes: Sequence[Sequence[torch.dtype]]) -> int:
+def most_sent_bytes(transfers: Sequence[MatrixTransfer], dtypes: Sequence[Sequence[torch.dtype]]) -> int:
     """The most that any one rank sends of these. `dtypes`: what travels of each matrix."""
     sent: dict[int, int] = {}
     for transfer in transfers:
@@ -62,9 +62,9 @@ class Lane:
 
     def post(
         self,
-        transfers: Sequence[Transfer],
+        transfers: Sequence[MatrixTransfer],
         dtypes: Sequence[Sequence[torch.dtype]],
-        outgoing: Callable[[Transfer], Sequence[Tensor]],
+        outgoing: Callable[[MatrixTransfer], Sequence[Tensor]],
     ) -> Arrivals | None:
         """Begin an exchange. Every rank of the group must call this; None where nothing travels.
 
@@ -80,7 +80,7 @@ class Lane:
         for transfer in transfers:
             way = (transfer.source, transfer.target)
             sums[way] = sums.get(way, 0) + transfer.nbytes(dtypes[transfer.matrix])
-        parts = tuple(Part(*way, nbytes) for way, nbytes in sorted(sums.items()))
+        parts = tuple(AllToAllPart(*way, nbytes) for way, nbytes in sorted(sums.items()))
         buffer = self._buffers[self._posted % AHEAD]
         self._posted += 1
         self._group.claim(buffer)
@@ -99,14 +99,14 @@ class Arrivals:
     """What comes to this rank in one exchange."""
 
     def __init__(
-        self, work: Work, into: Tensor, transfers: Sequence[Transfer], dtypes: Sequence[Sequence[torch.dtype]]
+        self, work: Work, into: Tensor, transfers: Sequence[MatrixTransfer], dtypes: Sequence[Sequence[torch.dtype]]
     ) -> None:
         self._work = work
         self._into = into
         self._transfers = transfers
         self._dtypes = dtypes
 
-    def wait(self) -> Iterator[tuple[Transfer, list[Tensor]]]:
+    def wait(self) -> Iterator[tuple[MatrixTransfer, list[Tensor]]]:
         """Wait, at once, for all of it. Returns each transfer with its tensors, views of the memory it came to."""
         self._work.wait()
         starts = itertools.accumulate((t.nbytes(self._dtypes[t.matrix]) for t in self._transfers), initial=0)
@@ -115,7 +115,7 @@ class Arrivals:
             for transfer, start in zip(self._transfers, starts, strict=False)
         )
 
-    def _tensors(self, transfer: Transfer, start: int) -> Iterator[Tensor]:
+    def _tensors(self, transfer: MatrixTransfer, start: int) -> Iterator[Tensor]:
         numel = transfer.stop - transfer.start
         for dtype in self._dtypes[transfer.matrix]:
             yield self._into[start : start + numel * dtype.itemsize].view(dtype)

@@ -15,7 +15,7 @@ from shardwise.comm.protocol import FINISHED, Collectives, Work
 from shardwise.engine.mesh import Mesh
 from shardwise.errors import UsageError
 from shardwise.layout.flat import Entry, FlatLayout
-from shardwise.optim.matrices.ownership import Owner
+from shardwise.optim.matrices.ownership import OwnerRank
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement
 
@@ -55,14 +55,14 @@ class OwnedState:
         self._mesh = mesh
         self._ranks = every_rank(mesh)
 
-    def placement(self, fqn: str, shape: tuple[int, ...], owner: Owner) -> Placement:
+    def placement(self, fqn: str, shape: tuple[int, ...], owner: OwnerRank) -> Placement:
         """All elements on the owner: the layout is one tensor in a buffer whose slices are as large as the tensor."""
         numel = math.prod(shape)
         position = owner.replica * self._mesh.shard.world_size + owner.rank
         entry = Entry(fqn, tuple(shape), position * numel, numel)
         return Placement(FlatLayout((entry,), numel * self._ranks.world_size, self._ranks.world_size), 0, self._ranks)
 
-    def wrap(self, face: ShardedParameter, owner: Owner, value: Any) -> Any:
+    def wrap(self, face: ShardedParameter, owner: OwnerRank, value: Any) -> Any:
         """The owner's value of the state as every rank's state has it: tensors of more than one element as their
         owner's, sharing its memory; numbers as they are."""
         if not isinstance(value, Tensor) or value.numel() == 1:
@@ -86,7 +86,7 @@ class OwnedState:
                 raise UsageError(f"optimizer state {name!r} is a {type(value).__name__}: neither tensor nor number")
         return described
 
-    def mirror(self, face: ShardedParameter, owner: Owner, described: Mapping[str, Any]) -> dict[str, Any]:
+    def mirror(self, face: ShardedParameter, owner: OwnerRank, described: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a matrix on a rank that does not own it, from the owner's description."""
         device = face.local.device
         state: dict[str, Any] = {}

@@ -9,7 +9,7 @@ Cost = Callable[[tuple[int, ...]], int]
 """Of a matrix's shape: what a step on it costs, in any unit."""
 
 
-class Owner(NamedTuple):
+class OwnerRank(NamedTuple):
     """A rank by its position in its replicate group and in its shard group."""
 
     replica: int
@@ -31,7 +31,7 @@ class Balance:
         self._loads = [0] * (replicas * shards)
         self._dearest = 0
 
-    def owners(self, costs: Sequence[int], held: Sequence[Sequence[int]]) -> list[Owner]:
+    def owners(self, costs: Sequence[int], held: Sequence[Sequence[int]]) -> list[OwnerRank]:
         """Owners for the matrices of the next unit: the dearest first, each to the least loaded rank (Graham's rule),
         or to who holds half of it or more already, so that less has to travel, as long as no load comes to exceed the
         mean by more than the dearest matrix so far.
@@ -40,11 +40,11 @@ class Balance:
             costs: of each matrix.
             held: of each matrix, how many of its elements each rank of the shard group holds.
         """
-        owners = [Owner(0, 0)] * len(costs)
+        owners = [OwnerRank(0, 0)] * len(costs)
         for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
             chosen = self._choose(costs[index], held[index])
             self._loads[chosen] += costs[index]
-            owners[index] = Owner(*divmod(chosen, self._shards))
+            owners[index] = OwnerRank(*divmod(chosen, self._shards))
         return owners
 
     def _choose(self, cost: int, held: Sequence[int]) -> int:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.mesh import Mesh
-from shardwise.optim.matrices.lane import Arrivals, Lane, Transfer, most_sent_bytes
-from shardwise.optim.matrices.ownership import Owner
+from shardwise.optim.matrices.lane import Arrivals, Lane, MatrixTransfer, most_sent_bytes
+from shardwise.optim.matrices.ownership import OwnerRank
 from shardwise.sharded.parameter import ShardedParameter
 from shardwise.sharded.placement import Placement
 
@@ -30,7 +30,7 @@ class Lanes:
     def __init__(self, mesh: Mesh, units: Sequence[UnitMatrices]) -> None:
         """Every rank must call this."""
 
-        def most(transfers: Sequence[tuple[Transfer, ...]], copies: int) -> int:
+        def most(transfers: Sequence[tuple[MatrixTransfer, ...]], copies: int) -> int:
             dtypes = [[[face.local.dtype] * copies for face in unit.faces] for unit in units]
             return max(map(most_sent_bytes, transfers, dtypes), default=0)
 
@@ -47,21 +47,21 @@ class Lanes:
 class UnitMatrices:
     """No state but whose matrix is whose."""
 
-    def __init__(self, mesh: Mesh, faces: Sequence[ShardedParameter], owners: Sequence[Owner]) -> None:
+    def __init__(self, mesh: Mesh, faces: Sequence[ShardedParameter], owners: Sequence[OwnerRank]) -> None:
         self.mesh = mesh
         self.faces = list(faces)
         self.owners = list(owners)
-        self._own = Owner(mesh.replicate.rank, mesh.shard.rank)
+        self._own = OwnerRank(mesh.replicate.rank, mesh.shard.rank)
 
     def is_mine(self, index: int) -> bool:
         """Whether this rank owns the matrix."""
         return self.owners[index] == self._own
 
     @cached_property
-    def to_owners(self) -> tuple[Transfer, ...]:
+    def to_owners(self) -> tuple[MatrixTransfer, ...]:
         """In this shard group: pieces of the matrices that one of its ranks owns."""
         return tuple(
-            Transfer(index, rank, owner.rank, start, stop)
+            MatrixTransfer(index, rank, owner.rank, start, stop)
             for index, (face, owner) in enumerate(zip(self.faces, self.owners, strict=True))
             if owner.replica == self._own.replica
             for rank, start, stop in pieces_of(face.placement)
@@ -69,26 +69,26 @@ class UnitMatrices:
         )
 
     @cached_property
-    def from_owners(self) -> tuple[Transfer, ...]:
+    def from_owners(self) -> tuple[MatrixTransfer, ...]:
         """The same pieces on their way back."""
-        return tuple(Transfer(t.matrix, t.target, t.source, t.start, t.stop) for t in self.to_owners)
+        return tuple(MatrixTransfer(t.matrix, t.target, t.source, t.start, t.stop) for t in self.to_owners)
 
     @cached_property
-    def to_replicas(self) -> tuple[Transfer, ...]:
+    def to_replicas(self) -> tuple[MatrixTransfer, ...]:
         """In this replicate group, whose ranks hold the same pieces: from each owner's replica to all others."""
         found = []
         for index, (face, owner) in enumerate(zip(self.faces, self.owners, strict=True)):
             piece = face.placement.fragment
             others = [replica for replica in range(self.mesh.replicate.world_size) if replica != owner.replica]
             if piece.numel:
-                found += [Transfer(index, owner.replica, other, piece.start, piece.stop) for other in others]
+                found += [MatrixTransfer(index, owner.replica, other, piece.start, piece.stop) for other in others]
         return tuple(found)
 
     def gather(self, lane: Lane, present: frozenset[int]) -> Arrivals | None:
         """Send pieces of the present matrices and of their gradients to their owners. Every rank of the shard group
         must call this."""
 
-        def piece(transfer: Transfer) -> tuple[Tensor, Tensor]:
+        def piece(transfer: MatrixTransfer) -> tuple[Tensor, Tensor]:
             face = self.faces[transfer.matrix]
             return _gradient(face), face.local
 

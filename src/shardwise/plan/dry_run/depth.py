@@ -78,7 +78,7 @@ def deepened(
         return None
 
 
-# Events with their places ---------------------------------------------------------------------------------------------
+# Events with their positions ------------------------------------------------------------------------------------------
 
 
 class _Numbered:
@@ -100,7 +100,7 @@ class _Numbered:
         return shape if number is None else shape.replace("#", str(number), 1)
 
 
-class _Place(NamedTuple):
+class _StepPosition(NamedTuple):
     """Where in a step a block of memory was allocated, or a collective or copy was issued."""
 
     stretch: int
@@ -120,7 +120,7 @@ class _Item(NamedTuple):
     number: int | None
     """Of the block that it names."""
     sizes: tuple[int, ...]
-    refers: _Place | None
+    refers: _StepPosition | None
     """Of the allocation or the collective that it ends or is about."""
     origin: int | None
     """The index of that item."""
@@ -148,8 +148,8 @@ _COMPARED: dict[type[StepEvent], tuple[str, ...]] = {
 """The fields that must be the same, by event."""
 
 
-class _Places:
-    """Gives each event of a step, in order, its place."""
+class _StepPositions:
+    """Gives each event of a step, in order, its position."""
 
     def __init__(self, numbered: _Numbered) -> None:
         self._numbered = numbered
@@ -158,8 +158,8 @@ class _Places:
         self._segment: int | None = None
         self._counts: Counter[tuple[bool, int, int | None]] = Counter()
 
-    def take(self, event: StepEvent) -> _Place | None:
-        """The place of what begins with this event; None where nothing does."""
+    def take(self, event: StepEvent) -> _StepPosition | None:
+        """The position of what begins with this event; None where nothing does."""
         phase = getattr(event, "phase", self._phase)
         phase = StepPhase.BACKWARD if phase is StepPhase.RECOMPUTE else phase
         if phase is not self._phase:
@@ -172,24 +172,24 @@ class _Places:
             return None
         counted = (not isinstance(event, Allocate), self._stretch, self._segment)
         self._counts[counted] += 1
-        return _Place(self._stretch, self._segment, self._counts[counted])
+        return _StepPosition(self._stretch, self._segment, self._counts[counted])
 
 
 def _items(events: Sequence[StepEvent], numbered: _Numbered) -> list[_Item]:
-    places = _Places(numbered)
-    blocks: dict[int, tuple[_Place, int]] = {}
-    collectives: dict[int, tuple[_Place, int]] = {}
+    positions = _StepPositions(numbered)
+    blocks: dict[int, tuple[_StepPosition, int]] = {}
+    collectives: dict[int, tuple[_StepPosition, int]] = {}
     items = []
     for index, event in enumerate(events):
         kind = type(event)
-        place = places.take(event)
-        refers: tuple[_Place, int] | tuple[None, None] = None, None
+        position = positions.take(event)
+        refers: tuple[_StepPosition, int] | tuple[None, None] = None, None
         if isinstance(event, Allocate):
-            assert place is not None
-            blocks[event.block] = place, index
+            assert position is not None
+            blocks[event.block] = position, index
         elif isinstance(event, Collective | HostCopy):
-            assert place is not None
-            collectives[event.number] = place, index
+            assert position is not None
+            collectives[event.number] = position, index
         elif isinstance(event, Free | Gradient):
             refers = blocks[event.block]
         elif isinstance(event, Wait):
@@ -347,11 +347,11 @@ def _aligned(shallow: list[_Item], deeper: list[_Item], period: int, gap: int) -
 # The deep one ---------------------------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
+class _UnnumberedEvent(NamedTuple):
     """An event of the deep recording before blocks of memory and collectives are numbered."""
 
     event: StepEvent
-    refers: _Place | None
+    refers: _StepPosition | None
     origin: tuple[int, int] | None
     """What it refers to, where that is outside of segments: index in the deeper recording, repetition of a chunk."""
     itself: tuple[int, int]
@@ -360,7 +360,7 @@ class _Part(NamedTuple):
 def _built(aligned: list[_Pair | _Chunk], gaps: int, gap: int, numbered: _Numbered) -> tuple[StepEvent, ...]:
     """The events with so many gaps of blocks more than the shallow recording has."""
     repeated = {chunk.start + n for chunk in aligned if isinstance(chunk, _Chunk) for n in range(len(chunk.items))}
-    parts: list[_Part] = []
+    parts: list[_UnnumberedEvent] = []
     for entry in aligned:
         if isinstance(entry, _Pair):
             parts.append(_grown(entry, gaps, numbered))
@@ -377,11 +377,11 @@ def _built(aligned: list[_Pair | _Chunk], gaps: int, gap: int, numbered: _Number
                 refers = item.refers
                 if refers is not None and refers.segment is not None:
                     refers = refers._replace(segment=refers.segment + ahead * gap)
-                parts.append(_Part(event, refers, origin, (entry.start + n, turn)))
+                parts.append(_UnnumberedEvent(event, refers, origin, (entry.start + n, turn)))
     return _resolved(parts, numbered)
 
 
-def _grown(pair: _Pair, gaps: int, numbered: _Numbered) -> _Part:
+def _grown(pair: _Pair, gaps: int, numbered: _Numbered) -> _UnnumberedEvent:
     one, other = pair.one, pair.other
 
     def line(at_one: int, at_other: int) -> int:
@@ -401,7 +401,7 @@ def _grown(pair: _Pair, gaps: int, numbered: _Numbered) -> _Part:
         assert other.refers is not None
         assert other.refers.segment is not None
         refers = refers._replace(segment=line(refers.segment, other.refers.segment))
-    return _Part(event, refers, None if other.origin is None else (other.origin, 0), (pair.place, 0))
+    return _UnnumberedEvent(event, refers, None if other.origin is None else (other.origin, 0), (pair.place, 0))
 
 
 def _renamed(item: _Item, number: int | None, numbered: _Numbered) -> StepEvent:
@@ -413,29 +413,29 @@ def _renamed(item: _Item, number: int | None, numbered: _Numbered) -> StepEvent:
     return renamed
 
 
-def _resolved(parts: list[_Part], numbered: _Numbered) -> tuple[StepEvent, ...]:
+def _resolved(parts: list[_UnnumberedEvent], numbered: _Numbered) -> tuple[StepEvent, ...]:
     """Blocks of memory and collectives numbered in the order in which they come. Raises _Uneven where an event refers
     to none."""
-    places = _Places(numbered)
-    by_place: dict[tuple[bool, _Place], int] = {}
+    positions = _StepPositions(numbered)
+    by_position: dict[tuple[bool, _StepPosition], int] = {}
     by_origin: dict[tuple[int, int], int] = {}
     counts = {True: 0, False: 0}
     events: list[StepEvent] = []
     for part in parts:
         event = part.event
-        place = places.take(event)
+        position = positions.take(event)
         if isinstance(event, Allocate | Collective | HostCopy):
-            assert place is not None
+            assert position is not None
             waited = not isinstance(event, Allocate)
             counts[waited] += 1
-            by_place[waited, place] = by_origin[part.itself] = counts[waited]
+            by_position[waited, position] = by_origin[part.itself] = counts[waited]
             events.append(changed(event, **{"number" if waited else "block": counts[waited]}))
         elif part.refers is None:
             events.append(event)
         else:
             waits = isinstance(event, Wait)
             if part.refers.segment is not None:
-                found = by_place.get((waits, part.refers))
+                found = by_position.get((waits, part.refers))
             else:
                 found = by_origin.get(part.origin) if part.origin is not None else None
             if found is None:

@@ -164,12 +164,12 @@ class Recorder(TorchDispatchMode):
         self._emit(HostCopy(number, way, nbytes, self.module, self.phase))
         return Pending(lambda: self._emit(Wait(number)))
 
-    def host_memory(self, nbytes: int) -> HostMemory:
+    def host_memory(self, nbytes: int) -> HostAllocation:
         """Memory of the host's was taken."""
         block = self._new_block(nbytes)
         block.kind = ON_HOST
         self._emit(block)
-        return HostMemory(partial(self._emit, Free(block.number)) if self.recording else _nothing)
+        return HostAllocation(partial(self._emit, Free(block.number)) if self.recording else _nothing)
 
     def fence(self, what: str, group: str) -> None:
         """Streams were ordered, as `Fence` says."""
@@ -348,7 +348,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class HostAllocation:
     """Memory of the host's."""
 
     free: Callable[[], None]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm.backends.dry import DryCollectives
 from shardwise.comm.buffers import check_reductions, deliver, finishing_op, sent_parts, slice_of
-from shardwise.comm.protocol import FINISHED, Buffer, Combine, Part, Reduction, Region, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, FlatSpan, Reduction, Work
 from shardwise.engine.mesh import Mesh
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recorder import Pending, Recorder
@@ -62,10 +62,10 @@ class TracedCollectives(DryCollectives):
         if self._records_order:
             self._recorder.fence("settled", self.group)
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Record the call. No communication."""
-        work = super().all_gather(buffer, regions, label)
-        nbytes = sum(region.shard_bytes for region in regions) * self.world_size
+        work = super().all_gather(buffer, spans, label)
+        nbytes = sum(span.shard_bytes for span in spans) * self.world_size
         return self._issue("all_gather", nbytes, self._recorder.unit_of(buffer.bytes), work)
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class TracedCollectives(DryCollectives):
         unit = self._recorder.unit_of(tensor)
         return self._reduce("all_reduce", tensor.nbytes, unit, super().all_reduce(tensor, op, after, label))
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Record the call, with the bytes that this rank sends. No communication."""
         return self._issue("all_to_all", sum(part.nbytes for part, _ in sent_parts(parts, self.rank)), None, FINISHED)
 

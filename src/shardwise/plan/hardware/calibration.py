@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise import accelerators
 from shardwise.comm.backends.select import collectives_for
-from shardwise.comm.protocol import BufferKind, Collectives, Reduction, Region
+from shardwise.comm.protocol import BufferKind, Collectives, FlatSpan, Reduction
 from shardwise.plan.hardware.devices import Figure, Hardware, Measured, Points, device_names, find_device
 from shardwise.policy.precision import short_dtype_name
 
@@ -35,7 +35,7 @@ _ROW = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class CalibrationEffort:
     """How long a calibration may take."""
 
     call_s: float
@@ -44,13 +44,13 @@ class Effort:
     """Of every measurement; the median counts."""
 
 
-THOROUGH = Effort(call_s=0.2, repeats=7)
-QUICK = Effort(call_s=0.03, repeats=3)
+THOROUGH = CalibrationEffort(call_s=0.2, repeats=7)
+QUICK = CalibrationEffort(call_s=0.03, repeats=3)
 """Some ten seconds: enough for a forecast of the step of the run that it precedes."""
 
 
 def calibrate(
-    device: torch.device, effort: Effort = THOROUGH, clock: Callable[[], float] = time.perf_counter
+    device: torch.device, effort: CalibrationEffort = THOROUGH, clock: Callable[[], float] = time.perf_counter
 ) -> Hardware:
     """Measure matrix products, attention, memory and collectives on this machine. Every rank must call this.
 
@@ -85,7 +85,7 @@ class _Stopwatch:
     """Times calls on all ranks at once: the mean over ranks of each one's median."""
 
     def __init__(
-        self, collectives: Collectives, device: torch.device, effort: Effort, clock: Callable[[], float]
+        self, collectives: Collectives, device: torch.device, effort: CalibrationEffort, clock: Callable[[], float]
     ) -> None:
         self.clock = clock
         self.collectives = collectives
@@ -231,7 +231,7 @@ def _collectives(watch: _Stopwatch) -> dict[str, Points]:
 
         def call() -> None:
             c.claim(buffer)
-            c.all_gather(buffer, (Region(0, nbytes // c.world_size),)).wait()
+            c.all_gather(buffer, (FlatSpan(0, nbytes // c.world_size),)).wait()
             c.release(buffer)
 
         return nbytes, call

@@ -10,7 +10,7 @@ from shardwise.plan.kept import files
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class ConfigDescription:
     """Of one configuration."""
 
     positions: int | None
@@ -21,15 +21,15 @@ class Description:
     """A causal one."""
 
 
-def kept_description(config: Mapping[str, Any]) -> Description | None:
+def kept_description(config: Mapping[str, Any]) -> ConfigDescription | None:
     """A configuration's description, if it was made before."""
     try:
-        return Description(**files.read(_name(config)))
+        return ConfigDescription(**files.read(_name(config)))
     except TypeError:  # there is none, or a damaged one
         return None
 
 
-def keep_description(config: Mapping[str, Any], description: Description) -> None:
+def keep_description(config: Mapping[str, Any], description: ConfigDescription) -> None:
     """Keep a configuration's description."""
     files.write(_name(config), asdict(description))
 

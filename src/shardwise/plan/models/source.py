@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, one_line
-from shardwise.plan.models.description import Description, kept_attention, kept_description
+from shardwise.plan.models.description import ConfigDescription, kept_attention, kept_description
 from shardwise.plan.models.transformers_models import build_transformer, check_model_type, described, fastest_attention
 from shardwise.suggest import did_you_mean, nearest_path
 
@@ -98,7 +98,7 @@ class ModelSource:
         return self.config is None or kept_attention(self.config) is not None
 
     @property
-    def description(self) -> Description | None:
+    def description(self) -> ConfigDescription | None:
         """Of `config`. Raises PlanError where transformers cannot build it."""
         return None if self.config is None else described(self.config)
 

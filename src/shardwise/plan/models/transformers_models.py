@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, UserError, one_line
 from shardwise.plan.models.description import (
-    Description,
+    ConfigDescription,
     keep_attention,
     keep_description,
     kept_attention,
@@ -58,7 +58,7 @@ _NOT_THE_SHAPE = ("transformers_version", "dtype", "torch_dtype")
 """The dtype is decided by the precision, as in training."""
 
 
-def described(config: Mapping[str, Any]) -> Description:
+def described(config: Mapping[str, Any]) -> ConfigDescription:
     """What a plan has to know of a configuration, asked where it was not kept. Raises PlanError if transformers refuses
     it."""
     found = kept_description(config)
@@ -68,12 +68,12 @@ def described(config: Mapping[str, Any]) -> Description:
     return found
 
 
-def _described(config: Mapping[str, Any]) -> Description:
+def _described(config: Mapping[str, Any]) -> ConfigDescription:
     from transformers import AutoModelForCausalLM
 
     filled = complete_config(config)
     longest = getattr(filled, "max_position_embeddings", None)
-    return Description(
+    return ConfigDescription(
         positions=longest if isinstance(longest, int) and longest > 0 else None,
         normalised=_normalised(config, filled.to_diff_dict()),
         is_language_model=type(filled) in AutoModelForCausalLM._model_mapping,

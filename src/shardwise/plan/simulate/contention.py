@@ -25,7 +25,7 @@ class Busy(NamedTuple):
     """Between two moments at which it has given up all its processors; 0 where its blocks are short."""
 
 
-class Transfer(NamedTuple):
+class TimedCollective(NamedTuple):
     """A collective on its links."""
 
     number: int
@@ -57,11 +57,11 @@ class Contention:
         return max(ready_s, min(kernel.end_s, kernel.start_s + waves * kernel.wave_s))
 
 
-def sharing(transfers: Sequence[Transfer]) -> dict[int, float]:
+def sharing(transfers: Sequence[TimedCollective]) -> dict[int, float]:
     """By collective: how much longer it takes beside those of other communicators on its links, each of which has an
     equal part of them while both run: as long as half of the time that they share."""
     found: dict[int, float] = {}
-    under_way: list[Transfer] = []
+    under_way: list[TimedCollective] = []
     for one in sorted(transfers, key=lambda transfer: transfer.start_s):
         under_way = [other for other in under_way if other.end_s > one.start_s]
         for other in under_way:

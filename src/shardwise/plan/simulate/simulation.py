@@ -38,7 +38,7 @@ from shardwise.plan.dry_run.recording import (
 from shardwise.plan.hardware.devices import Figure
 from shardwise.plan.hardware.host import usual_host
 from shardwise.plan.offload.host_work import HostTask, HostWork
-from shardwise.plan.simulate.contention import SAME_S, Busy, Contention, Transfer, sharing
+from shardwise.plan.simulate.contention import SAME_S, Busy, Contention, TimedCollective, sharing
 from shardwise.plan.simulate.network import Cluster, bytes_sent
 from shardwise.plan.simulate.other_engines.order import HostWait
 from shardwise.plan.simulate.roofline import Roofline
@@ -99,7 +99,7 @@ class _Log:
     spans: list[Span] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
     busy: list[Busy] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[TimedCollective] = field(default_factory=list)
 
     def stall(self, what: str, start_s: float, end_s: float, unit: str) -> None:
         """Nothing was computed for want of something of a unit's, if so."""
@@ -249,7 +249,7 @@ class _Simulation:
         span = self._span(event, stream, start_s, seconds + self.contention.shared_s.get(event.number, 0.0))
         self.streams[stream] = self.communicators[communicator] = span.end_s
         links = self.cluster.links(event.group, event.ranks)
-        self.log.transfers.append(Transfer(event.number, communicator, links, span.start_s, span.end_s))
+        self.log.transfers.append(TimedCollective(event.number, communicator, links, span.start_s, span.end_s))
         if event.op != "all_gather":
             self.last[stream] = event.number, span
         if event.op == "reduce_scatter":

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardwise.errors import ConfigError
-from shardwise.foreign.settings import Settings
+from shardwise.foreign.settings import ForeignSettings
 from shardwise.train.config.files import toml_of
 from shardwise.train.config.schema import UNSET, Config
 
@@ -16,7 +16,7 @@ STEPS = 1000
 """Of a written configuration, where the file has no length of training."""
 
 
-def configuration_of(settings: Settings, source: Path) -> str:
+def configuration_of(settings: ForeignSettings, source: Path) -> str:
     """TOML text that `shardwise train` reads; only what the file decides is in it, and what has to be set.
 
     Args:
@@ -52,7 +52,7 @@ def configuration_of(settings: Settings, source: Path) -> str:
     return "".join(f"# {line}\n" for line in [f"From {source}.", *notes(settings)]) + "\n" + toml_of(tree)
 
 
-def notes(settings: Settings) -> list[str]:
+def notes(settings: ForeignSettings) -> list[str]:
     """A line each: what is to be set, what is different, what has no equal, what has no effect."""
     set_by_user = ["model.path", "data.source"]
     if "steps" not in settings.train:

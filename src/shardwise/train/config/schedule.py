@@ -9,7 +9,7 @@ from shardwise.train.config.schema import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LearningRateSchedule:
     """Linear warm-up to `lr`, then a fall to `lr * min_lr_ratio` at the last step."""
 
     lr: float
@@ -20,7 +20,7 @@ class Schedule:
     min_lr_ratio: float = 0.1
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Schedule:
+    def of(cls, config: TrainConfig) -> LearningRateSchedule:
         """The schedule of `[train]`."""
         return cls(config.lr, config.steps, config.warmup_steps, config.schedule, config.min_lr_ratio)
 

@@ -17,7 +17,7 @@ _ROW_SHAPES = "text, messages, or prompt and completion"
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TextSegment:
     """A stretch of text inside a document."""
 
     text: str
@@ -33,7 +33,7 @@ class Document:
 
     key: str
     """Names the document, stably: held-out documents are chosen by its hash."""
-    segments: tuple[Segment, ...]
+    segments: tuple[TextSegment, ...]
     whole: bool = False
     """True for instruction examples, which are never split over two rows; plain text flows on into the next row."""
     messages: tuple[dict[str, str], ...] = ()
@@ -42,12 +42,12 @@ class Document:
     @classmethod
     def of_text(cls, key: str, text: str) -> Document:
         """Plain text, all of it a target, closed by an end-of-document token."""
-        return cls(key, (Segment(text, ends_turn=True),))
+        return cls(key, (TextSegment(text, ends_turn=True),))
 
     @classmethod
     def of_prompt(cls, key: str, prompt: str, completion: str) -> Document:
         """An instruction example: the prompt is masked, the completion and its end are targets."""
-        return cls(key, (Segment(prompt, is_target=False), Segment(completion, ends_turn=True)), whole=True)
+        return cls(key, (TextSegment(prompt, is_target=False), TextSegment(completion, ends_turn=True)), whole=True)
 
     @classmethod
     def of_messages(cls, key: str, messages: tuple[dict[str, str], ...]) -> Document:

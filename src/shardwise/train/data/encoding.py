@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
-from shardwise.train.data.documents import Document, Segment
+from shardwise.train.data.documents import Document, TextSegment
 from shardwise.train.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 _GENERATION_TAG = "{% generation %}"
@@ -69,18 +69,18 @@ def _encoded(ids: list[int], is_target: list[bool], whole: bool) -> EncodedDocum
     return EncodedDocument(np.array(ids, dtype=np.int32), np.array(is_target, dtype=np.bool_), whole)
 
 
-def _plain_chat_segments(document: Document) -> Iterator[Segment]:
+def _plain_chat_segments(document: Document) -> Iterator[TextSegment]:
     """The built-in template, for tokenizers that bring none: a heading with the role, then the text.
 
     A reply is closed by an end-of-document token, so that the model learns where to stop.
     """
     for message in document.messages:
         replies = message["role"] == "assistant"
-        yield Segment(f"### {message['role']}\n", is_target=False)
-        yield Segment(message["content"] + ("" if replies else "\n\n"), is_target=replies, ends_turn=replies)
+        yield TextSegment(f"### {message['role']}\n", is_target=False)
+        yield TextSegment(message["content"] + ("" if replies else "\n\n"), is_target=replies, ends_turn=replies)
 
 
-def _template_segments(document: Document, tokenizer: HuggingFaceTokenizer) -> Iterator[Segment]:
+def _template_segments(document: Document, tokenizer: HuggingFaceTokenizer) -> Iterator[TextSegment]:
     """Replies told apart by rendering the conversation up to each of them, which most templates allow."""
     messages = list(document.messages)
     whole = _render(document, tokenizer, messages, add_generation_prompt=False)
@@ -96,10 +96,10 @@ def _template_segments(document: Document, tokenizer: HuggingFaceTokenizer) -> I
                 f"its prompt; mark replies in the template with {_GENERATION_TAG}, or split the conversation into "
                 "prompt and completion"
             )
-        yield Segment(whole[done : len(prompt)], is_target=False)
-        yield Segment(whole[len(prompt) : len(answered)], is_target=True)
+        yield TextSegment(whole[done : len(prompt)], is_target=False)
+        yield TextSegment(whole[len(prompt) : len(answered)], is_target=True)
         done = len(answered)
-    yield Segment(whole[done:], is_target=False, ends_turn=True)
+    yield TextSegment(whole[done:], is_target=False, ends_turn=True)
 
 
 def _render(

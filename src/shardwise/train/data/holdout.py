@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.errors import ConfigError
-from shardwise.train.data.documents import Document, Segment
+from shardwise.train.data.documents import Document, TextSegment
 
 
 class Split(NamedTuple):
@@ -57,5 +57,5 @@ def _divide(document: Document, fraction: float) -> Split:
         )
     text = document.segments[0].text
     cut = min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)
-    parts = [replace(document, segments=(Segment(part, ends_turn=True),)) for part in (text[:cut], text[cut:])]
+    parts = [replace(document, segments=(TextSegment(part, ends_turn=True),)) for part in (text[:cut], text[cut:])]
     return Split([parts[0]], [parts[1]])

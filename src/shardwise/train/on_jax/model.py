@@ -16,7 +16,7 @@ from shardwise.jax import models
 from shardwise.jax.checkpoint.leaves import leaves_of
 from shardwise.jax.checkpoint.name_map import NameMap
 from shardwise.suggest import did_you_mean
-from shardwise.train.config.schedule import Schedule
+from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config, ModelConfig, TrainConfig
 from shardwise.train.data.batches import IGNORED
 from shardwise.train.data.early import check_fits
@@ -137,7 +137,7 @@ def loss_of(model: Any, batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
 def optimizer_of(train: TrainConfig, names: NameMap, params: Any) -> optax.GradientTransformation:
     """AdamW with the schedule of the configuration, its weight decay for matrices only: for what has two or more dims
     in files, where layers are not stacked."""
-    schedule = Schedule.of(train)
+    schedule = LearningRateSchedule.of(train)
     rates = jnp.asarray([schedule(step) for step in range(train.steps)], jnp.float32)
     decays = [
         len(part.shape_in_file(leaf.shape)) >= 2

@@ -26,7 +26,7 @@ from shardwise.jax.checkpoint.saving import names_of
 from shardwise.jax.trees import parts_of
 from shardwise.policy.kinds import KINDS
 from shardwise.tables import format_bytes
-from shardwise.train.config.schedule import Schedule
+from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config
 from shardwise.train.config.shared_keys import shared_keys
 from shardwise.train.data.batches import Batches, MicroBatch, Share, evaluation_batches, load_datasets
@@ -128,7 +128,7 @@ class Trainer:
             seed=train.seed,
         )
         self.like = self.step.init(abstract)
-        self.schedule = Schedule.of(train)
+        self.schedule = LearningRateSchedule.of(train)
         self.unread: deque[TakenStep] = deque()
         self.last_read_s = -math.inf
         self.step_times_s: list[float] = []

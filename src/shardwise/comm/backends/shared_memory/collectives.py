@@ -30,7 +30,7 @@ from shardwise.comm.buffers import (
     shares,
     slice_of,
 )
-from shardwise.comm.protocol import FINISHED, Buffer, BufferKind, Combine, Part, Reduction, Region, Then, Work
+from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, Combine, FlatSpan, Reduction, Then, Work
 from shardwise.comm.signature import sign
 from shardwise.comm.summation import RankOrderSum
 from shardwise.comm.timeout import timeout_s
@@ -104,9 +104,9 @@ class ShmCollectives(NoStreams):
         shared.pending.wait()
         shared.finished.wait(shared.uses, f"claim of buffer {buffer.index}")
 
-    def all_gather(self, buffer: Buffer, regions: tuple[Region, ...], label: int = 0) -> Work:
+    def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
         """Post that the own slices are written; the work waits until every rank has."""
-        return self._post(self._shared[buffer.index], sign("all_gather", label, buffer.index, regions))
+        return self._post(self._shared[buffer.index], sign("all_gather", label, buffer.index, spans))
 
     def release(self, buffer: Buffer) -> None:
         """Post that this rank has read the buffer."""
@@ -175,7 +175,7 @@ class ShmCollectives(NoStreams):
         shared.use()
         return _Deferred(shared, arrival, partial(self._all_reduce_in_place, shared, arrival.use, flat, op))
 
-    def all_to_all(self, buffer: Buffer, parts: tuple[Part, ...], into: Tensor, label: int = 0) -> Work:
+    def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
         """Post; once waited for, copy this rank's parts out of the others' buffers."""
         shared = self._shared[buffer.index]
         shared.pending.wait()

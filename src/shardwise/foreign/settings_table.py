@@ -11,7 +11,7 @@ AUTO = "auto"
 _NUMBERS = (int, float, str)
 
 
-class Tree:
+class SettingsTable:
     """One table of a file. Whatever was asked for is done with; `rest` has what nobody knew."""
 
     def __init__(self, where: str, values: Mapping[str, Any], opened: list[str], place: str = "") -> None:
@@ -50,9 +50,9 @@ class Tree:
             raise self.wrong(key, value, "a table")
         return value or {}
 
-    def table(self, key: str) -> Tree:
+    def table(self, key: str) -> SettingsTable:
         """A table, empty where there is none."""
-        return Tree(self._where, self.values(key), self._opened, f"{self._place}{key}.")
+        return SettingsTable(self._where, self.values(key), self._opened, f"{self._place}{key}.")
 
     def whole(self, key: str, least: int = 0, most: int | None = None) -> int | None:
         """A whole number."""
