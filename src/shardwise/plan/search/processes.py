@@ -8,7 +8,6 @@ pickled.
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import signal
@@ -23,6 +22,7 @@ from typing import Any, Self, TypeVar
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.models.lean_import import own_process
 from shardwise.plan.models.source import ModelLike, ModelSource, resolve
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import Evaluate
@@ -158,12 +158,6 @@ class _Process(_Worker):
         return self._process
 
 
-def collect_seldom() -> None:
-    """Have Python's collector come by less often, in a process whose only work is a plan: importing torch and
-    transformers alone brings it a thousand times, for a second in all, and finds nothing."""
-    gc.set_threshold(100_000, 20, 20)
-
-
 def _send(process: subprocess.Popen[bytes], message: Any) -> None:
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has ended; reading its answer raises
@@ -174,7 +168,7 @@ def _send(process: subprocess.Popen[bytes], message: Any) -> None:
 def main() -> None:
     """The process's end: answer messages on standard input until it closes. The first is the model, all others are jobs
     and whether to scale; an exception is answered as itself."""
-    collect_seldom()
+    own_process()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the caller says what is to be said
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the model's code may print: that must not be taken for an answer
