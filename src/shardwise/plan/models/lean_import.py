@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,4 @@ def _assignment_put_off() -> Iterator[None]:
 
 
 def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
-    from scipy.optimize import linear_sum_assignment
-
-    return linear_sum_assignment(*args, **kwargs)
+    return import_module("scipy.optimize").linear_sum_assignment(*args, **kwargs)
