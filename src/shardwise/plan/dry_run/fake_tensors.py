@@ -19,6 +19,14 @@ class FakeTensors(FakeTensorMode):
     torch reads off a strided tensor does. All else goes torch's way.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled in a dry run, and keeping the compiler out of each operation takes a tenth of it."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
+
     def _prep_args_for_hash(self, result: list[object], args: Iterable[Any], *further: Any) -> None:
         if isinstance(args, dict):
             super()._prep_args_for_hash(result, args, *further)

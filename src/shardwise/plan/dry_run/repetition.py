@@ -225,6 +225,10 @@ class _Graphs(TorchDispatchMode):
         self.inside = False
         self._known: dict[object, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `FakeTensors`
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
