@@ -6,7 +6,10 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from shardwise.cli.process.exit import Exit, missing_extra
+from shardwise.cli.process.exit import Exit, end, missing_extra
+
+_LEAVE_MEMORY = frozenset({"plan"})
+"""Commands that hold nothing at their end but memory."""
 
 
 def main() -> NoReturn:
@@ -22,6 +25,8 @@ def main() -> NoReturn:
             raise
         print(f"error: {line}", file=sys.stderr)
         status = Exit.USER_MISTAKE
+    if sys.argv[1:2] and sys.argv[1] in _LEAVE_MEMORY:
+        end(status)
     sys.exit(status)
 
 

@@ -47,10 +47,10 @@ def plan(**given: Any) -> int:
     question = _question(options)
 
     from shardwise.plan import planner
-    from shardwise.plan.search.processes import collect_seldom
+    from shardwise.plan.models.lean_import import own_process
 
     os.environ.update(_QUIET)
-    collect_seldom()
+    own_process()
     _check_outputs(options)
     with Searching(question, wanted=not options.json) as progress:
         answer = planner.plan(question, progress)

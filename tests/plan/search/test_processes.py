@@ -25,7 +25,8 @@ def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def processes(forecasters: Forecasters) -> list[Any]:
-    return [worker._process for worker in forecasters._workers]  # type: ignore[attr-defined]
+    channels = [worker.channel for worker in forecasters._workers]  # type: ignore[attr-defined]
+    return [None if channel is None else channel.process for channel in channels]
 
 
 def test_processes_start_at_once_where_the_machine_has_not_met_the_model() -> None:

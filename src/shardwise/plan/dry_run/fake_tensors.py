@@ -6,18 +6,26 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 
 class FakeTensors(FakeTensorMode):
-    """Torch's mode, with a shorter way to the name under which it keeps an operation's result.
+    """Torch's mode, with shorter ways to the name under which it keeps a result, and from there to a tensor.
 
     Torch describes each argument by seventeen values, through a dataclass, and each size by its type as well: a quarter
     of a dry run's time. Sizes here are never symbolic and tensors are rarely anything but strided, so a tuple of what
     torch reads off a strided tensor does. All else goes torch's way.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled in a dry run, and keeping the compiler out of each operation takes a tenth of it."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
 
     def _prep_args_for_hash(self, result: list[object], args: Iterable[Any], *further: Any) -> None:
         if isinstance(args, dict):
@@ -35,6 +43,24 @@ class FakeTensors(FakeTensorMode):
                 self._prep_args_for_hash(result, arg, *further)
             else:
                 super()._prep_args_for_hash(result, iter((arg,)), *further)
+
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+        """A tensor from what was kept: torch looks at every size again, and enters the kernel twice for a view."""
+        kept = entry.metadata
+        if kept is None or entry.inplace_idx is not None or self.shape_env is not None or not _is_usual(kept):
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+        storage = args[entry.view_idx].untyped_storage() if func.is_view else None
+        with in_kernel_invocation_manager(self):
+            made = torch.empty_strided(
+                kept.shape, kept.stride, dtype=kept.dtype, device="meta", requires_grad=kept.requires_grad
+            )
+            if storage is not None:
+                made.set_(storage, kept.storage_offset, kept.shape, kept.stride)
+        return FakeTensor(self, made, kept.device)
+
+
+def _is_usual(kept: Any) -> bool:
+    return kept.layout is torch.strided and not kept.is_conj and not kept.is_neg
 
 
 def _described(tensor: FakeTensor) -> tuple[object, ...]:

@@ -16,6 +16,7 @@ from shardwise.plan.models.description import (
     kept_attention,
     kept_description,
 )
+from shardwise.plan.models.lean_import import import_transformers
 from shardwise.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def quiet_transformers() -> None:
 
 def check_model_type(model_type: str, where: str) -> None:
     """Raise PlanError for a type that transformers does not know. `where` begins the message."""
+    import_transformers()
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
@@ -69,6 +71,7 @@ def described(config: Mapping[str, Any]) -> ConfigDescription:
 
 
 def _described(config: Mapping[str, Any]) -> ConfigDescription:
+    import_transformers()
     from transformers import AutoModelForCausalLM
 
     filled = complete_config(config)
@@ -105,6 +108,7 @@ _ROTARY = {"rope_theta", "rope_scaling"}
 
 def complete_config(config: Mapping[str, Any]) -> Any:
     """The configuration as an object of transformers. Raises PlanError if transformers refuses it."""
+    import_transformers()
     from transformers import CONFIG_MAPPING
 
     values = json.loads(json.dumps(config))  # transformers takes nested tables for its own

@@ -1,29 +1,23 @@
 """Forecasts in several processes.
 
-The processes are programs of their own, not forks: the caller may have threads and process groups. Where the machine
-has met the model before, each starts when the first forecast is asked of it that was not kept; else all start at once,
-and import while the caller does. Jobs come on a process's standard input, forecasts leave on its standard output,
-pickled.
+Where the machine has met the model before, each process starts when the first forecast is asked of it that was not
+kept; else all start at once, as forks of one that imports while the caller does (`channels`).
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import pickle
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.models.lean_import import own_process
 from shardwise.plan.models.source import ModelLike, ModelSource, resolve
+from shardwise.plan.search.channels import Channel, serve, start
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import Evaluate
 from shardwise.plan.simulate.forecast import Forecast
@@ -41,13 +35,16 @@ class Forecasters:
             model: for more than one process picklable: a name, a path or a dict.
             processes: at most so many. With one, everything runs in the caller's.
         """
+        self._model = model
         self._workers: list[_Worker] = (
             [_Worker(resolve(model))] if processes == 1 else [_Process(model) for _ in range(processes)]
         )
 
     def __enter__(self) -> Self:
-        for worker in self._workers:
-            worker.start_ahead()
+        ahead = [worker for worker in self._workers if isinstance(worker, _Process) and worker.is_certain]
+        if ahead:
+            for worker, channel in zip(ahead, start(__name__, self._model, len(ahead)), strict=True):
+                worker.channel = channel
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,9 +99,6 @@ class _Worker:
     def __call__(self, job: Job, scale: bool) -> Forecast:
         return self._evaluators[scale](job)
 
-    def start_ahead(self) -> None:
-        """There is nothing to start."""
-
     def end(self) -> None:
         """Nothing was started."""
 
@@ -115,91 +109,57 @@ class _Process(_Worker):
     def __init__(self, model: ModelLike) -> None:
         self._model = model
         self._source = resolve(model)
-        self._process: subprocess.Popen[bytes] | None = None
+        self.channel: Channel | None = None
+        """None until the process is started."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether a forecast will be asked of it for certain."""
+        return not self._source.is_met
 
     def __call__(self, job: Job, scale: bool) -> Forecast:
         kept = kept_forecast(self._source, job, scale)
         return self._ask(job, scale) if kept is None else kept
 
-    def start_ahead(self) -> None:
-        """Start the process where a forecast will be asked of it for certain."""
-        if not self._source.is_met:
-            self._started()
-
     def end(self) -> None:
         """End the process, if one was started."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        if self.channel is not None:
+            self.channel.end()
 
     def _ask(self, job: Job, scale: bool) -> Forecast:
-        process = self._started()
-        _send(process, (job, scale))
-        assert process.stdout is not None
+        if self.channel is None:
+            [self.channel] = start(__name__, self._model, 1)
         try:
-            answer: Forecast | Exception = pickle.load(process.stdout)
+            answer: Forecast | Exception = self.channel.ask((job, scale))
         except EOFError:
+            status = self.channel.process.wait()
             raise PlanError(
-                f"a process of the search ended with status {process.wait()}; search with one worker to see why"
+                f"a process of the search ended with status {status}; search with one worker to see why"
             ) from None
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            _send(self._process, self._model)
-        return self._process
+
+def main(ends: Sequence[tuple[int, int]]) -> None:
+    """The processes' end. The first message is the model, all others are jobs and whether to scale."""
+    own_process()
+    serve(ends, _import_for, _answering)
 
 
-def collect_seldom() -> None:
-    """Have Python's collector come by less often, in a process whose only work is a plan: importing torch and
-    transformers alone brings it a thousand times, for a second in all, and finds nothing."""
-    gc.set_threshold(100_000, 20, 20)
-
-
-def _send(process: subprocess.Popen[bytes], message: Any) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended; reading its answer raises
-        pickle.dump(message, process.stdin)
-        process.stdin.flush()
-
-
-def main() -> None:
-    """The process's end: answer messages on standard input until it closes. The first is the model, all others are jobs
-    and whether to scale; an exception is answered as itself."""
-    collect_seldom()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the caller says what is to be said
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # the model's code may print: that must not be taken for an answer
-    model: ModelLike = pickle.load(sys.stdin.buffer)
-    worker: _Worker | None = None
-    with suppress(Exception):  # the caller says it, or the first job does
-        _import_for(resolve(model))
-    while True:
-        try:
-            job, scale = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            worker = worker or _Worker(resolve(model))
-            answer: Forecast | Exception = worker(job, scale)
-        except Exception as error:
-            answer = error
-        try:
-            pickle.dump(answer, answers)
-            answers.flush()
-        except BrokenPipeError:  # nobody waits for it
-            os._exit(1)
-
-
-def _import_for(source: ModelSource) -> None:
+def _import_for(model: ModelLike) -> None:
     """Import what forecasts of a model need, before the first is asked for."""
-    _ = source.attention
-    from shardwise.plan.dry_run import step  # noqa: F401 - takes long
+    with suppress(Exception):  # the caller says it, or the first job does
+        _ = resolve(model).attention
+        from shardwise.plan.dry_run import step  # noqa: F401 - takes long
+
+
+def _answering(model: ModelLike) -> Callable[[tuple[Job, bool]], Forecast]:
+    worker: list[_Worker] = []
+
+    def answer(asked: tuple[Job, bool]) -> Forecast:
+        if not worker:
+            worker.append(_Worker(resolve(model)))
+        return worker[0](*asked)
+
+    return answer
