@@ -167,6 +167,17 @@ def test_nested_units() -> None:
         sw.shard(Net(), units=units, slots=2)
 
 
+@on_ranks(2)
+def test_parts_of_the_first_block_are_units_in_its_place() -> None:
+    """What is left of the block is the root's: each unit is small where nothing hides its gather or its reduction."""
+    names = {"enter", "blocks.0.up", "blocks.0.down", "blocks.1", "blocks.2", "blocks.3"}
+    twins = Twins(units=lambda fqn, module: fqn in names)
+    assert {unit.fqn for unit in twins.engine.units} == names | {""}
+    own = {fqn for group in twins.engine.root.groups for fqn in group.fqns}
+    assert own == {"blocks.0.norm.weight", "blocks.0.norm.bias", "leave.weight", "leave.bias"}
+    twins.train(3)
+
+
 class Fails(nn.Module):
     """Raises in forward or in backward when told to."""
 
