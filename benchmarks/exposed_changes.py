@@ -3,13 +3,16 @@
     python benchmarks/exposed_changes.py --gpus 8           # Llama-3 8B, micro-batch 1 x 8192, bf16, no recomputation
 
 First every stall of a hundredth of a millisecond or more, ours and FSDP2's. Then the step with our recording changed,
-as though the engine issued it so; nothing of it is built:
+as though the engine issued it so, which it does not:
 
 - norms first: the stream that computes waits for the reductions of the embedding and the root only when the norms of
   all other gradients are computed;
-- reduced together, gathered together: the root's few parameters travel with the embedding's, in one launch;
-- first block in parts: the parts of the block that is needed first (attention, MLP) are units in its place, for both
-  engines. Whoever trains can have that today (`units=`).
+- reduced together, gathered together: the root's few parameters travel with the embedding's, in one launch.
+
+Last the step with other units, for both engines, which whoever trains can have (`units=`):
+
+- first block in parts: the parts of the block that is needed first (attention, MLP) are units in its place;
+- first block, nested: the largest of them (MLP) is a unit inside it.
 """
 
 import argparse
@@ -94,13 +97,18 @@ CHANGES: dict[str, tuple[Callable[[Recording], Recording], ...]] = {
 }
 
 
-def in_parts(builder: Callable[[], nn.Module]) -> Callable[[str, nn.Module], bool]:
-    """`units=` with the parts of the first block in its place."""
+def finer(builder: Callable[[], nn.Module], nested: bool) -> Callable[[str, nn.Module], bool]:
+    """`units=` with the parts of the first block in its place, or `nested`, with its largest part a unit inside it."""
     with torch.device("meta"):
         chosen = choose_units(builder(), None)
     first, block = next((fqn, module) for fqn, module in chosen if next(module.children(), None) is not None)
-    parts = {f"{first}.{name}" for name, child in block.named_children() if next(child.children(), None) is not None}
-    names = {fqn for fqn, _ in chosen if fqn != first} | parts
+    parts = {
+        f"{first}.{name}": sum(parameter.numel() for parameter in child.parameters())
+        for name, child in block.named_children()
+        if next(child.children(), None) is not None
+    }
+    names = {fqn for fqn, _ in chosen}
+    names = names | {max(parts, key=lambda fqn: parts[fqn])} if nested else (names - {first}) | parts.keys()
     return lambda fqn, module: fqn in names
 
 
@@ -138,9 +146,10 @@ def main() -> int:
         for function in functions:
             changed = function(changed)
         show(change, "shardwise", simulated(changed, "shardwise"))
-    divided = record(builder, replace(job, units=in_parts(builder)))
-    for engine in ENGINES:
-        show("first block in parts", engine, simulated(divided, engine))
+    for change, nested in (("first block in parts", False), ("first block, nested", True)):
+        divided = record(builder, replace(job, units=finer(builder, nested)))
+        for engine in ENGINES:
+            show(change, engine, simulated(divided, engine))
     return 0
 
 

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.exposed import ENGINES, job_of
 from benchmarks.exposed_changes import (
+    finer,
     gathered_together,
-    in_parts,
     norms_first,
     reduced_together,
     reductions,
@@ -83,14 +83,14 @@ def test_a_root_without_parameters_has_nothing_to_send_along(recording: Recordin
         reduced_together(Recording(recording.job, recording.facts, tuple(events), recording.rank))
 
 
-def test_the_first_block_in_parts() -> None:
-    job = job_of("h100-sxm-80gb", 64, seq_len=8192)
-    builder = resolve(LLAMA).builder(job.attention)
-    wanted = in_parts(builder)
+@pytest.mark.parametrize("nested", [False, True])
+def test_finer_units_at_the_first_block(nested: bool) -> None:
+    builder = resolve(LLAMA).builder("sdpa")
+    wanted = finer(builder, nested)
     with torch.device("meta"):
         names = {fqn for fqn, module in builder().named_modules() if wanted(fqn, module)}
-    parts = {"model.layers.0.self_attn", "model.layers.0.mlp"}
-    assert names == {EMBEDDING, "model.layers.1", "model.layers.2", "lm_head"} | parts
+    first = "model.layers.0" if nested else "model.layers.0.self_attn"
+    assert names == {EMBEDDING, first, "model.layers.0.mlp", "model.layers.1", "model.layers.2", "lm_head"}
 
 
 def test_phases_of_a_changed_recording_stay_in_order(recording: Recording) -> None:
@@ -99,9 +99,10 @@ def test_phases_of_a_changed_recording_stay_in_order(recording: Recording) -> No
     assert phases == sorted(phases, key=list(StepPhase).index)
 
 
-def test_the_first_block_in_parts_leaves_less_exposed(recording: Recording) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_finer_units_leave_less_exposed(recording: Recording, nested: bool) -> None:
     builder = resolve(LLAMA).builder(recording.job.attention)
-    divided = record(builder, replace(recording.job, units=in_parts(builder)))
+    divided = record(builder, replace(recording.job, units=finer(builder, nested)))
     for engine in ENGINES:
         whole, parts = simulated(recording, engine), simulated(divided, engine)
         assert parts.exposed_comm_s < whole.exposed_comm_s
