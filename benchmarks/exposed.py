@@ -13,6 +13,8 @@ and waits are those of its published code (`plan/simulate/other_engines/order.py
   into a reduction's. They hide gathers and reductions that are under way, and cost their time all the same, so the
   sum is told too.
 
+Where each stands still, and what changes of order would gain: `exposed_changes.py`.
+
 Target: ours not above FSDP2's in any row, in exposed communication and in idle time.
 """
 
@@ -68,6 +70,19 @@ def cells(timeline: Timeline) -> list[str]:
     ]
 
 
+def job_of(gpu: str, gpus: int, seq_len: int, recompute: str = "none") -> Job:
+    """Whole nodes of `gpus` GPUs in all, one sequence on each."""
+    return Job(
+        gpu=gpu,
+        gpus_per_node=min(gpus, GPUS_PER_NODE),
+        nodes=max(1, gpus // GPUS_PER_NODE),
+        micro_batch=1,
+        seq_len=seq_len,
+        precision=sw.Precision(param="bf16", reduce="fp32"),
+        activation_checkpointing=recompute,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3-8b", help="(%(default)s)")
@@ -82,15 +97,7 @@ def main() -> int:
     source = resolve(options.model)
     for gpus in options.gpus:
         for recompute in ("none", "full"):
-            job = Job(
-                gpu=options.gpu,
-                gpus_per_node=min(gpus, GPUS_PER_NODE),
-                nodes=max(1, gpus // GPUS_PER_NODE),
-                micro_batch=1,
-                seq_len=options.seq_len,
-                precision=sw.Precision(param="bf16", reduce="fp32"),
-                activation_checkpointing=recompute,
-            )
+            job = job_of(options.gpu, gpus, options.seq_len, recompute)
             recording = record(source.builder(job.attention), job)
             steps = []
             for engine in ENGINES:

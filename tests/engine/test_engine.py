@@ -167,6 +167,34 @@ def test_nested_units() -> None:
         sw.shard(Net(), units=units, slots=2)
 
 
+@on_ranks(2)
+def test_what_is_needed_with_a_unit_is_prefetched_with_it() -> None:
+    """A block's backward begins in the unit inside it: both are gathered while the block after it computes."""
+    inner = "blocks.0.down"
+    twins = Twins(units=lambda fqn, module: isinstance(module, Block) or fqn in {"enter", "leave", inner})
+    twins.train(2)
+    moves: list[tuple[str, ParameterState]] = []
+    for fqn in (inner, "blocks.0", "blocks.1"):
+        twins.unit(fqn).parameters.observe(lambda old, new, fqn=fqn: moves.append((fqn, new)))
+    twins.backward()
+    backward = moves[moves.index(("blocks.1", ParameterState.SHARDED)) + 1 :]
+    over = backward.index(("blocks.1", ParameterState.SHARDED))
+    assert ("blocks.0", ParameterState.UNSHARDING) in backward[:over]
+    assert (inner, ParameterState.UNSHARDING) in backward[:over]
+    twins.same_gradients()
+
+
+@on_ranks(2)
+def test_parts_of_the_first_block_are_units_in_its_place() -> None:
+    """What is left of the block is the root's: each unit is small where nothing hides its gather or its reduction."""
+    names = {"enter", "blocks.0.up", "blocks.0.down", "blocks.1", "blocks.2", "blocks.3"}
+    twins = Twins(units=lambda fqn, module: fqn in names)
+    assert {unit.fqn for unit in twins.engine.units} == names | {""}
+    own = {fqn for group in twins.engine.root.groups for fqn in group.fqns}
+    assert own == {"blocks.0.norm.weight", "blocks.0.norm.bias", "leave.weight", "leave.bias"}
+    twins.train(3)
+
+
 class Fails(nn.Module):
     """Raises in forward or in backward when told to."""
 

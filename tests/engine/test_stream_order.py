@@ -16,7 +16,7 @@ from shardwise import accelerators
 from shardwise.comm.backends import on_streams
 from shardwise.comm.buffers import PrivateBuffers
 from tests.engine.cases import CASES, Case
-from tests.engine.rig import Net, Twins, batch, on_ranks, seeded, squares
+from tests.engine.rig import Block, Net, Twins, batch, on_ranks, seeded, squares
 from tests.engine.streams import Order, Stream, played
 from tests.ranks import RankPools
 
@@ -63,6 +63,13 @@ def test_nor_with_sums_of_another_dtype(ranks: RankPools, case: Case) -> None:
 @on_ranks(2)
 def test_few_and_many_slots(options: dict[str, Any]) -> None:
     assert train(Case("full_shard", 2), **options).races == []
+
+
+@pytest.mark.parametrize("slots", [3, 5])
+@on_ranks(2)
+def test_units_inside_units(slots: int) -> None:
+    """One inside the next is gathered with it, into a slot that the unit before last may still be read in."""
+    assert train(Case("full_shard", 2), units={Block, nn.Linear}, slots=slots).races == []
 
 
 @on_ranks(2)

@@ -111,9 +111,11 @@ class Unsharder:
 
     def prefetch(self, units: Sequence[Unit]) -> None:
         """Start unsharding units that the recorded order says come next, as far as there are free slots."""
-        wanted = max(1, self._slots - _NOT_PREFETCHED)
+        wanted, last = max(1, self._slots - _NOT_PREFETCHED), None
         for event in self._schedule.nearest(wanted + _NOT_PREFETCHED):
             unit = units[event.unit]
+            if wanted <= 0 and last not in unit.ancestors:  # what lies inside the last one is needed with it
+                return
             parameters = unit.parameters
             if parameters.state is ParameterState.UNSHARDED and not parameters.is_fresh:  # kept over a step
                 self.reshard(unit)
@@ -124,9 +126,7 @@ class Unsharder:
                     return
                 self._start(unit, slot)
             if parameters.state is ParameterState.UNSHARDING:
-                wanted -= 1
-            if wanted <= 0:
-                return
+                wanted, last = wanted - 1, unit
 
     def read_ahead(self, units: Sequence[Unit]) -> None:
         """Have the disk begin to read what is unsharded next, as far as there are free buffers."""
