@@ -135,6 +135,10 @@ class Order(TorchDispatchMode):
         self._entering = threading.RLock()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sharded = [kind for kind in types if issubclass(kind, ShardedParameter)]
+        if sharded:  # what it does with pieces is seen, and nothing that rests elsewhere has to come to be seen
+            with _Inside(self):
+                return max(sharded, key=lambda kind: len(kind.__mro__)).__torch_dispatch__(func, types, args, kwargs)
         out = func(*args, **(kwargs or {}))
         arguments = list(zip(func._schema.arguments, args, strict=False))
         arguments += [(a, kwargs[a.name]) for a in func._schema.arguments if kwargs and a.name in kwargs]
@@ -267,7 +271,7 @@ class Order(TorchDispatchMode):
         with _disable_current_modes():
             terms = whole.clone()
             _all_reduce(terms, op, group=group)
-            own.copy_(terms.chunk(group.size())[group.rank()])
+            own.data.copy_(terms.chunk(group.size())[group.rank()])  # no version tells of what a backend writes
 
     def all_to_all(self, into: Tensor, sent: Tensor, received: list[int], sizes: list[int], group: Any) -> None:
         self.enter("all_to_all", [sent], [into])
@@ -278,6 +282,17 @@ class Order(TorchDispatchMode):
         self.enter("all_reduce", [], [tensor])
         with _disable_current_modes():
             _all_reduce(tensor, op, group=group)
+
+
+class _Inside(TorchDispatchMode):
+    """Has an order see what an operation of sharded tensors does, while it sees that operation."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self._order = order
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._order.__torch_dispatch__(func, types, args, kwargs)
 
 
 class Known:
@@ -344,8 +359,7 @@ def _threads(order: Order, slow: bool) -> Iterator[None]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    leaves = [leaf.local if isinstance(leaf, ShardedParameter) else leaf for leaf in tree_leaves(tree)]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _range(tensor: Tensor) -> tuple[int, int, int]:

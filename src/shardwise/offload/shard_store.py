@@ -1,4 +1,4 @@
-"""Slices of weights that rest on a medium, and the ring of buffers through which they come and go."""
+"""Slices of weights or gradients that rest on a medium, and the ring of buffers through which they come and go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.errors import UsageError
 from shardwise.offload.medium import Medium
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import Home, ShardedParameter
 
 BUFFERS = 4
 """Of the ring, each as large as the largest slice: one is worked on, the others are read ahead and written back."""
@@ -140,8 +140,17 @@ class ShardStore:
             self.medium.drop(self._free.pop())
 
 
+def homes_for_step(parameter: Tensor) -> tuple[Home, ...]:
+    """Of the slices that its step needs and that rest on a medium: its own, and its gradient's."""
+    return tuple(
+        tensor.home
+        for tensor in (parameter, parameter.grad)
+        if isinstance(tensor, ShardedParameter) and tensor.home is not None
+    )
+
+
 def have_read_ahead(parameters: Iterable[Tensor]) -> None:
-    """Their slices are wanted soon, in this order."""
+    """The slices that their step needs are wanted soon, in this order."""
     for parameter in parameters:
-        if isinstance(parameter, ShardedParameter) and parameter.home is not None:
-            parameter.home.read_ahead()
+        for home in homes_for_step(parameter):
+            home.read_ahead()

@@ -11,7 +11,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.lookup import steps_in_backward
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter, outer_face
+from shardwise.sharded.parameter import outer_face
 from shardwise.sharded.reductions import global_norms
 
 
@@ -64,18 +64,13 @@ def clip(
         return torch.tensor(0.0)
     groups = [lists[0] for lists, _ in _group_tensors_by_device_and_dtype([[*gradients]]).values()]
     ordered = [gradient for group in groups for gradient in group if gradient is not None]
-    pieces = [g.local if isinstance(g, ShardedParameter) else g for g in ordered]
-    placements = [g.placement if isinstance(g, ShardedParameter) else None for g in ordered]
-    norms = [of_kind.to(gradients[0].device) for _, of_kind in global_norms(pieces, placements, float(norm_type))]
+    norms = [of_kind.to(gradients[0].device) for _, of_kind in global_norms(ordered, float(norm_type))]
     total: Tensor = torch.linalg.vector_norm(torch.cat(norms) if len(norms) > 1 else norms[0], float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped")
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    done = 0
-    for group in groups:  # one kernel for each device and dtype
-        same = pieces[done : done + len(group)]
-        torch._foreach_mul_(same, scale.to(same[0].device))
-        done += len(group)
+    for group in groups:  # one kernel for each device and dtype, or slice by slice
+        torch._foreach_mul_(group, scale.to(group[0].device))  # type: ignore[arg-type,union-attr]
     return total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_below
 from shardwise.engine.setup.torch_patches import updates_nothing, with_state
+from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.optim.clip import clip as clip_parameters
 from shardwise.optim.whole_matrix import WholeMatrixOptimizer
@@ -67,8 +69,16 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
                 group.gradients.release()
         clips = None if clip is None else partial(clip_parameters, max_norm=float(clip))
         engine.reducer.steps.add(optimizer, clips)
+    _keep_here(unit for unit in by_owner(optimizer) if isinstance(unit, Unit))
     optimizer.register_step_pre_hook(_nothing_left)
     with_state.add(optimizer)
+
+
+def _keep_here(units: Iterable[Unit]) -> None:
+    """Their gradients take their steps where they are reduced."""
+    for unit in units:
+        for group in unit.groups:
+            group.gradients.stay()
 
 
 def _check_parameters(engines: list[Engine], optimizer: Optimizer) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, Self
 
 import torch
@@ -31,6 +31,8 @@ from shardwise.sharded.placement import FlatPieces, Placement, device_mesh, flat
 _stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _stored_device: Callable[[Tensor], torch.device] = Tensor.device.__get__
 
+_SLICES_AHEAD = 3
+"""How many slices are told of that an operation over many comes to next."""
 SHARDED_FACE = "_shardwise_sharded"
 """Attribute of a plain parameter that was sharded: its outer face."""
 
@@ -47,8 +49,9 @@ class Owner(Protocol):
     states: Any
     """What keeps the optimizer's state of its parameters elsewhere (`offload.StateStore`), or None."""
 
-    rests_elsewhere: bool
-    """Whether its parameters, or their optimizer's state, rest elsewhere than on the device."""
+    @property
+    def rests_elsewhere(self) -> bool:
+        """Whether its parameters, their gradients or their optimizer's state rest elsewhere than on the device."""
 
     @property
     def is_running(self) -> bool:
@@ -96,6 +99,26 @@ class Home(Protocol):
 
     def note_write(self) -> None:
         """It was written, perhaps in a way that no version tells."""
+
+
+def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
+    """Positions of lists of equal length, of tensors of which those at one position belong together: all at once,
+    unless some rest at homes. Then those of the same homes together, each slice read ahead: so an operation over all
+    of a model's tensors has a few slices in memory at a time, if no views are held when the next ones are asked for.
+    """
+    if not any(type(item) is ShardedParameter and item.home is not None for items in lists for item in items):
+        yield range(len(lists[0]))
+        return
+    by_homes: dict[tuple[Home, ...], list[int]] = {}
+    for position, items in enumerate(zip(*lists, strict=True)):
+        homes = (item.home for item in items if isinstance(item, ShardedParameter) and item.home is not None)
+        by_homes.setdefault(tuple(dict.fromkeys(homes)), []).append(position)
+    order = list(by_homes)
+    for index, positions in enumerate(by_homes.values()):
+        for coming in order[index : index + _SLICES_AHEAD]:
+            for home in coming:
+                home.read_ahead()
+        yield positions
 
 
 class _Piece:
@@ -492,6 +515,11 @@ def _refusal(operation: str, fqn: str, way_out: str) -> str:
 
 def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
     return a.local is b.local if a.home is None else a.home is b.home
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's piece of it; of a plain one, itself."""
+    return tensor.local if isinstance(tensor, ShardedParameter) else tensor
 
 
 def _wholes(tree: Any) -> Any:
