@@ -46,3 +46,7 @@ class Offload:
         ring: object = self.ring_bytes
         if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
             raise ConfigError(f"offload.ring_bytes={self.ring_bytes!r}: a number of bytes, at least 1")
+
+
+ALL_ON_HOST = Offload(params="cpu", optimizer="cpu", gradients="cpu")
+"""What FSDP's CPU offload means."""

@@ -47,7 +47,7 @@ def test_where_nothing_fits_offload_is_tried_and_priced() -> None:
     assert "With --offload optimizer=cpu it would fit: " in shown
     assert "of the step waiting for that." in shown
     found = json.loads(json.dumps(answer.extra))["would_fit"]
-    assert found["job"]["offload"] == {"params": None, "optimizer": "cpu", "ring_bytes": None}
+    assert found["job"]["offload"] == {"params": None, "optimizer": "cpu", "ring_bytes": None, "gradients": None}
     assert found["host_bytes_per_node"] > 8 * 25_000_000
     with pytest.raises(PlanError, match="nothing fits 1 x h100-sxm-80gb"):
         answer.check_fits()
@@ -159,5 +159,5 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     asked = [str(tmp_path / "config.json"), "--gpus", "1", "--seq-len", "16", "--micro-batch", "2"]
     assert run(["plan", *asked, "--activation-checkpointing", "none", "--offload", "cpu", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu", "ring_bytes": None}
+    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu", "ring_bytes": None, "gradients": None}
     assert plain["exposed_offload_s"] > 0

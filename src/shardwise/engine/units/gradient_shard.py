@@ -112,6 +112,11 @@ class GradientShard:
                 own.local.copy_(grad.local)  # type: ignore[attr-defined]
         return accumulates
 
+    def read_ahead(self) -> None:
+        """Its unit's backward has begun: if there is something that a sum will be added to, have it come from home."""
+        if self.home is not None and any(sharded.grad is not None for sharded in self._sharded):
+            self.home.read_ahead()
+
     def leave(self) -> None:
         """The current stream is behind the last sum: go home, if it has a home and nobody a view."""
         if self.home is not None:
