@@ -117,7 +117,6 @@ def test_gradients_go_behind_their_sums_and_come_to_be_added_to_and_stepped_with
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_gradients_cross_the_link_as_often_as_the_engine_has_them(gpus: int) -> None:
-    usual = forecast(None, gpus_per_node=gpus, strategy="full_shard")
     one = forecast("gradients=cpu", gpus_per_node=gpus, strategy="full_shard")
     three = forecast("gradients=cpu", gpus_per_node=gpus, strategy="full_shard", accumulation=3)
     nbytes = sum(one.recording.facts.unit_trained_bytes.values())
