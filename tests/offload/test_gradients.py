@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -307,16 +307,24 @@ def test_without_a_device_nothing_changes() -> None:
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def live_bytes(model: nn.Module) -> int:
-    """Of all tensors that Python knows, but for the pinned segments of the model's gradients."""
+def live() -> list[Tensor]:
+    """All tensors that Python knows."""
     gc.collect()
+    return [value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter)]
+
+
+def live_bytes(model: nn.Module, before: Sequence[Tensor]) -> int:
+    """Of what has come since, but for the pinned segments of the model's gradients."""
     found = {}
-    for tensor in (value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter)):
+    for tensor in live():
         found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-    for store in gradient_stores(require_engine(model)):
-        assert isinstance(store.medium, HostMemory)
-        for segment in store.medium._segments:
-            found.pop(segment.memory.untyped_storage()._cdata, None)
+    segments = [
+        segment.memory
+        for store in gradient_stores(require_engine(model))
+        for segment in store.medium._segments  # type: ignore[attr-defined]
+    ]
+    for tensor in (*before, *segments):
+        found.pop(tensor.untyped_storage()._cdata, None)
     return sum(found.values())
 
 
@@ -331,7 +339,7 @@ def measured(
         rings.append(store.ring_bytes)
         return buffer
 
-    new_buffer = ShardStore._new_buffer
+    new_buffer, before = ShardStore._new_buffer, live()
     with played(), mock.patch.object(ShardStore, "_new_buffer", noted):
         model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(24)])
         sw.shard(model, strategy, units={nn.Linear}, offload=offload)
@@ -341,7 +349,7 @@ def measured(
             model(torch.ones(2, 256)).sum().backward()
         if uses is not None:
             uses(model)
-        found = live_bytes(model), sw.memory(model).now["grad_shards"]
+        found = live_bytes(model, before), sw.memory(model).now["grad_shards"]
     return *found, max(rings)
 
 
@@ -360,7 +368,8 @@ def test_the_device_has_a_few_slices(uses: Callable[[nn.Module], object] | None,
     assert told == nbytes
     ours, told, ring = measured(sw.Offload(pin=False, **ALONE), uses, strategy)
     assert 0 < told == ring <= BUFFERS * nbytes // 24
-    assert usual - ours == nbytes - ring
+    beside = 2 * nbytes // 24  # a tensor of a weight's size, which may or may not have been collected
+    assert usual - ours == pytest.approx(nbytes - ring, abs=beside)
 
 
 @on_ranks(2)
