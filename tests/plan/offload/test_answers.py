@@ -130,6 +130,13 @@ def test_a_configuration_says_what_is_on_disk() -> None:
     assert (config.offload.params, config.offload.optimizer, config.offload.path) == (None, "nvme", "offload")
 
 
+def test_a_configuration_says_that_gradients_are_on_the_host() -> None:
+    config = training_config(resolve(WIDE), Job(gpu="cpu", offload="gradients=cpu"), "x")  # type: ignore[arg-type]
+    assert (config.offload.gradients, config.offload.path) == ("cpu", None)
+    ranks: Any = SimpleNamespace(world_size=1)
+    assert job_of(config, ranks, find_device("cpu")).offload == Places(gradients="cpu")
+
+
 def test_a_run_with_offload_is_planned_with_it() -> None:
     """By `strategy = "auto"`, and where memory runs out."""
     config = training_config(resolve(WIDE), Job(gpu="cpu", gpus_per_node=1, offload="optimizer=nvme"), "x")  # type: ignore[arg-type]
