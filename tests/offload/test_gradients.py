@@ -393,6 +393,25 @@ def store_of_or_zero(model: nn.Module) -> int:
     return sum(store.ring_bytes for store in gradient_stores(require_engine(model)))
 
 
+@on_ranks(2)
+def test_slices_that_are_added_to_come_while_backward_computes() -> None:
+    """Read since their unit's backward began, not when the sum wants them."""
+    states: list[HomeState] = []
+
+    def come(home: SliceHome) -> Tensor:
+        states.append(home.state)
+        return usual(home)
+
+    usual = SliceHome.come
+    with played() as order, mock.patch.object(SliceHome, "come", come):
+        model = sw.shard(seeded(lambda: Net(6)), offload=sw.Offload(pin=False, **ALONE))
+        for step in range(3):
+            squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
+    assert order.races == []
+    assert len(states) == 2 * len(homes_of(model))
+    assert states.count(HomeState.RESTING) <= 2, "the root's alone, whose backward begins first and ends last"
+
+
 # Faults ---------------------------------------------------------------------------------------------------------------
 
 

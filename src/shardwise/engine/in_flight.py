@@ -39,9 +39,10 @@ class InFlight(deque[Flight]):
     def append(self, flight: Flight) -> None:
         """It is under way. Of gradients that rest elsewhere few are held by sums that nobody has waited for."""
         super().append(flight)
-        held = [other for other in self if any(group.gradients.home for group in other.unit.groups)]
-        for other in held[:-_HELD]:
-            self._finish(other)
+        if len(self) > _HELD:
+            held = [other for other in self if any(group.gradients.home for group in other.unit.groups)]
+            for other in held[:-_HELD]:
+                self._finish(other)
 
     def finish_all(self) -> None:
         """Wait for every one."""

@@ -11,7 +11,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.lookup import steps_in_backward
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import outer_face
+from shardwise.sharded.parameter import ShardedParameter, local_of, outer_face, slice_by_slice
 from shardwise.sharded.reductions import global_norms
 
 
@@ -70,8 +70,18 @@ def clip(
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped")
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     for group in groups:  # one kernel for each device and dtype, or slice by slice
-        torch._foreach_mul_(group, scale.to(group[0].device))  # type: ignore[arg-type,union-attr]
+        gradients = [gradient for gradient in group if gradient is not None]
+        for where in slice_by_slice([gradients]):
+            _scale([gradients[i] for i in where], scale.to(gradients[0].device))
     return total
+
+
+def _scale(gradients: Sequence[Tensor], scale: Tensor) -> None:
+    """Of one home, or in memory."""
+    torch._foreach_mul_([local_of(gradient) for gradient in gradients], scale)
+    first = gradients[0]
+    if isinstance(first, ShardedParameter) and first.home is not None:
+        first.home.note_write()
 
 
 def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:

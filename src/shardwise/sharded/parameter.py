@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
     unless some rest at homes. Then those of the same homes together, each slice read ahead: so an operation over all
     of a model's tensors has a few slices in memory at a time, if no views are held when the next ones are asked for.
     """
-    if not any(type(item) is ShardedParameter and item.home is not None for items in lists for item in items):
+    if not ShardedParameter._have_homes:
         yield range(len(lists[0]))
         return
     by_homes: dict[tuple[Home, ...], list[int]] = {}
@@ -155,6 +155,8 @@ class ShardedParameter(Tensor):
     plain tensor of the global shape, and with it `load_state_dict`, writes the piece of what this rank was given: every
     rank must be given equal numbers."""
     placement: Placement
+    _have_homes: ClassVar[bool] = False
+    """Any in this process do, or did: where none does, nobody has to look through lists of them."""
     home: Home | None = None
     """Where the piece is while nobody reads `local`; None: that has memory of its own."""
     unit: Owner | None = None
@@ -201,6 +203,7 @@ class ShardedParameter(Tensor):
         )
         self.home = home
         self.placement = placement
+        ShardedParameter._have_homes = True
         return self
 
     @property

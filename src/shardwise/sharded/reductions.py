@@ -69,20 +69,19 @@ def global_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | N
     if order < 0:
         raise UsageError(f"norms of negative order ({order}) of sharded tensors are not supported")
     groups = [_exchanging(t.placement.shard_group) if isinstance(t, ShardedParameter) else None for t in tensors]
+    is_plain = [not isinstance(t, ShardedParameter) for t in tensors]
+    pieces = [t if plain or t.home is not None else t.local for t, plain in zip(tensors, is_plain, strict=True)]  # type: ignore[attr-defined]
     first = next((group for group in groups if group is not None), None)
     kinds: dict[tuple[Collectives | None, torch.dtype, torch.device], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if isinstance(tensor, ShardedParameter):
-            kind = groups[i], tensor.stored_dtype, tensor.stored_device
-        else:
-            kind = first, tensor.dtype, tensor.device
-        kinds.setdefault(kind, []).append(i)
+    for i, piece in enumerate(pieces):
+        group = first if is_plain[i] else groups[i]
+        kinds.setdefault((group, _dtype_of(piece), piece.device), []).append(i)
     norms: list[Tensor] = []
     by_group: dict[Collectives, list[Tensor]] = {}
     for (group, _, _), where in kinds.items():
         has_plain = group is None or group.rank == 0
-        held = [i for i in where if _held_numel(tensors[i], has_plain)]
-        norms.append(_local_norms(tensors, where, held, order, dtype))
+        held = [i for i in where if _numel_of(pieces[i]) and (has_plain or not is_plain[i])]
+        norms.append(_local_norms(pieces, where, held, order, dtype))
         if group is not None:
             by_group.setdefault(group, []).append(norms[-1])
     for group, of_group in by_group.items():
@@ -98,23 +97,25 @@ def _exchanging(group: Collectives) -> Collectives | None:
     return group if group.world_size > 1 else None
 
 
-def _held_numel(tensor: Tensor, has_plain: bool) -> int:
-    """Elements that this rank counts."""
-    if isinstance(tensor, ShardedParameter):
-        return tensor.local.numel() if tensor.home is None else tensor.fragment.numel
-    return tensor.numel() if has_plain else 0
+def _dtype_of(piece: Tensor) -> torch.dtype:
+    """Of a piece, or of one that is at home and stands for itself."""
+    return piece.stored_dtype if isinstance(piece, ShardedParameter) else piece.dtype
+
+
+def _numel_of(piece: Tensor) -> int:
+    return piece.fragment.numel if isinstance(piece, ShardedParameter) else piece.numel()
 
 
 def _local_norms(
-    tensors: Sequence[Tensor], where: Sequence[int], held: Sequence[int], order: float, dtype: torch.dtype | None
+    pieces: Sequence[Tensor], where: Sequence[int], held: Sequence[int], order: float, dtype: torch.dtype | None
 ) -> Tensor:
     """Of the pieces at `where`, which are of one kind: 1-D, 0 for those that are not `held`. Half precision is kept in
     fp32, to be rounded once, after the sum over ranks."""
-    one = tensors[where[0]]
-    kind = one.stored_dtype if isinstance(one, ShardedParameter) else one.dtype
+    one = pieces[where[0]]
+    kind = _dtype_of(one)
     wide = torch.float32 if (dtype or kind) in _HALF else dtype
     norms: dict[int, Tensor] = {}
-    some = [tensors[i] for i in held]
+    some = [pieces[i] for i in held]
     for positions in slice_by_slice([some]) if held else ():
         found = torch._foreach_norm([local_of(some[i]) for i in positions], order, wide)
         norms.update((held[i], norm) for i, norm in zip(positions, found, strict=True))
