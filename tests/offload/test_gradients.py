@@ -453,7 +453,7 @@ def test_an_order_that_is_missing_would_be_found(fault: str) -> None:
 
 
 def two_slices() -> tuple[HostMemory, SliceHome, SliceHome]:
-    """At rest, with zeros; the ring has one buffer."""
+    """At rest, with zeros; the ring has two buffers, of which the one that is given back first is taken first."""
     medium = HostMemory(torch.device("cpu"), "gradients", pin=False)
     store = ShardStore(medium)
     one, two = (SliceHome(store, 1024, torch.float32) for _ in range(2))
@@ -472,8 +472,8 @@ def test_a_write_follows_a_read_of_its_place_to_another_buffer(forgets: bool) ->
         medium, one, two = two_slices()
         two.read_ahead()
         one.read_ahead()
+        two.finish()
         one.finish()
-        two.finish()  # whose buffer is taken next
         if forgets:
             medium._read.clear()
         one.claim().fill_(1.0)
@@ -489,9 +489,9 @@ def test_a_read_follows_a_write_of_its_place_from_another_buffer(forgets: bool) 
         kept = one.claim().fill_(1.0)
         two.flat()
         del kept
+        two.let_go()
         one.leave()
         one.finish()
-        two.let_go()  # whose buffer is taken next
         if forgets:
             medium._written.clear()
         assert one.flat().eq(1.0).all()

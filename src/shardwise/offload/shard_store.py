@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
@@ -47,8 +47,11 @@ class ShardStore:
         self._placed_bytes = 0
         self._vacant: defaultdict[int, list[int]] = defaultdict(list)
         """By size, first bytes of places whose slices are gone."""
+        self._slices = 0
+        """That there are."""
         self._buffer_bytes = 0
-        self._free: list[Tensor] = []
+        self._free: deque[Tensor] = deque()
+        """The one that was given back first is taken first: its last copy is the likeliest to be over."""
         self._made = 0
         """Buffers that there are, free or not. More than the ring's while users keep views of many slices."""
         self._held: dict[Holder, None] = {}
@@ -61,6 +64,7 @@ class ShardStore:
 
     def place(self, nbytes: int) -> int:
         """Where the next slice lies, once there is room. Slices of a model's copies are as large."""
+        self._slices += 1
         if self._vacant[nbytes]:
             return self._vacant[nbytes].pop()
         start = self._placed_bytes
@@ -71,6 +75,7 @@ class ShardStore:
     def vacate(self, start: int, nbytes: int) -> None:
         """The slice there is gone. It was at rest: those that have a buffer are held."""
         self._vacant[nbytes].append(start)
+        self._slices -= 1
 
     def take_room(self) -> None:
         """For all slices that were placed. Raises UsageError where the medium has none."""
@@ -94,9 +99,9 @@ class ShardStore:
         self.take_room()  # of copies
         for home in [home for home in self._held if home.is_written]:
             home.finish()
-        if self._free:
-            return self._free.pop()
-        return self._new_buffer() if self._made < BUFFERS else None
+        if self._made < min(BUFFERS, self._slices):
+            return self._new_buffer()
+        return self._free.popleft() if self._free else None
 
     def _new_buffer(self) -> Tensor:
         self._made += 1

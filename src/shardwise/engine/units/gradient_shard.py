@@ -125,7 +125,8 @@ class GradientShard:
     def end_backward(self) -> None:
         """The next sum is of another backward."""
         self._awaits_first_sum = True
-        self.leave()
+        if self.home is not None:
+            self.home.leave()
 
     def _references(self) -> list[int]:
         """How often each gradient and its piece are referred to from Python; of one at home any piece counts."""
