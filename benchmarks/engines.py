@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,6 +129,9 @@ def _deepspeed(model: GPT, job: Job) -> Trainer:
 
 def _shardwise(model: GPT, job: Job) -> Trainer:
     sw = importlib.import_module("shardwise")
+    source = Path(str(sw.__file__)).parents[1]
+    if job.checkout is not None and source != Path(job.checkout).resolve() / "src":
+        raise ImportError(f"shardwise comes from {source}, not from {job.checkout}")
     model = sw.shard(model, job.strategy)
     collectives = "gloo, pairwise" if job.count_bytes else "default: shared memory on one host"
     return _ordinary(model, {"strategy": job.strategy, "units": "automatic", "collectives": collectives})
@@ -144,6 +148,9 @@ _BUILDERS: dict[str, Callable[[GPT, Job], Trainer]] = {
     "shardwise": _shardwise,
 }
 ENGINES = tuple(_BUILDERS)
+BEFORE = "before"
+"""shardwise as another checkout has it, in alternation with this one's."""
+_BUILDERS[BEFORE] = _shardwise
 _EXTRAS = {"deepspeed": "shardwise[bench]", "shardwise": "shardwise"}
 
 

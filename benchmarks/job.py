@@ -25,6 +25,8 @@ class Job:
     """Count bytes instead of taking times; one job does one or the other."""
     threads: int = 1
     seed: int = 0
+    checkout: str | None = None
+    """Another checkout of this repository, whose shardwise is imported in place of this one's."""
 
     def __post_init__(self) -> None:
         if self.warmup < 1 or self.steps < 1:

@@ -61,6 +61,8 @@ def run_job(job: Job, timeout_s: float = 1800.0) -> list[RankReport]:
         JobFailed: a rank failed or did not finish in time.
     """
     extra = {"OMP_NUM_THREADS": str(job.threads)}
+    if job.checkout is not None:
+        extra["PYTHONPATH"] = os.pathsep.join([str(Path(job.checkout) / "src"), environment()["PYTHONPATH"]])
     if job.count_bytes:
         extra["SHARDWISE_COLLECTIVES"] = "gloo"  # shared memory would bypass c10d and the loopback interface
     with tempfile.TemporaryDirectory() as name:

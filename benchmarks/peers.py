@@ -3,6 +3,8 @@
     python benchmarks/peers.py                                  # everything, about half an hour
     python benchmarks/peers.py --steps 3 --rounds 1             # a first look
     python benchmarks/peers.py --out peers.json                 # and write results/DATE-peers.{json,md}
+    git worktree add /tmp/before COMMIT                         # has a step become slower since?
+    python benchmarks/peers.py --engines shardwise --beside /tmp/before --rounds 7 --no-bytes
 
 Every run of every engine is its own set of fresh processes, so that a run's peak RSS is its own. Times and
 bytes come from separate runs: for the bytes, shardwise is told to use gloo, because the shared memory that it
@@ -21,7 +23,7 @@ if not __package__:  # started as a file
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "src")]
 
 from benchmarks import expected, facts, report
-from benchmarks.engines import ALONE, ENGINES, missing
+from benchmarks.engines import ALONE, BEFORE, ENGINES, missing
 from benchmarks.gpt import GPTShape
 from benchmarks.job import LEARNING_RATE, Job, RankReport
 from benchmarks.launch import JobFailed, environment, run, run_job
@@ -49,6 +51,12 @@ def count(text: str) -> int:
     return number
 
 
+def checkout(text: str) -> str:
+    if not (Path(text) / "src" / "shardwise" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no checkout of shardwise: it has no src/shardwise")
+    return str(Path(text).resolve())
+
+
 def parser() -> argparse.ArgumentParser:
     shape, job = GPTShape(), Job("")
     p = Parser(prog=os.environ.get("SHARDWISE_COMMAND"), description=__doc__, formatter_class=FORMATTER)
@@ -63,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--warmup", type=int, default=job.warmup, help="untimed steps before them (%(default)s)")
     p.add_argument("--rounds", type=count, default=3, help="times the engines take turns (%(default)s)")
     p.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, in this order (%(default)s)")
+    p.add_argument("--beside", metavar="CHECKOUT", type=checkout, help="time its shardwise too, in the same turns")
     p.add_argument("--strategy", choices=STRATEGIES, default=job.strategy, help="shardwise's (%(default)s)")
     p.add_argument("--no-bytes", action="store_true", help="skip the runs that count bytes")
     p.add_argument("--strict", action="store_true", help="exit with status 1 unless every target is met")
@@ -85,15 +94,17 @@ def choose(names: str) -> tuple[list[str], list[str]]:
     return [name for name in wanted if not missing(name)], skipped
 
 
-def take_turns(engines: list[str], job: Job, rounds: int) -> tuple[Summaries, list[str]]:
-    """Run every engine once a round; an engine that fails is dropped with what it said."""
+def take_turns(engines: list[str], job: Job, rounds: int, beside: str | None = None) -> tuple[Summaries, list[str]]:
+    """Run every engine once a round, every second round in the opposite order; an engine that fails is dropped with
+    what it said. `beside` is the checkout of the engine BEFORE."""
     summaries = {name: EngineSummary(name) for name in engines}
     failures: list[str] = []
     for turn in range(rounds):
-        for name in [name for name in engines if name in summaries]:
+        for name in [name for name in engines[:: -1 if turn % 2 else 1] if name in summaries]:
             print(f"round {turn + 1}/{rounds}  {name:<10} ...", end="\r", file=sys.stderr, flush=True)
             try:
-                summaries[name].add_timed(_run_again_if_need_be(replace(job, engine=name)))
+                checkout = beside if name == BEFORE else None
+                summaries[name].add_timed(_run_again_if_need_be(replace(job, engine=name, checkout=checkout)))
             except JobFailed as error:
                 failures.append(f"{name} failed and is left out: {error}")
                 print(f"{failures[-1]}\n{error.output}", file=sys.stderr)
@@ -143,6 +154,8 @@ def targets(summaries: Summaries, job: Job) -> list[Target]:
     if ours is None:
         return []
     found: list[Target] = []
+    if before := summaries.get(BEFORE):
+        found.append(paired_ratio("step time over the other checkout's", ours.step_s, before.step_s, 1.03))
     if fsdp2 := summaries.get("fsdp2"):
         found.append(paired_ratio("step time over FSDP2's", ours.step_s, fsdp2.step_s, 0.72))
         rss = [[float(value) for value in side.peak_rss_bytes] for side in (ours, fsdp2)]
@@ -226,12 +239,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     job = job_of(args)
     engines, notes = choose(args.engines)
+    engines += [BEFORE] if args.beside else []
     machine = facts.machine()
     baseline = import_rss_bytes()
     print(report.facts_line(machine))
-    summaries, failures = take_turns(engines, job, args.rounds)
+    summaries, failures = take_turns(engines, job, args.rounds, args.beside)
     if not args.no_bytes:
-        failures += count_bytes(summaries, job)
+        failures += count_bytes({name: summary for name, summary in summaries.items() if name != BEFORE}, job)
     checked = targets(summaries, job)
     notes += [*failures, *above_alone(summaries)]
     notes.append("glibc keeps freed memory for every engine, unless the environment sets malloc.")
