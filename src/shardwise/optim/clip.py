@@ -26,7 +26,8 @@ def clip_grad_norm_(
 
     The same arithmetic as `torch.nn.utils.clip_grad_norm_`, so the same bits (but for the order in which norms of
     several shard groups are added), with one collective whatever the number of dtypes, a handful of operations for each
-    dtype whatever the number of parameters, and without waiting for the device (unless `error_if_nonfinite`).
+    dtype whatever the number of parameters, and without waiting for the device (unless `error_if_nonfinite`). Gradients
+    on the host come slice by slice, for the norm and to be scaled.
 
     Args:
         model: whose parameters' gradients to clip; or parameters. Plain ones (`sw.shard(ignored=...)`) may be among
