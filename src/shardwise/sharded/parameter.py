@@ -101,26 +101,6 @@ class Home(Protocol):
         """It was written, perhaps in a way that no version tells."""
 
 
-def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
-    """Positions of lists of equal length, of tensors of which those at one position belong together: all at once,
-    unless some rest at homes. Then those of the same homes together, each slice read ahead: so an operation over all
-    of a model's tensors has a few slices in memory at a time, if no views are held when the next ones are asked for.
-    """
-    if not ShardedParameter._have_homes:
-        yield range(len(lists[0]))
-        return
-    by_homes: dict[tuple[Home, ...], list[int]] = {}
-    for position, items in enumerate(zip(*lists, strict=True)):
-        homes = (item.home for item in items if isinstance(item, ShardedParameter) and item.home is not None)
-        by_homes.setdefault(tuple(dict.fromkeys(homes)), []).append(position)
-    order = list(by_homes)
-    for index, positions in enumerate(by_homes.values()):
-        for coming in order[index : index + _SLICES_AHEAD]:
-            for home in coming:
-                home.read_ahead()
-        yield positions
-
-
 class _Piece:
     """`local` of a parameter that has no memory of its own: a new view each time."""
 
@@ -523,6 +503,26 @@ def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's piece of it; of a plain one, itself."""
     return tensor.local if isinstance(tensor, ShardedParameter) else tensor
+
+
+def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
+    """Positions of lists of equal length, of tensors of which those at one position belong together: all at once,
+    unless some rest at homes. Then those of the same homes together, each slice read ahead: so an operation over all
+    of a model's tensors has a few slices in memory at a time, if no views are held when the next ones are asked for.
+    """
+    if not ShardedParameter._have_homes:
+        yield range(len(lists[0]))
+        return
+    by_homes: dict[tuple[Home, ...], list[int]] = {}
+    for position, items in enumerate(zip(*lists, strict=True)):
+        homes = (item.home for item in items if isinstance(item, ShardedParameter) and item.home is not None)
+        by_homes.setdefault(tuple(dict.fromkeys(homes)), []).append(position)
+    order = list(by_homes)
+    for index, positions in enumerate(by_homes.values()):
+        for coming in order[index : index + _SLICES_AHEAD]:
+            for home in coming:
+                home.read_ahead()
+        yield positions
 
 
 def _wholes(tree: Any) -> Any:
