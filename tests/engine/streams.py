@@ -143,7 +143,7 @@ class Order(TorchDispatchMode):
         arguments = list(zip(func._schema.arguments, args, strict=False))
         arguments += [(a, kwargs[a.name]) for a in func._schema.arguments if kwargs and a.name in kwargs]
         written = [value for argument, value in arguments if argument.alias_info and argument.alias_info.is_write]
-        is_view = any(a.alias_info and not a.alias_info.is_write for a, _ in arguments)
+        is_view = any(a.alias_info and not a.alias_info.is_write for a, _ in arguments) and _share(out, args)
         self.enter(
             func.__name__, [] if is_view else [value for _, value in arguments], [written, [] if is_view else out]
         )
@@ -360,6 +360,12 @@ def _threads(order: Order, slow: bool) -> Iterator[None]:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _share(out: Any, args: Any) -> bool:
+    """Whether results that may be views (of `to`, which inside an operation is not taken apart) are."""
+    of_args = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
+    return all(tensor.untyped_storage()._cdata in of_args for tensor in _tensors(out))
 
 
 def _range(tensor: Tensor) -> tuple[int, int, int]:

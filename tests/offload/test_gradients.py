@@ -23,7 +23,7 @@ from shardwise.offload.device_buffers import DeviceBuffers
 from shardwise.offload.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
-from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
+from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
 from tests.offload.played_runs import edited_steps, goes_on_alike, same_bits_in_order, steps_in_backward
 from tests.offload.test_in_host_memory import PLACES as OTHERS
@@ -152,6 +152,67 @@ def test_accumulation_clipping_scaling_evaluation_and_edits(strategy: str) -> No
         assert offloaded[0] == losses
         assert offloaded[2] == []
         same_tensors(full, offloaded[1])
+
+
+class Turning(Block):
+    """Turns pairs of numbers in the plane."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.polar(torch.ones(3), torch.linspace(0.1, 0.5, 3)))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_real(torch.view_as_complex(x.reshape(-1, 3, 2)) * self.turn)
+        return super().forward(turned.reshape(x.shape) * self.scale.float())
+
+
+def penalised(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss that reads weights outside their units' forwards."""
+    return squares(model, x) + 0.1 * sum(p.square().sum() for p in model.parameters())  # type: ignore[return-value]
+
+
+class Rotated(Net):
+    """Complex parameters in every block, and a vector in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__(3, Turning)
+
+
+def trained(
+    offload: sw.Offload | None, build: Callable[[], nn.Module], loss: Any, precision: sw.Precision
+) -> tuple[dict[str, Tensor], list[str]]:
+    with played() as order:
+        model = sw.shard(seeded(build), precision=precision, offload=offload)
+        optimizer = amsgrad(model.parameters())
+        for step in range(3):
+            for micro in range(2):
+                loss(model, batch(2 * step + micro)).backward()
+            sw.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        full = sw.full_state_dict(model, rank0_only=False)
+    return full, order.races
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "precision"),
+    [
+        (Net, penalised, {}),
+        (Rotated, squares, {}),
+        (Net, squares, {"param": "bf16", "reduce": "fp32"}),
+        (Net, squares, {"param": "bf16", "reduce": "bf16"}),
+        (Net, squares, {"master": "bf16", "param": "bf16"}),
+    ],
+    ids=["penalty", "dtypes", "reduced in fp32", "reduced in bf16", "bf16 masters"],
+)
+@on_ranks(2)
+def test_penalties_and_dtypes(build: Callable[[], nn.Module], loss: Any, precision: dict[str, Any]) -> None:
+    full, _ = trained(None, build, loss, sw.Precision(**precision))
+    for place in (ALONE, PLACES["both too"]):
+        offloaded, races = trained(sw.Offload(pin=False, **place), build, loss, sw.Precision(**precision))
+        assert races == []
+        same_tensors(full, offloaded)
 
 
 @on_ranks(4)
