@@ -75,10 +75,13 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
 
 
 def _keep_here(units: Iterable[Unit]) -> None:
-    """Their gradients take their steps where they are reduced."""
-    for unit in units:
-        for group in unit.groups:
-            group.gradients.stay()
+    """Their gradients take their steps where they are reduced, and the ring that they came through is given back."""
+    shards = [group.gradients for unit in units for group in unit.groups]
+    stores = dict.fromkeys(shard.store for shard in shards if shard.store is not None)
+    for shard in shards:
+        shard.stay()
+    for store in stores:
+        store.release()
 
 
 def _check_parameters(engines: list[Engine], optimizer: Optimizer) -> None:
