@@ -447,6 +447,7 @@ def test_steps_in_backward_leave_nothing_to_go_home() -> None:
                 twins.step()
                 twins.same_parameters()
         assert sw.memory(twins.sharded).now["grad_shards"] == 0
+        assert not any(unit.rests_elsewhere for unit in twins.engine.units)
     assert order.races == []
 
 

@@ -83,7 +83,8 @@ class InFlight(deque[Flight]):
         self.remove(flight)
         _sum(flight)
         for group in flight.unit.groups:
-            group.gradients.leave()
+            if group.gradients.home is not None:
+                group.gradients.home.leave()
         if flight.slot is not None:
             assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
             flight.slot.free()

@@ -14,6 +14,7 @@ from shardwise.engine.lookup import engines_below
 from shardwise.engine.setup.torch_patches import updates_nothing, with_state
 from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.offload.shard_store import ShardStore
 from shardwise.optim.clip import clip as clip_parameters
 from shardwise.optim.whole_matrix import WholeMatrixOptimizer
 from shardwise.sharded.parameter import ShardedParameter
@@ -76,10 +77,13 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
 
 def _keep_here(units: Iterable[Unit]) -> None:
     """Their gradients take their steps where they are reduced, and the ring that they came through is given back."""
-    shards = [group.gradients for unit in units for group in unit.groups]
-    stores = dict.fromkeys(shard.store for shard in shards if shard.store is not None)
-    for shard in shards:
-        shard.stay()
+    stores: dict[ShardStore, None] = {}
+    for unit in units:
+        for group in unit.groups:
+            if group.gradients.store is not None:
+                stores[group.gradients.store] = None
+                group.gradients.stay()
+        unit.rests_elsewhere = unit.states is not None or any(group.home is not None for group in unit.groups)
     for store in stores:
         store.release()
 

@@ -75,12 +75,14 @@ def global_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | N
     kinds: dict[tuple[Collectives | None, torch.dtype, torch.device], list[int]] = {}
     for i, piece in enumerate(pieces):
         group = first if is_plain[i] else groups[i]
-        kinds.setdefault((group, _dtype_of(piece), piece.device), []).append(i)
+        dtype_of_kind = piece.stored_dtype if isinstance(piece, ShardedParameter) else piece.dtype
+        kinds.setdefault((group, dtype_of_kind, piece.device), []).append(i)
     norms: list[Tensor] = []
     by_group: dict[Collectives, list[Tensor]] = {}
     for (group, _, _), where in kinds.items():
         has_plain = group is None or group.rank == 0
-        held = [i for i in where if _numel_of(pieces[i]) and (has_plain or not is_plain[i])]
+        counted = [(i, pieces[i]) for i in where if has_plain or not is_plain[i]]
+        held = [i for i, p in counted if (p.fragment.numel if isinstance(p, ShardedParameter) else p.numel())]
         norms.append(_local_norms(pieces, where, held, order, dtype))
         if group is not None:
             by_group.setdefault(group, []).append(norms[-1])
@@ -97,22 +99,13 @@ def _exchanging(group: Collectives) -> Collectives | None:
     return group if group.world_size > 1 else None
 
 
-def _dtype_of(piece: Tensor) -> torch.dtype:
-    """Of a piece, or of one that is at home and stands for itself."""
-    return piece.stored_dtype if isinstance(piece, ShardedParameter) else piece.dtype
-
-
-def _numel_of(piece: Tensor) -> int:
-    return piece.fragment.numel if isinstance(piece, ShardedParameter) else piece.numel()
-
-
 def _local_norms(
     pieces: Sequence[Tensor], where: Sequence[int], held: Sequence[int], order: float, dtype: torch.dtype | None
 ) -> Tensor:
     """Of the pieces at `where`, which are of one kind: 1-D, 0 for those that are not `held`. Half precision is kept in
     fp32, to be rounded once, after the sum over ranks."""
     one = pieces[where[0]]
-    kind = _dtype_of(one)
+    kind = one.stored_dtype if isinstance(one, ShardedParameter) else one.dtype
     wide = torch.float32 if (dtype or kind) in _HALF else dtype
     norms: dict[int, Tensor] = {}
     some = [pieces[i] for i in held]

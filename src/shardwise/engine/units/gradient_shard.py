@@ -113,17 +113,14 @@ class GradientShard:
         return accumulates
 
     def read_ahead(self) -> None:
-        """Its unit's backward has begun: if there is something that a sum will be added to, have it come from home."""
-        if self.home is not None and any(sharded.grad is not None for sharded in self._sharded):
+        """Its unit's backward has begun: if there is something that a sum will be added to, have it come. Only from
+        home."""
+        assert self.home is not None
+        if any(sharded.grad is not None for sharded in self._sharded):
             self.home.read_ahead()
 
-    def leave(self) -> None:
-        """The current stream is behind the last sum: go home, if it has a home and nobody a view."""
-        if self.home is not None:
-            self.home.leave()
-
     def end_backward(self) -> None:
-        """The next sum is of another backward."""
+        """The next sum is of another backward. The current stream is behind the last one."""
         self._awaits_first_sum = True
         if self.home is not None:
             self.home.leave()

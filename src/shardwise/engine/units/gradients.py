@@ -121,7 +121,8 @@ class UnitGradients:
         self._open_views = self._views_of(slot)
         self._add_late(slot)
         for group in self.groups:
-            group.gradients.read_ahead()
+            if group.gradients.home is not None:
+                group.gradients.read_ahead()
 
     def close(self) -> None:
         """Give up the slot and its contents."""

@@ -84,6 +84,8 @@ class Unit:
         self.listener: Listener | None = None
         self.states = states
         """What has the optimizer's state of its parameters between steps; None: memory. A copy's is in memory."""
+        self.rests_elsewhere = states is not None or any(group.home or group.gradients.store for group in self.groups)
+        """Its optimizer's state does, or some of its shards or gradients."""
         self._handles: list[RemovableHandle] = []
         self._hooked_leaves: set[int] = set()
 
@@ -142,11 +144,6 @@ class Unit:
         for group in self.groups:
             group.rebase(names, collectives)
         self.parameters.move_to(collectives)
-
-    @property
-    def rests_elsewhere(self) -> bool:
-        """Its optimizer's state does, or some of its shards or gradients."""
-        return self.states is not None or any(group.home or group.gradients.store for group in self.groups)
 
     @property
     def is_needed(self) -> bool:
