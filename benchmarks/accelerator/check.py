@@ -71,8 +71,8 @@ CHECKS = (
     ),
     Check(
         "offload",
-        "shards and optimizer state in host memory and on disk: bits, share of the link, beyond the device's memory",
-        75,
+        "shards, gradients and state in host memory and on disk: bits, share of the link, beyond the device's memory",
+        90,
         "benchmarks.accelerator.offloaded",
         _POISON | _SAME_BITS,
     ),

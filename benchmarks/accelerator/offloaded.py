@@ -1,6 +1,7 @@
-"""Shards and optimizer state in the host's memory and on disk: the same bits, how much of the link is used, waits for
-the device, and a model that is larger than the device's memory."""
+"""Shards, gradients and optimizer state in the host's memory and on disk: the same bits, how much of the link is used,
+waits for the device, what gradients take of its memory, and a model that is larger than that."""
 
+import gc
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ _PLACES = {
     "params": {"params": "cpu"},
     "optimizer": {"optimizer": "cpu"},
     "params and optimizer": {"params": "cpu", "optimizer": "cpu"},
+    "gradients": {"gradients": "cpu"},
+    "params, optimizer and gradients": {"params": "cpu", "optimizer": "cpu", "gradients": "cpu"},
 }
 _ON_DISK = {
     "params": {"params": "nvme"},
@@ -37,6 +40,8 @@ _ON_DISK = {
 _LINK = 0.5
 """Of what the link moves one way, while a step computes nothing else."""
 _TIMED_STEPS = 5
+_APART_BYTES = MIB
+"""Between the allocator's account of gradients and `sw.memory`'s: blocks are rounded."""
 
 
 def bits(bench: Bench) -> Iterator[Row]:
@@ -120,6 +125,52 @@ def disk(bench: Bench, usual_s: float) -> Iterator[Row]:
     yield correct("waits for the device with a disk", not found, told, "none")
 
 
+def gradients(bench: Bench) -> Iterator[Row]:
+    """What the device has of them after a backward, the allocator says, with them there and on the host; and what of an
+    accumulated and clipped step waits for the device."""
+    shape = TINY if bench.is_small else _SHAPE
+    there, told = _gradient_bytes(bench, shape, None)
+    left, ring = _gradient_bytes(bench, shape, sw.Offload(gradients="cpu"))
+    model, optimizer = _made(shape, sw.Offload(gradients="cpu"))
+    batches = twins.batches_on(bench.device, shape)
+    with waits(bench.device) as found:
+        for index in range(2):
+            model(*batches(index)).backward()
+        sw.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    synchronize(bench.device)
+    shown = f"{len(found)}: {', '.join(sorted(set(found)))}" if found else "none"
+    yield correct("waits for the device with gradients on the host", not found, shown, "none")
+    if bench.on_cpu:
+        yield impossible("gradients on the device", NO_ACCELERATOR)
+        return
+    yield correct(
+        "gradients on the device",
+        abs((there - left) - (told - ring)) <= _APART_BYTES and ring < told,
+        f"{(there - left) / MIB:.1f} MiB fewer, by sw.memory {(told - ring) / MIB:.1f}",
+        f"within {_APART_BYTES / MIB:g} MiB",
+        f"of {told / MIB:.0f} MiB a few slices of {ring / MIB:.0f} are left",
+    )
+
+
+def _gradient_bytes(bench: Bench, shape: GPTShape, offload: sw.Offload | None) -> tuple[int, int]:
+    """After a second backward: what the allocator has handed out for this model, and what `sw.memory` says of
+    gradients."""
+    gc.collect()
+    before = 0 if bench.on_cpu else torch.accelerator.memory_allocated(bench.device)
+    model, optimizer = _made(shape, offload)
+    batches = twins.batches_on(bench.device, shape)
+    for index in range(2):
+        model(*batches(index)).backward()
+        if not index:
+            optimizer.step()
+            optimizer.zero_grad()
+    synchronize(bench.device)
+    allocated = 0 if bench.on_cpu else torch.accelerator.memory_allocated(bench.device)
+    return allocated - before, sw.memory(model).now["grad_shards"]
+
+
 def _made(shape: GPTShape, offload: sw.Offload | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = sw.shard(GPT(shape), precision=sw.Precision(param="bf16", reduce="fp32"), offload=offload)
     return model, twins.adamw(model.parameters(), fused=True)
@@ -177,4 +228,4 @@ def beyond(bench: Bench) -> Iterator[Row]:
     )
 
 
-CASES: Cases = {"bits": bits, "link": link, "beyond": beyond}
+CASES: Cases = {"bits": bits, "link": link, "gradients": gradients, "beyond": beyond}

@@ -97,7 +97,7 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         (["config.json", "--global-batch", "12"], "a global batch of 12 is not a multiple of 8 ranks; use 8 or 16"),
         (["config.json", "--micro-batch", "two"], "--micro-batch two: whole numbers from 1 on, separated by commas"),
         (["config.json", "--strategy", "zero3"], "unknown strategy 'zero3'"),
-        (["config.json", "--offload", "disk"], "offload='disk': params=PLACE, optimizer=PLACE or both"),
+        (["config.json", "--offload", "disk"], "offload='disk': params=PLACE, optimizer=PLACE, gradients=PLACE or"),
         (["config.json", "--offload", "params=disk"], "offload.params='disk': None, 'cpu' or 'nvme'"),
         (
             ["config.json", "--offload", "cpu", "--optimizer", "muon"],

@@ -135,11 +135,15 @@ class Order(TorchDispatchMode):
         self._entering = threading.RLock()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sharded = [kind for kind in types if issubclass(kind, ShardedParameter)]
+        if sharded:  # what it does with pieces is seen, and nothing that rests elsewhere has to come to be seen
+            with _Inside(self):
+                return max(sharded, key=lambda kind: len(kind.__mro__)).__torch_dispatch__(func, types, args, kwargs)
         out = func(*args, **(kwargs or {}))
         arguments = list(zip(func._schema.arguments, args, strict=False))
         arguments += [(a, kwargs[a.name]) for a in func._schema.arguments if kwargs and a.name in kwargs]
         written = [value for argument, value in arguments if argument.alias_info and argument.alias_info.is_write]
-        is_view = any(a.alias_info and not a.alias_info.is_write for a, _ in arguments)
+        is_view = any(a.alias_info and not a.alias_info.is_write for a, _ in arguments) and _share(out, args)
         self.enter(
             func.__name__, [] if is_view else [value for _, value in arguments], [written, [] if is_view else out]
         )
@@ -190,7 +194,7 @@ class Order(TorchDispatchMode):
         home = self._home.pop(storage) or self.host
         del self._watches[storage]
         for access in self._accesses.pop(storage):
-            if not access.is_before(home):
+            if not access.is_before(home) and not access.is_before(self.host):
                 self.races.append(
                     f"memory of stream {home.number} is given back, but nothing orders that after: {access}"
                 )
@@ -267,7 +271,7 @@ class Order(TorchDispatchMode):
         with _disable_current_modes():
             terms = whole.clone()
             _all_reduce(terms, op, group=group)
-            own.copy_(terms.chunk(group.size())[group.rank()])
+            own.data.copy_(terms.chunk(group.size())[group.rank()])  # no version tells of what a backend writes
 
     def all_to_all(self, into: Tensor, sent: Tensor, received: list[int], sizes: list[int], group: Any) -> None:
         self.enter("all_to_all", [sent], [into])
@@ -278,6 +282,17 @@ class Order(TorchDispatchMode):
         self.enter("all_reduce", [], [tensor])
         with _disable_current_modes():
             _all_reduce(tensor, op, group=group)
+
+
+class _Inside(TorchDispatchMode):
+    """Has an order see what an operation of sharded tensors does, while it sees that operation."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self._order = order
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._order.__torch_dispatch__(func, types, args, kwargs)
 
 
 class Known:
@@ -344,8 +359,13 @@ def _threads(order: Order, slow: bool) -> Iterator[None]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    leaves = [leaf.local if isinstance(leaf, ShardedParameter) else leaf for leaf in tree_leaves(tree)]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _share(out: Any, args: Any) -> bool:
+    """Whether results that may be views (of `to`, which inside an operation is not taken apart) are."""
+    of_args = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
+    return all(tensor.untyped_storage()._cdata in of_args for tensor in _tensors(out))
 
 
 def _range(tensor: Tensor) -> tuple[int, int, int]:

@@ -233,7 +233,7 @@ def test_accelerate_s_fsdp_2(tmp_path: Path, reshard: str, offload: str, strateg
     (tmp_path / "a.yml").write_text(FSDP2.format(reshard=reshard, offload=offload))
     found = read(tmp_path / "a.yml")
     assert (found.strategy, found.units, found.compute) == (strategy, 1_000_000, "fp32")
-    assert found.offload == ({"params": "cpu", "optimizer": "cpu"} if offload == "true" else {})
+    assert found.offload == ({"params": "cpu", "optimizer": "cpu", "gradients": "cpu"} if offload == "true" else {})
 
 
 def test_accelerate_s_deepspeed(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_what_an_fsdp_plugin_asks_for() -> None:
     for asked in (True, False):
         with fresh():
             accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=asked))
-            expected = sw.Offload(params="cpu", optimizer="cpu") if asked else None
+            expected = sw.Offload(params="cpu", optimizer="cpu", gradients="cpu") if asked else None
             assert accelerator.shardwise_plugin.offload == expected
 
 

@@ -208,6 +208,10 @@ def races() -> list[str]:
             for _ in range(2):
                 for parameter in twins.sharded.parameters():
                     parameter.mul_(0.5)
+            (shards,) = shard_stores(twins.engine)
+            shards.finish()
+            for parameter in reversed(list(twins.sharded.parameters())):  # what was written last comes first
+                parameter.mul_(0.5)
     return order.races
 
 

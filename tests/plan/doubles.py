@@ -53,11 +53,14 @@ class Formula:
 
     @property
     def copies_s(self) -> float:
-        places = self.job.offload
-        if places is None or places.params is None:
-            return 0.0
-        times = 1 if self.job.strategy.keeps_params else 2
-        return times * self.job.accumulation * 32 / self.job.shard_ranks / 25
+        """Of the busier way: weights come, gradients go, and all but a step's first come to be added to."""
+        places, up, down = self.job.offload, 0, 0
+        if places is not None and places.params is not None:
+            up += (1 if self.job.strategy.keeps_params else 2) * self.job.accumulation * 32
+        if places is not None and places.gradients is not None:
+            up += (self.job.accumulation - 1) * 32
+            down += self.job.accumulation * 32
+        return max(up, down) / self.job.shard_ranks / 25
 
     @property
     def step_copies_s(self) -> float:

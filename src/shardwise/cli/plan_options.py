@@ -65,7 +65,11 @@ class _RunOptions:
     float8: Annotated[Text, _option("compute or gathers: linear layers in 8 bits, of other engines. [none]")] = None
     seq_len: Annotated[Text, _option("Tokens of a sequence. [2048]")] = None
     offload: Annotated[
-        Text, _option("params=PLACE,optimizer=PLACE, or one of them; PLACE is cpu or nvme. [none, unless nothing fits]")
+        Text,
+        _option(
+            "params=PLACE,optimizer=PLACE,gradients=cpu, or some of them; PLACE is cpu or nvme. [none, unless nothing "
+            "fits]"
+        ),
     ] = None
     optimizer_in_backward: Annotated[
         bool,

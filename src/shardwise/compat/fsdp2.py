@@ -42,7 +42,7 @@ from shardwise.model_tools.reduction import (
 from shardwise.model_tools.release import reshard_after_forward as resharding
 from shardwise.modules.deferred_init.put_off import put_off
 from shardwise.modules.graph_breaks import hide_from_dynamo
-from shardwise.policy.offload import Offload
+from shardwise.policy.offload import ALL_ON_HOST
 from shardwise.policy.precision import Precision
 from shardwise.sharded.parameter import ShardedParameter
 
@@ -106,8 +106,8 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
         shard_placement_fn: called for each parameter, and its answers are checked as FSDP2 checks them; else without
             effect, with a warning: parameters are cut as one flat, ragged buffer.
         mp_policy: dtypes of this unit.
-        offload_policy: CPUOffloadPolicy = shards and optimizer state are in the host's memory between uses. `p.device`
-            is the device that computes, and the step is taken there (docs/design/offload.md).
+        offload_policy: CPUOffloadPolicy = shards, reduced gradients and optimizer state are in the host's memory
+            between uses. `p.device` is the device that computes, and the step is taken there (docs/design/offload.md).
         ignored_params: left alone.
         dp_mesh_dims: names of the data axes of a larger mesh.
 
@@ -136,7 +136,7 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
             precision=_precision(module, mp_policy or MixedPrecisionPolicy(), ignored_params or ()),
             reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
             ignored=ignored_params or (),
-            offload=Offload(params="cpu", optimizer="cpu") if isinstance(offload_policy, CPUOffloadPolicy) else None,
+            offload=ALL_ON_HOST if isinstance(offload_policy, CPUOffloadPolicy) else None,
         )
     for one in [module] if isinstance(module, nn.Module) else module:
         one.__class__ = _class_for(type(one))

@@ -14,6 +14,9 @@ from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.gradients import UnitGradients
 from shardwise.engine.units.unit import Unit
 
+_HELD = 2
+"""Flights with slices of gradients that rest elsewhere: as many as units share reduce slots."""
+
 
 @dataclass(slots=True, eq=False)
 class Flight:
@@ -32,6 +35,14 @@ class Flight:
 class InFlight(deque[Flight]):
     """Of one reducer. Those of one unit are finished in their order: the first of a backward overwrites the shard's
     gradient and later ones add to it."""
+
+    def append(self, flight: Flight) -> None:
+        """It is under way. Of gradients that rest elsewhere few are held by sums that nobody has waited for."""
+        super().append(flight)
+        if len(self) > _HELD:
+            held = [other for other in self if any(group.gradients.home for group in other.unit.groups)]
+            for other in held[:-_HELD]:
+                self._finish(other)
 
     def finish_all(self) -> None:
         """Wait for every one."""
@@ -71,6 +82,9 @@ class InFlight(deque[Flight]):
     def _complete(self, flight: Flight) -> None:
         self.remove(flight)
         _sum(flight)
+        for group in flight.unit.groups:
+            if group.gradients.home is not None:
+                group.gradients.home.leave()
         if flight.slot is not None:
             assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
             flight.slot.free()

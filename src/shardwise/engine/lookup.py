@@ -81,6 +81,12 @@ def shard_stores(*engines: Engine) -> list[ShardStore]:
     return list(dict.fromkeys(home.store for home in homes if home is not None))
 
 
+def gradient_stores(*engines: Engine) -> list[ShardStore]:
+    """Likewise reduced gradients."""
+    stores = (group.gradients.store for engine in engines for unit in engine.units for group in unit.groups)
+    return list(dict.fromkeys(store for store in stores if store is not None))
+
+
 def steps_in_backward(parameter: Tensor) -> bool:
     """Whether an optimizer takes steps of the parameter's model in backward (`sw.optimizer_in_backward`)."""
     unit = parameter.unit if isinstance(parameter, ShardedParameter) else None

@@ -60,6 +60,7 @@ def read_fsdp(values: Mapping[str, Any], where: str) -> ForeignSettings:
     if any(both):
         settings.offload_to("cpu", "params")
         settings.offload_to("cpu", "optimizer")
+        settings.offload_to("cpu", "gradients")
     settings.without_effect += tree.taken(_WITHOUT_EFFECT)
     settings.without_equal += tree.rest
     return settings

@@ -44,8 +44,8 @@ class ForeignSettings:
     """Names of keys that are "auto": the program that reads the file fills them in."""
 
     def offload_to(self, place: str, part: str, path: str | None = None) -> None:
-        """Parameters ("params") or the state of the "optimizer" leave the device for a place: "cpu", or "nvme" in the
-        directory `path`."""
+        """Parameters ("params"), reduced "gradients" or the state of the "optimizer" leave the device for a place:
+        "cpu", or "nvme" in the directory `path`."""
         if place == "nvme" and path is None:
             self.without_equal.append(f"offload of {part} to nvme without a path")
             return

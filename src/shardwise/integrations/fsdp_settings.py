@@ -14,7 +14,7 @@ from shardwise.errors import UsageError
 from shardwise.foreign.fsdp import read_fsdp
 from shardwise.foreign.settings import ForeignSettings
 from shardwise.model_tools.classes import classes_named
-from shardwise.policy.offload import Offload
+from shardwise.policy.offload import ALL_ON_HOST, Offload
 from shardwise.policy.precision import Precision
 
 _PLUGIN = "fsdp_plugin"
@@ -76,7 +76,7 @@ def offload_of(plugin: Any) -> Offload | None:
     """Where the plugin wants shards and the optimizer's state."""
     asked = plugin.cpu_offload  # a bool, FSDP1's CPUOffload, or FSDP2's OffloadPolicy or its subclass CPUOffloadPolicy
     is_asked = asked is True or getattr(asked, "offload_params", False) or type(asked).__name__ == "CPUOffloadPolicy"
-    return Offload(params="cpu", optimizer="cpu") if is_asked else None
+    return ALL_ON_HOST if is_asked else None
 
 
 def ignored_in(model: nn.Module, asked: Iterable[nn.Module] | str | None) -> list[nn.Parameter]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardwise import accelerators
 from shardwise.engine.engine import Engine
-from shardwise.engine.lookup import require_engine, shard_stores
+from shardwise.engine.lookup import gradient_stores, require_engine, shard_stores
 from shardwise.engine.setup.torch_patches import with_state
 from shardwise.offload.resting_state import RestingState
 from shardwise.policy.kinds import STATE_KINDS
@@ -84,7 +84,8 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
         "param_shards": sum(unit.parameters.shard_bytes for unit in engine.units)
         + sum(store.ring_bytes for store in shard_stores(engine)),
         "gathered_slots": sum(slot.buffer.bytes.numel() for slot in engine.unsharder.all_slots),
-        "grad_shards": _held_bytes(group.gradients.flat for group in groups if group.gradients.flat is not None),
+        "grad_shards": _held_bytes(group.gradients.flat for group in groups if group.gradients.flat is not None)
+        + sum(store.ring_bytes for store in gradient_stores(engine)),
         "reduce_slots": engine.reducer.slots.total_bytes + sum(a.nbytes for a in aparts if a is not None),
         "optimizer": _held_bytes(_optimizer_state(engine)) + sum(store.ring_bytes for store in stores),
         "buffers": _held_bytes(model.buffers()),

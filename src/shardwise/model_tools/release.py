@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.lookup import engines_of, shard_stores, units_at
+from shardwise.engine.lookup import engines_of, gradient_stores, shard_stores, units_at
 from shardwise.engine.setup.module_methods import give_up_interrupted
 from shardwise.errors import UsageError
 from shardwise.sharded.whole import forget
@@ -37,7 +37,7 @@ def release(model: nn.Module) -> None:
     for engine in engines:
         engine.release()
         forget(engine.units)
-        for store in shard_stores(engine):
+        for store in (*shard_stores(engine), *gradient_stores(engine)):
             store.release()
 
 

@@ -19,8 +19,8 @@ from shardwise.offload.pinned import Pinned
 class HostMemory:
     """A `Medium` on streams of its own, one for each direction: links work both ways at once.
 
-    What orders memory is events: those of its buffers, and of the last write at each place. A transfer is over for the
-    host at once.
+    What orders memory is events: those of its buffers, and of the last write and the last read at each place. A
+    transfer is over for the host at once.
     """
 
     is_over = True
@@ -38,6 +38,8 @@ class HostMemory:
         self._buffers = DeviceBuffers(device)
         self._written: dict[int, torch.Event] = {}
         """By place: the end of the last write."""
+        self._read: dict[int, torch.Event] = {}
+        """Likewise of the last read since then, which may have been to another buffer."""
 
     @property
     def where(self) -> str:
@@ -85,12 +87,14 @@ class HostMemory:
         with accelerators.on(self._inward):
             for memory, part in self._pairs(start, buffer.data):  # no write, as versions go
                 part.copy_(memory, non_blocking=True)
-        self._buffers.copied(buffer, self._inward)
+        self._read[start] = self._buffers.copied(buffer, self._inward)
         return self
 
     def write(self, start: int, buffer: Tensor) -> HostMemory:
         """See `Medium`."""
         follow(self._outward, self._buffers.before(buffer))
+        if start in self._read:
+            self._outward.wait_event(self._read.pop(start))
         with accelerators.on(self._outward):
             for memory, part in self._pairs(start, buffer.data):
                 memory.copy_(part, non_blocking=True)

@@ -1,8 +1,8 @@
-"""Slices of weights that rest on a medium, and the ring of buffers through which they come and go."""
+"""Slices of weights or gradients that rest on a medium, and the ring of buffers through which they come and go."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.errors import UsageError
 from shardwise.offload.medium import Medium
-from shardwise.sharded.parameter import ShardedParameter
+from shardwise.sharded.parameter import Home, ShardedParameter
 
 BUFFERS = 4
 """Of the ring, each as large as the largest slice: one is worked on, the others are read ahead and written back."""
@@ -47,8 +47,11 @@ class ShardStore:
         self._placed_bytes = 0
         self._vacant: defaultdict[int, list[int]] = defaultdict(list)
         """By size, first bytes of places whose slices are gone."""
+        self._slices = 0
+        """That there are."""
         self._buffer_bytes = 0
-        self._free: list[Tensor] = []
+        self._free: deque[Tensor] = deque()
+        """The one that was given back first is taken first: its last copy is the likeliest to be over."""
         self._made = 0
         """Buffers that there are, free or not. More than the ring's while users keep views of many slices."""
         self._held: dict[Holder, None] = {}
@@ -61,6 +64,7 @@ class ShardStore:
 
     def place(self, nbytes: int) -> int:
         """Where the next slice lies, once there is room. Slices of a model's copies are as large."""
+        self._slices += 1
         if self._vacant[nbytes]:
             return self._vacant[nbytes].pop()
         start = self._placed_bytes
@@ -71,6 +75,7 @@ class ShardStore:
     def vacate(self, start: int, nbytes: int) -> None:
         """The slice there is gone. It was at rest: those that have a buffer are held."""
         self._vacant[nbytes].append(start)
+        self._slices -= 1
 
     def take_room(self) -> None:
         """For all slices that were placed. Raises UsageError where the medium has none."""
@@ -94,9 +99,9 @@ class ShardStore:
         self.take_room()  # of copies
         for home in [home for home in self._held if home.is_written]:
             home.finish()
-        if self._free:
-            return self._free.pop()
-        return self._new_buffer() if self._made < BUFFERS else None
+        if self._made < min(BUFFERS, self._slices):
+            return self._new_buffer()
+        return self._free.popleft() if self._free else None
 
     def _new_buffer(self) -> Tensor:
         self._made += 1
@@ -140,8 +145,17 @@ class ShardStore:
             self.medium.drop(self._free.pop())
 
 
+def homes_for_step(parameter: Tensor) -> tuple[Home, ...]:
+    """Of the slices that its step needs and that rest on a medium: its own, and its gradient's."""
+    return tuple(
+        tensor.home
+        for tensor in (parameter, parameter.grad)
+        if isinstance(tensor, ShardedParameter) and tensor.home is not None
+    )
+
+
 def have_read_ahead(parameters: Iterable[Tensor]) -> None:
-    """Their slices are wanted soon, in this order."""
+    """The slices that their step needs are wanted soon, in this order."""
     for parameter in parameters:
-        if isinstance(parameter, ShardedParameter) and parameter.home is not None:
-            parameter.home.read_ahead()
+        for home in homes_for_step(parameter):
+            home.read_ahead()

@@ -1,4 +1,4 @@
-"""Where one slice of weights lives that rests on a medium: there, or for a while in a buffer of the ring.
+"""Where one slice of weights or gradients lives that rests on a medium: there, or for a while in a buffer of the ring.
 
                  --read_ahead-->            --come-->
         RESTING                  READING               HERE --let_go, if it was written--> WRITING
@@ -101,20 +101,30 @@ class SliceHome:
                 self._begin_read(self.store.take_buffer())
             self._wait()
             self._move(HomeState.HERE)
+        return self._view()
+
+    def _view(self) -> Tensor:
         assert self._bytes is not None
         return self._bytes[: self.numel * self.dtype.itemsize].view(self.dtype)
 
     def begin_anew(self) -> None:
         """It is going to be written whole: begin with zeros, whatever the medium holds."""
+        self.claim()
+        assert self._bytes is not None
+        self._bytes.zero_()
+
+    def claim(self) -> Tensor:
+        """As `flat`, to be written whole by the current stream or behind it, whatever the medium holds: nothing is
+        read."""
         self.store.make_way()
         if self.state is not HomeState.HERE:
             self.finish()
             self._take(self.store.take_buffer())
             self._move(HomeState.HERE)
         assert self._buffer is not None
-        assert self._bytes is not None
         self.store.medium.claim(self._buffer)
-        self._bytes.zero_()
+        self.note_write()
+        return self._view()
 
     def read_ahead(self) -> None:
         """Begin to read it, if there is a free buffer: it will be wanted soon."""
@@ -164,9 +174,22 @@ class SliceHome:
         count: int = torch._C._storage_Use_Count(self._bytes.untyped_storage()._cdata)
         return count
 
+    @property
+    def is_viewed(self) -> bool:
+        """Whether anybody has a view of it."""
+        return self._bytes is not None and self._references() > self._own_references
+
+    def leave(self) -> None:
+        """The current stream is behind all that was done with it: as `let_go`, at once and not when another is to
+        come."""
+        if self.state is HomeState.HERE:
+            assert self._buffer is not None
+            self.store.medium.use(self._buffer)
+            self.let_go()
+
     def let_go(self) -> None:
         """Give the buffer back, now or when it is written; not while anybody has a view of it."""
-        if self.state is not HomeState.HERE or self._references() > self._own_references:
+        if self.state is not HomeState.HERE or self.is_viewed:
             return
         assert self._bytes is not None
         if not self._is_written and self._bytes._version == self._clean_version:

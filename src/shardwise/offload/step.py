@@ -1,4 +1,5 @@
-"""An optimizer's step where some of its state, or of its parameters' shards, rests elsewhere than on the device."""
+"""An optimizer's step where some of its state, or of its parameters' shards or gradients, rests elsewhere than on the
+device."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.comm.protocol import Collectives
+from shardwise.offload.shard_store import homes_for_step
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.together import together
 from shardwise.sharded.parameter import Home, ShardedParameter
@@ -30,30 +32,29 @@ def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]])
             store.check(optimizer)
             store.prepare(optimizer)
     stored: dict[StateStore, list[ShardedParameter]] = {}
-    resting: dict[Home | None, list[list[Tensor]]] = {}
+    resting: dict[tuple[Home, ...], list[list[Tensor]]] = {}
     for number, some in enumerate(selected):
         for parameter in some:
             own = store_of(parameter)
             if own is None:
-                home = parameter.home if isinstance(parameter, ShardedParameter) else None
-                resting.setdefault(home, [[] for _ in optimizer.param_groups])[number].append(parameter)
+                homes = homes_for_step(parameter)
+                resting.setdefault(homes, [[] for _ in optimizer.param_groups])[number].append(parameter)
             elif parameter.grad is not None:
                 assert isinstance(parameter, ShardedParameter)
                 stored.setdefault(own, []).append(parameter)
     with together(groups, _STEP):
-        _step_by_home(optimizer, resting)
+        _step_by_homes(optimizer, resting)
         for store, parameters in stored.items():
             store.step(optimizer, parameters)
 
 
-def _step_by_home(optimizer: Optimizer, by_home: Mapping[Home | None, list[list[Tensor]]]) -> None:
+def _step_by_homes(optimizer: Optimizer, by_homes: Mapping[tuple[Home, ...], list[list[Tensor]]]) -> None:
     """The step of parameters whose state is in memory: those that are there at once, the others slice by slice."""
-    order = [h for h, some in by_home.items() if h is None or any(p.grad is not None for p in itertools.chain(*some))]
-    for index, home in enumerate(order):
-        for coming in order[index:]:
-            if coming is not None:
-                coming.read_ahead()
-        step_some(optimizer, by_home[home])
+    order = [h for h, some in by_homes.items() if not h or any(p.grad is not None for p in itertools.chain(*some))]
+    for index, homes in enumerate(order):
+        for home in itertools.chain(*order[index:]):
+            home.read_ahead()
+        step_some(optimizer, by_homes[homes])
 
 
 def store_of(parameter: Tensor) -> StateStore | None:

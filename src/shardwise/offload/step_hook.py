@@ -15,14 +15,14 @@ _HANDLE = "_shardwise_offload_hook"
 
 
 def put_last(optimizer: Optimizer, has_stores: bool) -> None:
-    """The optimizer is about to step: if its state or parameters rest elsewhere (`has_stores`), its step is taken when
-    all hooks have run.
+    """The optimizer is about to step: if its state, parameters or gradients rest elsewhere (`has_stores`), its step is
+    taken when all hooks have run.
 
     Raises UsageError if the optimizer places its state itself, as those of whole matrices do.
     """
     if has_stores and hasattr(optimizer, "state_placement") and not hasattr(optimizer, "first_state"):
         raise UsageError(
-            f"offload to 'nvme' with {type(optimizer).__name__}, which keeps whole matrices' state on their owners: "
+            f"offload with {type(optimizer).__name__}, which keeps whole matrices' state on their owners: "
             "leave one of the two out"
         )
     handle = optimizer.__dict__.pop(_HANDLE, None)

@@ -12,6 +12,7 @@ from shardwise.offload.disk import Disk
 from shardwise.offload.host_memory import HostMemory
 from shardwise.offload.medium import Medium
 from shardwise.offload.shard_store import ShardStore
+from shardwise.offload.slice_home import SliceHome
 from shardwise.offload.staged_disk import THREADS, StagedDisk
 from shardwise.offload.state_store import StateStore
 from shardwise.policy.offload import Offload
@@ -22,6 +23,7 @@ class Stores(NamedTuple):
 
     states: StateStore | None = None
     shards: ShardStore | None = None
+    gradients: ShardStore | None = None
 
     @classmethod
     def of(cls, offload: Offload | None, device: torch.device) -> Stores:
@@ -40,7 +42,22 @@ class Stores(NamedTuple):
             return None
 
         states, shards = medium(offload.optimizer, "optimizer state"), medium(offload.params, "weights")
+        gradients = medium(offload.gradients, "gradients")
         return cls(
             None if states is None else StateStore(states, offload.ring_bytes),
             None if shards is None else ShardStore(shards),
+            None if gradients is None else ShardStore(gradients),
         )
+
+    def home_of_shard(self, numel: int, dtype: torch.dtype) -> SliceHome | None:
+        """For a new slice of weights; None: it stays in memory, or is empty."""
+        return None if self.shards is None or not numel else SliceHome(self.shards, numel, dtype)
+
+    @property
+    def of_slices(self) -> list[ShardStore]:
+        """Those in which each group has a place of its own."""
+        return [store for store in (self.shards, self.gradients) if store is not None]
+
+
+ON_DEVICE = Stores()
+"""Nothing is kept elsewhere."""

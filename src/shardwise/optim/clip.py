@@ -11,7 +11,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from shardwise.engine.backward_steps import BackwardSteps
 from shardwise.engine.lookup import steps_in_backward
 from shardwise.errors import UsageError
-from shardwise.sharded.parameter import ShardedParameter, outer_face
+from shardwise.sharded.parameter import ShardedParameter, local_of, outer_face, slice_by_slice
 from shardwise.sharded.reductions import global_norms
 
 
@@ -26,7 +26,8 @@ def clip_grad_norm_(
 
     The same arithmetic as `torch.nn.utils.clip_grad_norm_`, so the same bits (but for the order in which norms of
     several shard groups are added), with one collective whatever the number of dtypes, a handful of operations for each
-    dtype whatever the number of parameters, and without waiting for the device (unless `error_if_nonfinite`).
+    dtype whatever the number of parameters, and without waiting for the device (unless `error_if_nonfinite`). Gradients
+    on the host come slice by slice, for the norm and to be scaled.
 
     Args:
         model: whose parameters' gradients to clip; or parameters. Plain ones (`sw.shard(ignored=...)`) may be among
@@ -64,19 +65,24 @@ def clip(
         return torch.tensor(0.0)
     groups = [lists[0] for lists, _ in _group_tensors_by_device_and_dtype([[*gradients]]).values()]
     ordered = [gradient for group in groups for gradient in group if gradient is not None]
-    pieces = [g.local if isinstance(g, ShardedParameter) else g for g in ordered]
-    placements = [g.placement if isinstance(g, ShardedParameter) else None for g in ordered]
-    norms = [of_kind.to(gradients[0].device) for _, of_kind in global_norms(pieces, placements, float(norm_type))]
+    norms = [of_kind.to(gradients[0].device) for _, of_kind in global_norms(ordered, float(norm_type))]
     total: Tensor = torch.linalg.vector_norm(torch.cat(norms) if len(norms) > 1 else norms[0], float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped")
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    done = 0
-    for group in groups:  # one kernel for each device and dtype
-        same = pieces[done : done + len(group)]
-        torch._foreach_mul_(same, scale.to(same[0].device))
-        done += len(group)
+    for group in groups:  # one kernel for each device and dtype, or slice by slice
+        gradients = [gradient for gradient in group if gradient is not None]
+        for where in slice_by_slice([gradients]):
+            _scale([gradients[i] for i in where], scale.to(gradients[0].device))
     return total
+
+
+def _scale(gradients: Sequence[Tensor], scale: Tensor) -> None:
+    """Of one home, or in memory."""
+    torch._foreach_mul_([local_of(gradient) for gradient in gradients], scale)
+    first = gradients[0]
+    if isinstance(first, ShardedParameter) and first.home is not None:
+        first.home.note_write()
 
 
 def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.optim import Optimizer
 from shardwise.engine.engine import Engine
 from shardwise.engine.lookup import engines_below
 from shardwise.engine.setup.torch_patches import updates_nothing, with_state
+from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
+from shardwise.offload.shard_store import ShardStore
 from shardwise.optim.clip import clip as clip_parameters
 from shardwise.optim.whole_matrix import WholeMatrixOptimizer
 from shardwise.sharded.parameter import ShardedParameter
@@ -67,8 +70,22 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
                 group.gradients.release()
         clips = None if clip is None else partial(clip_parameters, max_norm=float(clip))
         engine.reducer.steps.add(optimizer, clips)
+    _keep_here(unit for unit in by_owner(optimizer) if isinstance(unit, Unit))
     optimizer.register_step_pre_hook(_nothing_left)
     with_state.add(optimizer)
+
+
+def _keep_here(units: Iterable[Unit]) -> None:
+    """Their gradients take their steps where they are reduced, and the ring that they came through is given back."""
+    stores: dict[ShardStore, None] = {}
+    for unit in units:
+        for group in unit.groups:
+            if group.gradients.store is not None:
+                stores[group.gradients.store] = None
+                group.gradients.stay()
+        unit.rests_elsewhere = unit.states is not None or any(group.home is not None for group in unit.groups)
+    for store in stores:
+        store.release()
 
 
 def _check_parameters(engines: list[Engine], optimizer: Optimizer) -> None:

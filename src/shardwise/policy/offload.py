@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from shardwise.errors import ConfigError
 
 _PLACES = (None, "cpu", "nvme")
+_GRADIENT_PLACES = (None, "cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Where shards and optimizer state are between uses, of the units that a call of `sw.shard` makes."""
+    """Where shards, optimizer state and reduced gradients are between uses, of the units that a call of `sw.shard`
+    makes."""
 
     params: str | None = None
     """Of shards. None: the device. "cpu": the host's memory, which on CPU ranks is the same. "nvme": a file of each
@@ -29,6 +31,9 @@ class Offload:
     ring_bytes: int | None = None
     """Memory of a rank's device through which optimizer state comes to its step and goes back, and for "nvme" of its
     host; None: four times the largest parameter's state, 64 MiB at least."""
+    gradients: str | None = None
+    """Of reduced gradients, until the step. None: the device. "cpu": the host's memory, which on CPU ranks is the same;
+    the device has four times the largest unit's slice. Where the optimizer steps in backward they rest nowhere."""
 
     def __post_init__(self) -> None:
         for field in ("params", "optimizer"):
@@ -36,6 +41,12 @@ class Offload:
                 raise ConfigError(f"offload.{field}={getattr(self, field)!r}: None, 'cpu' or 'nvme'")
             if getattr(self, field) == "nvme" and self.path is None:
                 raise ConfigError(f"offload.{field}='nvme' needs offload.path: a directory on a local disk")
+        if self.gradients not in _GRADIENT_PLACES:
+            raise ConfigError(f"offload.gradients={self.gradients!r}: None or 'cpu'")
         ring: object = self.ring_bytes
         if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
             raise ConfigError(f"offload.ring_bytes={self.ring_bytes!r}: a number of bytes, at least 1")
+
+
+ALL_ON_HOST = Offload(params="cpu", optimizer="cpu", gradients="cpu")
+"""What FSDP's CPU offload means."""

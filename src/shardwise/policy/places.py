@@ -1,4 +1,4 @@
-"""Where a job keeps shards and optimizer state between uses."""
+"""Where a job keeps shards, optimizer state and reduced gradients between uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from shardwise.policy.words import check_names, entries
 
 _PLACES = ("cpu", "nvme")
 _NONE = "none"
-_KINDS = ("params", "optimizer")
+_KINDS = ("params", "optimizer", "gradients")
+_BOTH = ("params", "optimizer")
+"""What a place alone stands for."""
+_PLACES_OF = {"gradients": ("cpu",)}
 _MIB = 2**20
 _RING = {"ring_bytes": 1, "ring_mib": _MIB}
 """Words for `ring_bytes`, and the bytes that one is."""
@@ -27,12 +30,15 @@ class Places:
     """Of optimizer state, likewise."""
     ring_bytes: int | None = None
     """Memory of a rank's device through which optimizer state comes to its step and goes back. None: the usual."""
+    gradients: str | None = None
+    """Of reduced gradients: None, or "cpu"."""
 
     def __post_init__(self) -> None:
         for name in _KINDS:
             place = getattr(self, name)
-            if place is not None and place not in _PLACES:
-                raise ConfigError(f"offload.{name}={place!r}: None, 'cpu' or 'nvme'")
+            possible = _PLACES_OF.get(name, _PLACES)
+            if place is not None and place not in possible:
+                raise ConfigError(f"offload.{name}={place!r}: None{_choice(possible)}")
         ring: object = self.ring_bytes
         if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
             raise ConfigError(f"offload.ring_bytes={ring!r}: a whole number from 1 on, or None")
@@ -40,19 +46,19 @@ class Places:
     @classmethod
     def of(cls, asked: object) -> Places | None:
         """From a `sw.Offload`, a mapping, or words: "optimizer=cpu", "params=cpu,optimizer=nvme,ring_mib=64", "cpu" or
-        "nvme" for both, "none". None where nothing lies elsewhere. Raises ConfigError."""
+        "nvme" for these two, "none". None where nothing lies elsewhere. Raises ConfigError."""
         if asked is None or asked == _NONE:
             return None
         if isinstance(asked, str):
-            asked = dict.fromkeys(_KINDS, asked) if asked in _PLACES else _entries(asked)
+            asked = dict.fromkeys(_BOTH, asked) if asked in _PLACES else _entries(asked)
         if isinstance(asked, Places | Offload):
-            found = cls(asked.params, asked.optimizer, asked.ring_bytes)
+            found = cls(asked.params, asked.optimizer, asked.ring_bytes, asked.gradients)
         elif isinstance(asked, Mapping):
             check_names("offload", asked, [field.name for field in fields(cls)])
             found = cls(**{name: None if place == _NONE else place for name, place in asked.items()})
         else:
             raise ConfigError(f"offload={asked!r}: words such as 'params=cpu,optimizer=nvme', or sw.Offload(...)")
-        return None if found.params is None and found.optimizer is None else found
+        return found if any(getattr(found, name) for name in _KINDS) else None
 
     @property
     def words(self) -> str:
@@ -64,11 +70,15 @@ class Places:
         return ",".join(f"{name}={place}" for name, place in given.items() if place is not None)
 
 
+def _choice(places: tuple[str, ...]) -> str:
+    return " or 'cpu'" if places == ("cpu",) else ", 'cpu' or 'nvme'"
+
+
 def _entries(words: str) -> dict[str, object]:
     found: dict[str, object] = {}
     refusal = (
-        f"offload={words!r}: params=PLACE, optimizer=PLACE or both with a comma between, where PLACE is cpu, nvme "
-        "or none"
+        f"offload={words!r}: params=PLACE, optimizer=PLACE, gradients=PLACE or several with commas between, where "
+        "PLACE is cpu, nvme or none (of gradients cpu or none)"
     )
     for name, place in entries(words, refusal):
         if name in _RING:

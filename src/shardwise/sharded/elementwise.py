@@ -16,7 +16,13 @@ from torch._ops import OpOverload
 
 from shardwise.errors import NotOnPiecesError, UsageError
 from shardwise.sharded import penalties
-from shardwise.sharded.parameter import Handler, ShardedParameter, first_sharded, register_operations
+from shardwise.sharded.parameter import (
+    Handler,
+    ShardedParameter,
+    first_sharded,
+    register_operations,
+    slice_by_slice,
+)
 from shardwise.sharded.placement import Placement, same_cut
 
 _UNTAGGED = frozenset(
@@ -82,7 +88,7 @@ class _Elementwise:
         local_kwargs = {name: _piece(value, first, func) for name, value in kwargs.items()}
         result = func(*local_args, **local_kwargs)
         if written:
-            _note_writes(written, [target.local for target in written])
+            note_writes(written, [target.local for target in written])
             return written[0] if len(written) == 1 else tuple(written)
         if isinstance(result, Tensor):
             return ShardedParameter(result, first.placement)
@@ -107,7 +113,7 @@ class _Copy(_Elementwise):
         if into_sharded and target.ndim and whole.shape == target.shape:
             fragment = target.fragment
             target.local.copy_(whole.reshape(-1)[fragment.start : fragment.stop], *args[2:], **kwargs)
-            _note_writes([target], [target.local])
+            note_writes([target], [target.local])
             return target
         return super().__call__(func, args, kwargs)
 
@@ -123,7 +129,7 @@ def _put_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
             "Use sw.unsharded(model, writeback=True)"
         )
     func(target.local, [_piece(indices[0], target, func)], _piece(value, target, func), *args[3:])
-    _note_writes([target], [target.local])
+    note_writes([target], [target.local])
     return target
 
 
@@ -143,7 +149,7 @@ def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
     return value.reshape(1) if first.ndim == 0 else value
 
 
-def _note_writes(written: Sequence[Tensor], pieces: list[Tensor]) -> None:
+def note_writes(written: Sequence[Tensor], pieces: list[Tensor]) -> None:
     """Operations here bump no versions, and views made here share none."""
     torch.autograd.graph.increment_version(pieces)
     for target in written:
@@ -191,12 +197,31 @@ class _OnLists:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and (type(value) is ShardedParameter or not _numbers(value, len(placements))):
                 _not_a_number(first_sharded(args, kwargs).placement, value, func)
+        results: list[Any] = [None] * len(placements)
+        for where in slice_by_slice(lists[:2]):
+            some = args if len(where) == len(placements) else [_at(where, value, len(placements)) for value in args]
+            for position, part in zip(where, self._run(some, kwargs), strict=False):
+                at = placements[position]
+                results[position] = part if at is None else ShardedParameter(part, at)
+        return None if self._writes else results
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """On the pieces. Returns the results, of an operation that writes none."""
         local_args = [_locals(value) if _is_tensor_list(value) else value for value in args]
         result = self._call(*local_args, **kwargs)
-        if self._writes:
-            _note_writes(args[0], local_args[0])
-            return None
-        return [part if at is None else ShardedParameter(part, at) for part, at in zip(result, placements, strict=True)]
+        if not self._writes:
+            return result  # type: ignore[no-any-return]
+        note_writes(args[0], local_args[0])
+        if kwargs.get("grad_scale") is not None:  # fused steps unscale gradients where they are
+            note_writes(args[1], local_args[1])
+        return ()
+
+
+def _at(where: Sequence[int], value: Any, count: int) -> Any:
+    """Of an argument of an operation on lists of `count` tensors, what belongs to some positions."""
+    if isinstance(value, Tensor):
+        return value[list(where)] if value.ndim == 1 and value.numel() == count > 1 else value
+    return [value[i] for i in where] if isinstance(value, (list, tuple)) and len(value) == count else value
 
 
 def _is_tensor_list(value: Any) -> bool:

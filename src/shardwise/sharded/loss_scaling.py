@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
-from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
+from shardwise.sharded.elementwise import note_writes
+from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations, slice_by_slice
 
 
 @register_operations
@@ -22,9 +23,16 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     find the same without being asked."""
     gradients, found_inf, inv_scale = args
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedParameter)]
-    pieces = [gradient.local if isinstance(gradient, ShardedParameter) else gradient for gradient in gradients]
-    func(pieces, found_inf, inv_scale, **kwargs)
-    torch.autograd.graph.increment_version(pieces)
+    for where in slice_by_slice([gradients]):
+        _unscale_pieces([gradients[i] for i in where], func, found_inf, inv_scale, kwargs)
     for group in dict.fromkeys(gradient.placement.shard_group for gradient in sharded):
         if group.world_size > 1:
             group.all_reduce(found_inf, "max").wait()
+
+
+def _unscale_pieces(
+    gradients: Sequence[Tensor], func: OpOverload, found_inf: Tensor, inv_scale: Tensor, kwargs: Mapping[str, Any]
+) -> None:
+    pieces = [gradient.local if isinstance(gradient, ShardedParameter) else gradient for gradient in gradients]
+    func(pieces, found_inf, inv_scale, **kwargs)
+    note_writes(gradients, pieces)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from shardwise.sharded.placement import FlatPieces, Placement, device_mesh, flat
 _stored_dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _stored_device: Callable[[Tensor], torch.device] = Tensor.device.__get__
 
+_SLICES_AHEAD = 3
+"""How many slices are told of that an operation over many comes to next."""
 SHARDED_FACE = "_shardwise_sharded"
 """Attribute of a plain parameter that was sharded: its outer face."""
 
@@ -47,8 +49,9 @@ class Owner(Protocol):
     states: Any
     """What keeps the optimizer's state of its parameters elsewhere (`offload.StateStore`), or None."""
 
-    rests_elsewhere: bool
-    """Whether its parameters, or their optimizer's state, rest elsewhere than on the device."""
+    @property
+    def rests_elsewhere(self) -> bool:
+        """Whether its parameters, their gradients or their optimizer's state rest elsewhere than on the device."""
 
     @property
     def is_running(self) -> bool:
@@ -132,6 +135,8 @@ class ShardedParameter(Tensor):
     plain tensor of the global shape, and with it `load_state_dict`, writes the piece of what this rank was given: every
     rank must be given equal numbers."""
     placement: Placement
+    _have_homes: ClassVar[bool] = False
+    """Any in this process do, or did: where none does, nobody has to look through lists of them."""
     home: Home | None = None
     """Where the piece is while nobody reads `local`; None: that has memory of its own."""
     unit: Owner | None = None
@@ -178,6 +183,7 @@ class ShardedParameter(Tensor):
         )
         self.home = home
         self.placement = placement
+        ShardedParameter._have_homes = True
         return self
 
     @property
@@ -492,6 +498,31 @@ def _refusal(operation: str, fqn: str, way_out: str) -> str:
 
 def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
     return a.local is b.local if a.home is None else a.home is b.home
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's piece of it; of a plain one, itself."""
+    return tensor.local if isinstance(tensor, ShardedParameter) else tensor
+
+
+def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
+    """Positions of lists of equal length, of tensors of which those at one position belong together: all at once,
+    unless some rest at homes. Then those of the same homes together, each slice read ahead: so an operation over all
+    of a model's tensors has a few slices in memory at a time, if no views are held when the next ones are asked for.
+    """
+    if not ShardedParameter._have_homes:
+        yield range(len(lists[0]))
+        return
+    by_homes: dict[tuple[Home, ...], list[int]] = {}
+    for position, items in enumerate(zip(*lists, strict=True)):
+        homes = (item.home for item in items if isinstance(item, ShardedParameter) and item.home is not None)
+        by_homes.setdefault(tuple(dict.fromkeys(homes)), []).append(position)
+    order = list(by_homes)
+    for index, positions in enumerate(by_homes.values()):
+        for coming in order[index : index + _SLICES_AHEAD]:
+            for home in coming:
+                home.read_ahead()
+        yield positions
 
 
 def _wholes(tree: Any) -> Any:

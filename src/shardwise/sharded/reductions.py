@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from shardwise import accelerators
 from shardwise.comm.protocol import Collectives
 from shardwise.errors import NotOnPiecesError, UsageError
-from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations
-from shardwise.sharded.placement import Placement, same_cut
+from shardwise.sharded.parameter import Handler, ShardedParameter, local_of, register_operations, slice_by_slice
+from shardwise.sharded.placement import same_cut
 
 Reduce = Callable[[ShardedParameter, Mapping[str, Any]], Tensor]
 
@@ -51,14 +51,11 @@ class Norms(NamedTuple):
     """1-D, in that order."""
 
 
-def global_norms(
-    pieces: Sequence[Tensor], placements: Sequence[Placement | None], order: float, dtype: torch.dtype | None = None
-) -> list[Norms]:
+def global_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Norms]:
     """The norm of order `order` of each whole tensor: plain, equal on all ranks. Every rank must call this.
 
     Args:
-        pieces: this rank's pieces, 1-D; or a whole plain tensor, of any shape, where the placement is None.
-        placements: one for each piece.
+        tensors: sharded ones, or plain ones of any shape, which are whole.
         order: at least 0; `math.inf` is the largest magnitude.
         dtype: of the results; None is each tensor's own.
 
@@ -67,21 +64,25 @@ def global_norms(
         group. A plain tensor counts as one of the first shard group, of which rank 0 holds all.
 
     One `all_reduce` for each shard group among the placements: one, in a model sharded by one call. How many operations
-    this takes depends on the kinds, not on how many tensors are of each.
+    this takes depends on the kinds, not on how many tensors are of each; of slices that rest at home, on those.
     """
     if order < 0:
         raise UsageError(f"norms of negative order ({order}) of sharded tensors are not supported")
-    groups = [None if placement is None else _exchanging(placement.shard_group) for placement in placements]
+    groups = [_exchanging(t.placement.shard_group) if isinstance(t, ShardedParameter) else None for t in tensors]
+    is_plain = [not isinstance(t, ShardedParameter) for t in tensors]
+    pieces = [t if plain or t.home is not None else t.local for t, plain in zip(tensors, is_plain, strict=True)]  # type: ignore[attr-defined]
     first = next((group for group in groups if group is not None), None)
     kinds: dict[tuple[Collectives | None, torch.dtype, torch.device], list[int]] = {}
     for i, piece in enumerate(pieces):
-        group = first if placements[i] is None else groups[i]
-        kinds.setdefault((group, piece.dtype, piece.device), []).append(i)
+        group = first if is_plain[i] else groups[i]
+        dtype_of_kind = piece.stored_dtype if isinstance(piece, ShardedParameter) else piece.dtype
+        kinds.setdefault((group, dtype_of_kind, piece.device), []).append(i)
     norms: list[Tensor] = []
     by_group: dict[Collectives, list[Tensor]] = {}
     for (group, _, _), where in kinds.items():
         has_plain = group is None or group.rank == 0
-        held = [i for i in where if pieces[i].numel() and (has_plain or placements[i] is not None)]
+        counted = [(i, pieces[i]) for i in where if has_plain or not is_plain[i]]
+        held = [i for i, p in counted if (p.fragment.numel if isinstance(p, ShardedParameter) else p.numel())]
         norms.append(_local_norms(pieces, where, held, order, dtype))
         if group is not None:
             by_group.setdefault(group, []).append(norms[-1])
@@ -103,13 +104,16 @@ def _local_norms(
 ) -> Tensor:
     """Of the pieces at `where`, which are of one kind: 1-D, 0 for those that are not `held`. Half precision is kept in
     fp32, to be rounded once, after the sum over ranks."""
-    kind = pieces[where[0]]
-    wide = torch.float32 if (dtype or kind.dtype) in _HALF else dtype
+    one = pieces[where[0]]
+    kind = one.stored_dtype if isinstance(one, ShardedParameter) else one.dtype
+    wide = torch.float32 if (dtype or kind) in _HALF else dtype
     norms: dict[int, Tensor] = {}
-    if held:
-        norms.update(zip(held, torch._foreach_norm([pieces[i] for i in held], order, wide), strict=True))
+    some = [pieces[i] for i in held]
+    for positions in slice_by_slice([some]) if held else ():
+        found = torch._foreach_norm([local_of(some[i]) for i in positions], order, wide)
+        norms.update((held[i], norm) for i, norm in zip(positions, found, strict=True))
     if len(held) < len(where):
-        zero = torch.zeros((), dtype=(wide or kind.dtype).to_real(), device=kind.device)
+        zero = torch.zeros((), dtype=(wide or kind).to_real(), device=one.device)
         return torch.stack([norms.get(i, zero) for i in where])
     return torch.stack([norms[i] for i in where])
 
@@ -153,12 +157,7 @@ def _combine(group: Collectives, partials: Tensor, op: str) -> Tensor:
 def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     given = _by_name(func, args, kwargs)
     items = given["self"]
-    found = global_norms(
-        [getattr(item, "local", item) for item in items],
-        [getattr(item, "placement", None) for item in items],
-        float(given.get("ord", 2)),
-        given.get("dtype"),
-    )
+    found = global_norms(items, float(given.get("ord", 2)), given.get("dtype"))
     norms = {i: norm for where, values in found for i, norm in zip(where, values.unbind(), strict=True)}
     return [norms[i] for i in range(len(items))]
 
@@ -205,7 +204,7 @@ def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _norm(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
     order = given.get("ord", given.get("p", 2))
     order = 2.0 if order is None else float(order)
-    (norms,) = global_norms([tensor.local], [tensor.placement], order, given.get("dtype"))
+    (norms,) = global_norms([tensor], order, given.get("dtype"))
     return norms.values[0]
 
 

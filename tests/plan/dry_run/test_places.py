@@ -28,6 +28,9 @@ from shardwise.policy.places import Places
         ("optimizer=nvme,ring_mib=2", Places(None, "nvme", 2**21)),
         ("optimizer=nvme,ring_bytes=2", Places(None, "nvme", 2)),
         ("ring_mib=2", None),
+        ("gradients=cpu", Places(gradients="cpu")),
+        ("optimizer=nvme,gradients=cpu", Places(None, "nvme", None, "cpu")),
+        (sw.Offload(params="cpu", gradients="cpu"), Places("cpu", None, None, "cpu")),
     ],
 )
 def test_words(asked: Any, places: Places | None) -> None:
@@ -39,7 +42,10 @@ def test_words(asked: Any, places: Places | None) -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    ["disk", "params", "params=disk", "weights=cpu", "ring_mib=x", "ring_mib=0,params=cpu", 3, {"weights": "cpu"}],
+    [
+        *("disk", "params", "params=disk", "weights=cpu", "gradients=nvme", "ring_mib=x", "ring_mib=0,params=cpu"),
+        *(3, {"weights": "cpu"}),
+    ],
 )
 def test_words_that_are_none(asked: Any) -> None:
     with pytest.raises(ConfigError, match="offload"):

@@ -47,7 +47,7 @@ def test_where_nothing_fits_offload_is_tried_and_priced() -> None:
     assert "With --offload optimizer=cpu it would fit: " in shown
     assert "of the step waiting for that." in shown
     found = json.loads(json.dumps(answer.extra))["would_fit"]
-    assert found["job"]["offload"] == {"params": None, "optimizer": "cpu", "ring_bytes": None}
+    assert found["job"]["offload"] == {"params": None, "optimizer": "cpu", "ring_bytes": None, "gradients": None}
     assert found["host_bytes_per_node"] > 8 * 25_000_000
     with pytest.raises(PlanError, match="nothing fits 1 x h100-sxm-80gb"):
         answer.check_fits()
@@ -130,6 +130,13 @@ def test_a_configuration_says_what_is_on_disk() -> None:
     assert (config.offload.params, config.offload.optimizer, config.offload.path) == (None, "nvme", "offload")
 
 
+def test_a_configuration_says_that_gradients_are_on_the_host() -> None:
+    config = training_config(resolve(WIDE), Job(gpu="cpu", offload="gradients=cpu"), "x")  # type: ignore[arg-type]
+    assert (config.offload.gradients, config.offload.path) == ("cpu", None)
+    ranks: Any = SimpleNamespace(world_size=1)
+    assert job_of(config, ranks, find_device("cpu")).offload == Places(gradients="cpu")
+
+
 def test_a_run_with_offload_is_planned_with_it() -> None:
     """By `strategy = "auto"`, and where memory runs out."""
     config = training_config(resolve(WIDE), Job(gpu="cpu", gpus_per_node=1, offload="optimizer=nvme"), "x")  # type: ignore[arg-type]
@@ -159,5 +166,5 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     asked = [str(tmp_path / "config.json"), "--gpus", "1", "--seq-len", "16", "--micro-batch", "2"]
     assert run(["plan", *asked, "--activation-checkpointing", "none", "--offload", "cpu", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu", "ring_bytes": None}
+    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu", "ring_bytes": None, "gradients": None}
     assert plain["exposed_offload_s"] > 0

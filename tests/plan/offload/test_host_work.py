@@ -99,6 +99,39 @@ def test_steps_in_backward_hide_copies_behind_it() -> None:
     assert whole + in_backward.timeline.late_s == pytest.approx(in_backward.step_time_s)
 
 
+def test_gradients_go_behind_their_sums_and_come_to_be_added_to_and_stepped_with() -> None:
+    work = HostWork(
+        replace(TASK, places=Places(gradients="cpu"), stepped_bytes=0, unit_gradient_bytes={"a": 10, "b": 20})
+    )
+    assert work.begin_sum("b", 1.0) == 1.0
+    work.end_sum("b", 2.0)
+    assert work.begin_sum("a", 3.0) == 3.0
+    work.end_sum("a", 3.0)
+    assert work.ends_s == {DOWN: 2 + 2.0 + 1.0}
+    assert work.begin_sum("b", 3.5) == 5.0  # of another micro-batch: on its way since 3
+    work.end_sum("b", 6.0)
+    work.begin_step(7.0)
+    assert work.finish(7.0) == 8.0 + 3 * 3  # for the norm, to be scaled, for the step, once the last has gone
+    assert work.ends_s == {UP: 17.0, DOWN: 11.0}
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_gradients_cross_the_link_as_often_as_the_engine_has_them(gpus: int) -> None:
+    one = forecast("gradients=cpu", gpus_per_node=gpus, strategy="full_shard")
+    three = forecast("gradients=cpu", gpus_per_node=gpus, strategy="full_shard", accumulation=3)
+    nbytes = sum(one.recording.facts.unit_trained_bytes.values())
+    for found, micro in ((one, 1), (three, 3)):
+        moved = [sum(s.nbytes for s in found.timeline.spans if s.stream == way) for way in (UP, DOWN)]
+        assert moved == [nbytes * (micro - 1 + 3), nbytes * (micro + 1)]
+    slow = replace(find_device("h100-sxm-80gb"), node={"link_bytes_per_s": Figure(1e8, "a test")})
+    slower = forecast("gradients=cpu", gpus_per_node=gpus, strategy="full_shard", gpu=slow, accumulation=3)
+    assert slower.step_copies_s > 0
+    assert slower.exposed_offload_s > slower.step_copies_s
+    assert one.host_bytes_per_rank == nbytes
+    slices = [size for size in one.recording.facts.unit_trained_bytes.values() if size]
+    assert one.memory["grad_shards"] == min(4, len(slices)) * -(-max(slices) // 4096) * 4096
+
+
 def test_parameters_that_stay_come_once_a_step() -> None:
     work = HostWork(replace(TASK, gathers=False, keeps_params=True))
     assert [work.bring("a", 0.0), work.bring("a", 9.0)] == [4.0, 9.0]
@@ -121,7 +154,7 @@ def test_a_step_waits_for_copies_and_says_how_long() -> None:
     slower = replace(find_device("h100-sxm-80gb"), node={"link_bytes_per_s": Figure(1e8, "a test")})
     assert forecast("cpu", gpu=slower).step_time_s > 2 * small.step_time_s
     plain = small.to_dict()
-    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu", "ring_bytes": None}
+    assert plain["job"]["offload"] == {"params": "cpu", "optimizer": "cpu", "ring_bytes": None, "gradients": None}
     assert plain["host_bytes_per_node"] == 2 * plain["host_bytes_per_rank"] > 0
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.engine.lookup import gradient_stores, require_engine
 from shardwise.offload import portions
 from shardwise.offload.step import stores_of
 from shardwise.plan.dry_run.job import Job
@@ -19,6 +20,8 @@ from shardwise.plan.offload import memory
 from shardwise.plan.offload.memory import Offloaded, offloaded
 from shardwise.policy.places import Places
 from shardwise.policy.precision import Precision
+from tests.engine.rig import on_ranks
+from tests.engine.streams import played
 
 BF16 = Precision("bf16", "fp32", "fp32")
 
@@ -61,6 +64,9 @@ def setup(found: Offloaded) -> Counter[str]:
         ("optimizer=nvme", "h100-sxm-80gb", {"optimizer"}),
         ("nvme", "h100-sxm-80gb", {"param_shards", "optimizer"}),
         ("params=cpu,optimizer=nvme", "h100-sxm-80gb", {"param_shards", "optimizer"}),
+        ("gradients=cpu", "h100-sxm-80gb", {"grad_shards"}),
+        ("gradients=cpu", "cpu", set()),
+        ("params=cpu,optimizer=nvme,gradients=cpu", "h100-sxm-80gb", {"param_shards", "optimizer", "grad_shards"}),
     ],
 )
 def test_what_leaves_the_device_is_elsewhere(words: str, gpu: str, leave: set[str]) -> None:
@@ -70,7 +76,7 @@ def test_what_leaves_the_device_is_elsewhere(words: str, gpu: str, leave: set[st
     for kind in before.keys() - leave:
         assert kinds[kind] == before[kind]
     slices = 4 * 4096 * -(-(64 * 64 + 64) * 4 // 2 // 4096)
-    rings = {"optimizer": 64 * 2**20, "param_shards": slices}  # as `sw.memory` counts them
+    rings = {"optimizer": 64 * 2**20, "param_shards": slices, "grad_shards": slices}  # as `sw.memory` counts them
     assert {kind: kinds[kind] for kind in leave} == {kind: rings[kind] for kind in leave}
     places = Places.of(words)
     assert places is not None
@@ -82,7 +88,8 @@ def test_what_leaves_the_device_is_elsewhere(words: str, gpu: str, leave: set[st
     stages = 0 if gpu == "cpu" else sum(rings[kind] for kind in on_disk)
     assert found.disk_bytes == found.stepped_disk_bytes == sum(before[kind] for kind in on_disk)
     assert found.host_bytes == sum(before[kind] for kind in leave - on_disk) + stages
-    assert found.stepped_bytes == sum(before[kind] for kind in leave)
+    assert found.stepped_bytes == sum(before[kind] for kind in leave - {"grad_shards"})
+    assert found.gradient_bytes == (before["grad_shards"] if "grad_shards" in leave else 0)
     known = {event.block for event in found.events if isinstance(event, Allocate)}
     assert all(event.block in known for event in found.events if isinstance(event, Free))
 
@@ -175,3 +182,25 @@ def test_frozen_parameters_lie_in_slices_of_their_own() -> None:
     assert len(recording.facts.unit_shard_bytes) == 1
     frozen = 4 * (64 * 64 + 64) * 4 - 64 * 4
     assert setup(offloaded(recording, recording.events))["param_shards"] == 2 * -(-frozen // 4096) * 4096
+
+
+def test_gradients_that_take_their_steps_in_backward_rest_nowhere() -> None:
+    asked = {"gpus_per_node": 2, "gpu": "h100-sxm-80gb", "optimizer_in_backward": True}
+    assert moved("gradients=cpu", **asked) == moved(None, **asked)
+
+
+@on_ranks(1)
+def test_the_ring_of_gradients_is_the_engines() -> None:
+    """And what they have on the host."""
+    found = moved("gradients=cpu", gpu="h100-sxm-80gb", gpus_per_node=1, strategy="full_shard", precision=Precision())
+    with played():
+        model = sw.shard(Net(), "full_shard", units=1000, offload=sw.Offload(gradients="cpu", pin=False))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 64)).backward()
+            sw.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert setup(found)["grad_shards"] == sw.memory(model).now["grad_shards"]
+        [store] = gradient_stores(require_engine(model))
+        assert found.host_bytes <= store.medium.nbytes <= found.host_bytes + 4 * 4096

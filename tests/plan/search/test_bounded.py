@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.plan.dry_run.job import Job
+from shardwise.plan.search import bounds
 from shardwise.plan.search.bounded import by_setting, rounds
 from shardwise.plan.search.bounds import Knowledge
 from shardwise.plan.search.exploration import Exploration, Objective, Verdict, explore_family, ranked
@@ -29,6 +30,7 @@ CASES: list[tuple[dict[str, Any], int | None, int | None]] = [
     ({"gpus_per_node": 4, "offload": "optimizer=cpu"}, None, 60 * GIB),
     ({"gpus_per_node": 2, "offload": "cpu"}, 64, None),
     ({"gpus_per_node": 2, "offload": ["none", "optimizer=cpu", "cpu"]}, None, None),
+    ({"gpus_per_node": 2, "offload": "params=cpu,gradients=cpu"}, 64, None),
 ]
 """(arguments, global batch, budget)."""
 
@@ -98,3 +100,10 @@ def test_states_alone_rule_a_strategy_out() -> None:
     assert not [job for job in asked.jobs if job.strategy.value == "no_shard"]
     why = next(c.limited_by for c in found.candidates if c.job.strategy.value == "no_shard")
     assert why.startswith("needs at least ")
+
+
+@pytest.mark.parametrize(("offload", "bounds_it"), [("params=cpu", True), ("params=cpu,gradients=cpu", False)])
+def test_gradients_that_come_for_further_micro_batches_bound_no_step_without(offload: str, bounds_it: bool) -> None:
+    several, one = (Job(gpus_per_node=2, offload=offload, accumulation=times) for times in (4, 1))  # type: ignore[arg-type]
+    assert bounds._copies_no_more(several, one) == bounds_it
+    assert bounds._copies_no_more(one, one)

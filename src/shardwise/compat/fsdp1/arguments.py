@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from shardwise import accelerators
 from shardwise.compat.common import without_effect
 from shardwise.errors import UsageError
-from shardwise.policy.offload import Offload
+from shardwise.policy.offload import ALL_ON_HOST, Offload
 from shardwise.policy.precision import Precision
 
 STRATEGIES = {
@@ -119,7 +119,7 @@ def _choose(
 
 def offload_of(asked: CPUOffload | None) -> Offload | None:
     """What it asks for."""
-    return Offload(params="cpu", optimizer="cpu") if asked is not None and asked.offload_params else None
+    return ALL_ON_HOST if asked is not None and asked.offload_params else None
 
 
 def warn_of_others(backward_prefetch: object, forward_prefetch: bool, limit_all_gathers: bool) -> None:

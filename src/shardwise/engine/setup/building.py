@@ -23,7 +23,6 @@ from shardwise.modules.extended import EXTENDED
 from shardwise.modules.linear_weights import linear_weights
 from shardwise.modules.site import Site, Values
 from shardwise.modules.wrapping import UnitPlan
-from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.stores import Stores
 from shardwise.offload.together import together
 from shardwise.policy.precision import Precision
@@ -58,16 +57,14 @@ def build_units(
                 "initialisation cannot be recorded: build the model on a real device, or shard it with "
                 "shardwise.compat.fsdp2.fully_shard and initialise it after to_empty"
             )
-    groups = [_groups(plan, engine, few, stores.shards) for plan in plans]
+    groups = [_groups(plan, engine, few, stores) for plan in plans]
     units = [
         (Unit(plan.fqn, plan.modules, groups[index], (), inner if index else outer, stores.states), plan)
         for index, plan in enumerate(plans)
     ]
     settings = (engine.strategy, precision, engine.slots, resharding, engine.align)
     agree_on_layout([unit for unit, _ in units], list(model.named_buffers()), settings, mesh)
-    if stores.shards is not None:
-        with together((mesh.shard, mesh.replicate), "sw.shard"):
-            stores.shards.take_room()
+    _take_room(stores, [group for of_unit in groups for group in of_unit], mesh)
     with torch.no_grad(), torch.inference_mode(False):
         if on_meta(model) and is_put_off() and not draws_on_device():
             _put_off(units, mesh)
@@ -83,6 +80,18 @@ def build_units(
         for sharded in group.sharded:  # those who hold the original, such as optimizers, find the sharded one by it
             setattr(given[sharded.fqn], SHARDED_FACE, sharded)
     return [unit for unit, _ in units]
+
+
+def _take_room(stores: Stores, groups: Sequence[Group], mesh: Mesh) -> None:
+    """For slices that rest elsewhere, on all ranks or none. Gradients of what trains later take theirs then."""
+    if not stores.of_slices:
+        return
+    for group in groups:
+        if group.trainable:
+            group.gradients.reserve()
+    with together((mesh.shard, mesh.replicate), "sw.shard"):
+        for store in stores.of_slices:
+            store.take_room()
 
 
 def _materialize(
@@ -140,10 +149,10 @@ class _SameRandomState:
             torch.set_rng_state(self._before)
 
 
-def _groups(plan: UnitPlan, engine: Engine, few: Collection[int], shards: ShardStore | None) -> list[Group]:
+def _groups(plan: UnitPlan, engine: Engine, few: Collection[int], stores: Stores) -> list[Group]:
     """Parameters by (stored dtype, trainable, in few bits, computed as kept), each in the order of the module tree.
 
-    `few`: ids of those that are kept in few bits while they are frozen. `shards`: what has them between uses.
+    `few`: ids of those that are kept in few bits while they are frozen. `stores`: of what rests elsewhere.
     """
     precision, group = engine.precision, engine.mesh.shard
     kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter, tuple[Site, ...]]]] = {}
@@ -151,21 +160,21 @@ def _groups(plan: UnitPlan, engine: Engine, few: Collection[int], shards: ShardS
     for item in plan.parameters:
         parameter = item[1]
         if hasattr(parameter, EXTENDED):
-            extended.append(_extended(item, engine, shards))
+            extended.append(_extended(item, engine, stores))
             continue
         in_few = id(parameter) in few and not parameter.requires_grad and parameter.is_floating_point()
         kept = not in_few and precision.keeps(item[0])
         kinds.setdefault((parameter.dtype, parameter.requires_grad, in_few, kept), []).append(item)
     return [
         *(
-            Group(items, _dtypes(dtype, trainable, precision, in_few, kept), group, shards, engine.align)
+            Group(items, _dtypes(dtype, trainable, precision, in_few, kept), group, stores, engine.align)
             for (dtype, trainable, in_few, kept), items in kinds.items()
         ),
         *extended,
     ]
 
 
-def _extended(item: tuple[str, nn.Parameter, tuple[Site, ...]], engine: Engine, shards: ShardStore | None) -> Group:
+def _extended(item: tuple[str, nn.Parameter, tuple[Site, ...]], engine: Engine, stores: Stores) -> Group:
     """Of a parameter whose class says how it travels."""
     fqn, parameter, _ = item
     if engine.mesh.secondary is not None:
@@ -176,7 +185,7 @@ def _extended(item: tuple[str, nn.Parameter, tuple[Site, ...]], engine: Engine, 
     precision = engine.precision
     kept = precision.keeps(fqn)
     dtypes = _dtypes(parameter.dtype, parameter.requires_grad, precision, in_few=False, kept=kept)
-    return ExtendedGroup(item, dtypes, engine.mesh.shard, shards, _policy(precision))
+    return ExtendedGroup(item, dtypes, engine.mesh.shard, stores, _policy(precision))
 
 
 def _policy(precision: Precision) -> MixedPrecisionPolicy:

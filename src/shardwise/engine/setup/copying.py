@@ -24,6 +24,7 @@ from shardwise.engine.units.unit import Unit
 from shardwise.errors import UsageError
 from shardwise.modules.late_parameters import LateParameters
 from shardwise.modules.site import Site
+from shardwise.offload.stores import Stores
 
 _DEEPCOPY = "__deepcopy__"
 
@@ -134,6 +135,6 @@ def _copied_group(group: Group, memo: Mapping[int, Any]) -> Group:
         ],
         group.dtypes,
         group.collectives,
-        None if group.home is None else group.home.store,
+        Stores(shards=None if group.home is None else group.home.store, gradients=group.gradients.store),
         group.align,
     )

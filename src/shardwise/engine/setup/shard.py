@@ -71,9 +71,9 @@ def shard(  # noqa: PLR0913, PLR0917 - the promised signature
         reshard_after_forward: None = the strategy's; True or False; an int = re-shard to groups of so many ranks.
         slots: arena slots for gathered units per size class: how many units are gathered at once, at most.
         ignored: parameters left alone: neither moved, sharded nor reduced.
-        offload: where shards of these units and their optimizer's state are between uses. From disk they come through
-            rings of buffers, unit by unit: shards ahead of their unit's forward and backward, and both in
-            `optimizer.step()` of any elementwise optimizer.
+        offload: where shards of these units, their reduced gradients and their optimizer's state are between uses. From
+            host or disk they come through rings of buffers, unit by unit: shards ahead of their unit's forward and
+            backward, and all of them in `optimizer.step()` of any elementwise optimizer.
         align: elements. Every rank's piece of a parameter begins at a multiple of it, so that blocks of so many are
             never cut: `sw.optim.AdamW8bit.BLOCK_NUMEL` for that optimizer. Costs padding: of each parameter and each
             slice less than `align` elements.

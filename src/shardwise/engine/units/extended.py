@@ -24,7 +24,7 @@ from shardwise.errors import LayoutError
 from shardwise.modules.extended import EXTENDED, inner_name
 from shardwise.modules.inner_face import placeholder_of
 from shardwise.modules.site import Site, Values
-from shardwise.offload.shard_store import ShardStore
+from shardwise.offload.stores import Stores
 from shardwise.sharded.parameter import SHARDED_FACE
 from shardwise.sharded.placement import mesh_of
 
@@ -40,7 +40,7 @@ class ExtendedGroup(Group):
         item: tuple[str, nn.Parameter, tuple[Site, ...]],
         dtypes: Dtypes,
         collectives: Collectives,
-        store: ShardStore | None,
+        stores: Stores,
         policy: MixedPrecisionPolicy,
     ) -> None:
         """Every rank must call this: the class may ask all of them for a scale."""
@@ -72,7 +72,7 @@ class ExtendedGroup(Group):
         self._held, apart = _holder(self._leaf, came, fqn)
         self._empty = placeholder_of(original.shape, self._held.dtype, collectives.device)
         dtypes = replace(dtypes, travels=came.dtype, is_apart=apart)
-        super().__init__([item], dtypes, collectives, store, math.prod(columns))
+        super().__init__([item], dtypes, collectives, stores, math.prod(columns))
         self.point_at_placeholders()
 
     @property

@@ -120,6 +120,9 @@ class UnitGradients:
         self.slot = slot
         self._open_views = self._views_of(slot)
         self._add_late(slot)
+        for group in self.groups:
+            if group.gradients.home is not None:
+                group.gradients.read_ahead()
 
     def close(self) -> None:
         """Give up the slot and its contents."""
@@ -143,8 +146,7 @@ class UnitGradients:
 
     def collect_apart(self) -> Apart:
         """Have the memory for slices apart."""
-        if self.apart is None:
-            self.apart = Apart(self.groups)
+        self.apart = self.apart or Apart(self.groups)
         return self.apart
 
     def add(self, key: Key, grad: Tensor) -> None:
@@ -172,8 +174,7 @@ class UnitGradients:
     def add_penalty(self, key: Key, piece: Tensor) -> None:
         """Add a penalty's gradient: this rank's piece, the mean over all ranks already."""
         self._used[key] += 1
-        held = self._penalties.get(key)
-        self._penalties[key] = piece if held is None else held.add_(piece)
+        self._penalties[key] = self._penalties[key].add_(piece) if key in self._penalties else piece
 
     def complete(self) -> Slot[Any]:
         """Make the slot ready to be reduced and take it off the unit. Gradients that did not come are zeros."""

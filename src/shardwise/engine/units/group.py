@@ -18,8 +18,8 @@ from shardwise.engine.units.size_classes import SLOT_ALIGN_BYTES
 from shardwise.layout.flat import FlatLayout, build_layout, round_up
 from shardwise.modules.inner_face import leaf_of, placeholder_of
 from shardwise.modules.site import Site, Values, foreign_parameter
-from shardwise.offload.shard_store import ShardStore
 from shardwise.offload.slice_home import SliceHome
+from shardwise.offload.stores import ON_DEVICE, Stores
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 from shardwise.sharded.placement import Placement
 
@@ -32,10 +32,10 @@ class Group:
         originals: Sequence[tuple[str, nn.Parameter, tuple[Site, ...]]],
         dtypes: Dtypes,
         collectives: Collectives,
-        store: ShardStore | None = None,
+        stores: Stores = ON_DEVICE,
         align: int = 1,
     ) -> None:
-        """`store`: what has its shard between uses; None: memory. `align`: elements at whose multiples parameters and
+        """`stores`: what has its shard and gradient between uses. `align`: elements at whose multiples parameters and
         slices begin, beside what the dtypes want."""
         self.dtypes = dtypes
         self.align = align
@@ -54,7 +54,7 @@ class Group:
         """Likewise of what is gathered: the same, unless that is decoded to there."""
         self.gradients_start = 0
         """Byte offset of this group in its unit's reduce slot."""
-        self.home = self._new_home(store) if store is not None and self.layout.numel else None
+        self.home = stores.home_of_shard(dtypes.kept_numel(self.layout.shard_numel), dtypes.kept)
         """Where the shard is between uses; None: in memory."""
         self.counter: Tensor | SliceHome
         """What counts writes to the shard, as a tensor's `_version`: the shard itself, or its home."""
@@ -63,13 +63,10 @@ class Group:
         """The inner faces: parameters that modules compute with and autograd knows."""
         self.sharded: list[ShardedParameter] = []
         """The outer faces: parameters that users and optimizers see."""
-        self.gradients = GradientShard(self.layout.shard_numel, dtypes.master, self.sharded)
+        self.gradients = GradientShard(self.layout.shard_numel, dtypes.master, self.sharded, stores.gradients)
         self._placeholders: list[Tensor] = []
         self._places: list[tuple[nn.Module, str, nn.Parameter, ShardedParameter]] = []
         """Where modules hold one face or the other."""
-
-    def _new_home(self, store: ShardStore) -> SliceHome:
-        return SliceHome(store, self.dtypes.kept_numel(self.layout.shard_numel), self.dtypes.kept)
 
     # Sizes ------------------------------------------------------------------------------------------------------
 

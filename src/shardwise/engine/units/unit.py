@@ -84,8 +84,8 @@ class Unit:
         self.listener: Listener | None = None
         self.states = states
         """What has the optimizer's state of its parameters between steps; None: memory. A copy's is in memory."""
-        self.rests_elsewhere = states is not None or any(group.home is not None for group in self.groups)
-        """Its optimizer's state does, or some of its shards."""
+        self.rests_elsewhere = states is not None or any(group.home or group.gradients.store for group in self.groups)
+        """Its optimizer's state does, or some of its shards or gradients."""
         self._handles: list[RemovableHandle] = []
         self._hooked_leaves: set[int] = set()
 

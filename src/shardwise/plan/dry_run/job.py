@@ -188,9 +188,11 @@ class Job(Machines):
     @property
     def elsewhere(self) -> dict[str, str]:
         """Kinds of memory that are not on the device, and where: "cpu" or "nvme". A CPU's ranks have the host's."""
-        kinds = (
-            {} if self.offload is None else {"param_shards": self.offload.params, "optimizer": self.offload.optimizer}
-        )
+        kinds: dict[str, str | None] = {}
+        if self.offload is not None:
+            kinds = {"param_shards": self.offload.params, "optimizer": self.offload.optimizer}
+            if not self.optimizer_in_backward:  # else they rest nowhere
+                kinds["grad_shards"] = self.offload.gradients
         return {kind: place for kind, place in kinds.items() if place == "nvme" or (place == "cpu" and not self.on_cpu)}
 
     @property

@@ -3,6 +3,8 @@
 - A unit's slice comes up ahead of its gather, as soon as its slot is free.
 - The optimizer's step is taken on the device, portion by portion: state, and weights where they are elsewhere, come
   ahead of it and go back behind it. The link takes both directions at once, a disk reads and writes in turn.
+- A unit's reduced gradient goes behind its sum; where earlier micro-batches left one, that comes as its backward
+  begins, and the sum is added to it. Clipping has all of them come twice and go once, the step has them come.
 - What is on disk takes two hops to a device, each a stream; of a unit one after the other.
 - A block's input, where that waits on the host, goes when it is there and comes when backward is near.
 - A step that is taken in backward, of one unit, begins when that has come, and backward goes on behind it.
@@ -22,6 +24,8 @@ from shardwise.policy.places import Places
 
 UP, DOWN, DISK = STREAMS = ("host to device", "device to host", "disk")
 """Streams of their own."""
+_GRADIENTS_UP, _GRADIENTS_DOWN = 3, 1
+"""How often gradients cross the link after backward: for their norm, to be scaled, and for the step."""
 
 
 class Rates(NamedTuple):
@@ -63,6 +67,8 @@ class HostTask:
     """Of `stepped_bytes`, by unit, where steps are taken in backward."""
     disk_share: float = 0.0
     """Of `stepped_bytes`, what lies on disk."""
+    unit_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By unit: this rank's slice of its gradients, where those rest on the host."""
 
 
 def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
@@ -82,6 +88,7 @@ def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
         keeps_params=job.strategy.keeps_params,
         unit_stepped_bytes={unit: round(nbytes * share) for unit, nbytes in trained.items()},
         disk_share=moved.stepped_disk_bytes / max(1, moved.stepped_bytes),
+        unit_gradient_bytes=facts.unit_trained_bytes if moved.gradient_bytes else {},
     )
 
 
@@ -98,6 +105,10 @@ class HostWork:
     stepped_s: float | None = None
     """When the optimizer's step began."""
     _resident: set[str] = field(default_factory=set)
+    _summed: set[str] = field(default_factory=set)
+    """Units that have a gradient in this step."""
+    _reduced_s: float = 0.0
+    """When the unit before was reduced, and the next one's backward began."""
 
     def bring(self, unit: str, ready_s: float) -> float:
         """A unit's slice comes to its slot, which is free from `ready_s` on. When it is there."""
@@ -107,6 +118,21 @@ class HostWork:
             return ready_s
         self._resident.add(unit)
         return self._come(unit, ready_s, task.shard_bytes.get(unit, 0), float(task.places.params == "nvme"))
+
+    def begin_sum(self, unit: str, computed_s: float) -> float:
+        """A unit's gradients are computed, and are going to be added to what earlier micro-batches left, which has been
+        on its way since the unit's backward began. When that is there."""
+        come_s = computed_s
+        if unit in self._summed:
+            nbytes = self.task.unit_gradient_bytes.get(unit, 0)
+            come_s = max(computed_s, self._run(UP, unit, self._reduced_s, nbytes, self.task.rates.link))
+        self._summed.add(unit)
+        self._reduced_s = come_s
+        return come_s
+
+    def end_sum(self, unit: str, at_s: float) -> None:
+        """The sum has been waited for, and goes. Nothing waits for that."""
+        self._run(DOWN, unit, at_s, self.task.unit_gradient_bytes.get(unit, 0), self.task.rates.link)
 
     def begin_step(self, at_s: float) -> None:
         """The optimizer's step begins; told again, it has."""
@@ -143,8 +169,13 @@ class HostWork:
             return stepped_s
         on_disk = round(task.stepped_bytes * task.disk_share)
         ends_s = [stepped_s, self._run(DISK, "", began_s, 2 * on_disk, task.rates.disk)]
+        gradients = sum(task.unit_gradient_bytes.values())
+        if gradients:  # the first to come went last
+            began_s = max(began_s, self.ends_s.get(DOWN, 0.0))
         if not task.on_cpu:
-            ends_s += [self._run(way, "", began_s, task.stepped_bytes, task.rates.link) for way in (UP, DOWN)]
+            for way, times in ((UP, _GRADIENTS_UP), (DOWN, _GRADIENTS_DOWN)):
+                nbytes = task.stepped_bytes + times * gradients
+                ends_s.append(self._run(way, "", began_s, nbytes, task.rates.link))
         return max(ends_s)
 
     def _run(self, stream: str, unit: str, ready_s: float, nbytes: int, rate: float) -> float:

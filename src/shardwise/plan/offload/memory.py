@@ -1,7 +1,7 @@
 """The memory of a recorded step of which shards, gradients or optimizer state lie on the host or on disk.
 
-Nothing else of the step changes: parameters are gathered into the same slots, gradients reduced in the same ones and
-kept on the device, and the step is taken there. What comes and goes has rings of buffers on the device. Of a shard
+Nothing else of the step changes: parameters are gathered into the same slots, gradients reduced in the same ones, and
+the step is taken on the device. What comes and goes has rings of buffers on the device. Of a shard
 group of one, whose slot would otherwise be the shard itself, parameters need slots as any other's. What blocks keep on
 the host has memory there in a few sizes, which is kept from step to step. What is on a disk comes to a device through
 as much of the host as the device has of rings. docs/design/offload.md.
@@ -38,6 +38,8 @@ class Offloaded:
     """Of what lies elsewhere and comes to the step and goes back: state, and weights that are trained."""
     stepped_disk_bytes: int = 0
     """Of those, what comes from disk."""
+    gradient_bytes: int = 0
+    """Reduced gradients that go when they are summed, and come to be added to, clipped and stepped with."""
 
 
 def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
@@ -64,8 +66,10 @@ def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
     rings: dict[str, int] = {}  # by kind, as `sw.memory` counts them
     if "optimizer" in moved and states:
         rings["optimizer"] = _state_ring_bytes(job, largest_state * max(1, round(states / max(1, trained))))
+    if "grad_shards" in moved:
+        rings["grad_shards"] = _slice_ring_bytes(facts.unit_trained_bytes.values())
     if "param_shards" in moved:
-        rings["param_shards"] = _slice_ring_bytes(facts)
+        rings["param_shards"] = _slice_ring_bytes(_slices(facts))
         if job.shard_ranks == 1:
             slots = max(0, _slots_bytes(facts, job) - by_kind["gathered_slots"])
     added = [(slots, "gathered_slots"), *((size, kind) for kind, size in rings.items())]
@@ -76,13 +80,14 @@ def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
     )
     at = {place: sum(by_kind[kind] for kind in moved if moved[kind] == place) for place in ("cpu", "nvme")}
     stages = 0 if job.on_cpu else sum(size for kind, size in rings.items() if moved[kind] == "nvme")
-    stepped = {"optimizer": states, "param_shards": trained}
+    stepped = {"optimizer": states, "param_shards": trained, "grad_shards": 0}
     return Offloaded(
         (*first, *_without(events, moved)),
         at["cpu"] + stages + inputs,
         at["nvme"],
         sum(stepped[kind] for kind in moved),
         sum(stepped[kind] for kind in moved if moved[kind] == "nvme"),
+        by_kind["grad_shards"] if "grad_shards" in moved else 0,
     )
 
 
@@ -130,13 +135,18 @@ def _state_ring_bytes(job: Job, largest_bytes: int) -> int:
     return max(least, asked // whole * whole)
 
 
-def _slice_ring_bytes(facts: Facts) -> int:
-    """Each buffer is as large as the largest slice, and there are no more of them than slices. A unit's frozen
-    parameters and its trained ones lie in slices of their own."""
+def _slices(facts: Facts) -> list[int]:
+    """Bytes of each. A unit's frozen parameters and its trained ones lie in slices of their own."""
     slices = []
     for unit, nbytes in facts.unit_shard_bytes.items():
         trained = facts.unit_trained_bytes.get(unit, 0)
-        slices += [size for size in (trained, nbytes - trained) if size]
+        slices += [trained, nbytes - trained]
+    return slices
+
+
+def _slice_ring_bytes(sizes: Iterable[int]) -> int:
+    """Each buffer is as large as the largest slice, and there are no more of them than slices."""
+    slices = [size for size in sizes if size]
     return min(_RING_BUFFERS, len(slices)) * round_up(max(slices, default=0), _PAGE_BYTES)
 
 

@@ -162,6 +162,8 @@ def _copies_no_more(known: Job, job: Job) -> bool:
     """Whether slices come as seldom for a micro-batch of the one as for one of the other, or more so; and no more
     inputs of blocks go."""
     seldom = known.strategy.keeps_params >= job.strategy.keeps_params and known.accumulation >= job.accumulation
+    if job.offload is not None and job.offload.gradients is not None:  # the first micro-batch finds none to add to
+        seldom = seldom and known.accumulation == job.accumulation
     inputs = known.recomputation.offloads
     return seldom and (not inputs or (job.recomputation.offloads and known.micro_batch <= job.micro_batch))
 

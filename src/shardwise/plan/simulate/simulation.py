@@ -307,6 +307,12 @@ class _Simulation:
             return
         elif event.what == "gather" and not self.work.task.gathers:
             self._come(event.unit)
+        elif event.what == "grads":
+            come_s = self.work.begin_sum(event.unit, self.compute_s)
+            self.log.stall(SLICE, self.compute_s, come_s, event.unit)
+            self.compute_s = max(self.compute_s, come_s)
+        elif event.what == "reduced":
+            self.work.end_sum(event.unit, self.compute_s)
         elif event.what == "step":
             come_s = self.work.come_to_step(event.unit, self.compute_s)
             self.log.stall(UNIT_STEP, self.compute_s, come_s, event.unit)

@@ -50,7 +50,7 @@ def _offload(config: OffloadConfig | None) -> sw.Offload | None:
     if config is None or (config.params is None and config.optimizer is None):
         return None
     ring_bytes = None if config.ring_mib is None else config.ring_mib * 2**20
-    return sw.Offload(config.params, config.optimizer, config.path, ring_bytes=ring_bytes)
+    return sw.Offload(config.params, config.optimizer, config.path, ring_bytes=ring_bytes, gradients=config.gradients)
 
 
 def needs_loss_scaling(config: ParallelConfig) -> bool:

@@ -242,6 +242,8 @@ class OffloadConfig(Section):
     """Shards: none = on the device; "cpu" = in the host's memory, which on CPU ranks is the same; "nvme" = on disk."""
     optimizer: Annotated[Literal["cpu", "nvme"] | None, NoneWord] = None
     """The optimizer's state: none = beside the shards; "cpu" = in the host's memory; "nvme" = on disk."""
+    gradients: Annotated[Literal["cpu"] | None, NoneWord] = None
+    """Reduced gradients, until the step: none = on the device; "cpu" = in the host's memory."""
     path: Annotated[str | None, NoneWord] = None
     """Directory on a local disk for "nvme". Nothing is left in it."""
     ring_mib: Annotated[PositiveInt | None, NoneWord] = None
@@ -272,7 +274,8 @@ class OffloadConfig(Section):
     def places(self) -> Places | None:
         """As plans have them; None where everything is on the device."""
         ring_bytes = None if self.ring_mib is None else self.ring_mib * 2**20
-        return Places.of({"params": self.params, "optimizer": self.optimizer, "ring_bytes": ring_bytes})
+        places = {"params": self.params, "optimizer": self.optimizer, "gradients": self.gradients}
+        return Places.of({**places, "ring_bytes": ring_bytes})
 
 
 class LogConfig(Section):

@@ -23,6 +23,7 @@ def check_wishes(config: Config) -> None:
         f"lora.r = {config.lora.r}": config.lora.r > 0,
         f'offload.params = "{config.offload.params}"': config.offload.params is not None,
         f'offload.optimizer = "{config.offload.optimizer}"': config.offload.optimizer is not None,
+        f'offload.gradients = "{config.offload.gradients}"': config.offload.gradients is not None,
         f'parallel.strategy = "{parallel.strategy}"': parallel.strategy not in _STRATEGIES,
         f'parallel.param_dtype = "{parallel.param_dtype}"': parallel.param_dtype == "fp16",
         f'parallel.reduce_dtype = "{parallel.reduce_dtype}"': parallel.reduce_dtype != without.reduce_dtype,

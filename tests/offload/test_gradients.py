@@ -1,0 +1,556 @@
+"""Reduced gradients in the host's memory while a device computes: the same bits, nothing unordered, and on the device
+no more than a few slices. Played on CPU ranks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise.engine import in_flight
+from shardwise.engine.lookup import gradient_stores, require_engine
+from shardwise.errors import ConfigError, UsageError
+from shardwise.offload.device_buffers import DeviceBuffers
+from shardwise.offload.host_memory import HostMemory
+from shardwise.offload.shard_store import BUFFERS, ShardStore
+from shardwise.offload.slice_home import HomeState, SliceHome
+from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares
+from tests.engine.streams import played
+from tests.offload.played_runs import edited_steps, goes_on_alike, same_bits_in_order, steps_in_backward
+from tests.offload.test_in_host_memory import PLACES as OTHERS
+from tests.offload.test_on_disk import LEAST, amsgrad, fused, momentum, shared_folder
+from tests.offload.test_params_on_disk import Adapted, plain_adam
+from tests.optim.test_in_backward import Late, Tied, Twice
+
+ALONE = {"gradients": "cpu"}
+PLACES: dict[str, dict[str, Any]] = {
+    "alone": ALONE,
+    **{f"{name} too": {**place, **ALONE} for name, place in OTHERS.items()},
+}
+DISKS: list[dict[str, Any]] = [
+    {"params": "nvme"},
+    {"optimizer": "nvme", "ring_bytes": LEAST},
+    {"params": "cpu", "optimizer": "nvme", "ring_bytes": LEAST},
+]
+
+
+def store_of(model: nn.Module) -> ShardStore:
+    (found,) = gradient_stores(require_engine(model))
+    return found
+
+
+def homes_of(model: nn.Module) -> list[SliceHome]:
+    units = require_engine(model).units
+    homes = [group.gradients.home for unit in units for group in unit.groups if group.trainable]
+    assert all(homes)
+    return homes  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("build", "optimizer"), [(Net, momentum), (Tied, plain_adam), (Adapted, amsgrad)], ids=["net", "tied", "frozen"]
+)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@on_ranks(2)
+def test_the_same_bits_in_order(
+    strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str
+) -> None:
+    same_bits_in_order(strategy, build, optimizer, sw.Offload(pin=False, **PLACES[place]))
+
+
+@pytest.mark.parametrize("place", DISKS, ids=str)
+@on_ranks(2)
+def test_beside_weights_and_state_on_disk(place: dict[str, Any]) -> None:
+    offload = sw.Offload(pin=False, path=shared_folder(), **place, **ALONE)  # type: ignore[arg-type]
+    same_bits_in_order("full_shard", Tied, amsgrad, offload)
+
+
+def train_in_parts(build: Callable[[], nn.Module], offload: sw.Offload | None) -> tuple[dict[str, Tensor], list[str]]:
+    with played() as order:
+        model = sw.shard(seeded(build), offload=offload)
+        optimizer = fused(model.parameters())
+        for step in range(4):
+            squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        full = sw.full_state_dict(model, rank0_only=False)
+    return full, order.races
+
+
+@pytest.mark.parametrize("build", [Late, Twice], ids=str)
+@on_ranks(2)
+def test_units_that_are_reduced_in_parts(build: Callable[[], nn.Module]) -> None:
+    full, _ = train_in_parts(build, None)
+    for place in PLACES.values():
+        offloaded, races = train_in_parts(build, sw.Offload(pin=False, **place))
+        assert races == []
+        same_tensors(full, offloaded)
+
+
+def train(offload: sw.Offload | None, strategy: str = "full_shard") -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """Accumulation, clipping, evaluation, edits of weights and full weights; steps are prefetched by the first one."""
+    with played() as order:
+        model = sw.shard(seeded(lambda: Net(6)), strategy, offload=offload)
+        losses = edited_steps(model, torch.no_grad)
+        losses += accumulated(model)
+        losses += scaled(model)
+        full = sw.full_state_dict(model, rank0_only=False)
+    return losses, full, order.races
+
+
+def accumulated(model: nn.Module) -> list[float]:
+    """Sums over micro-batches that are all reduced; zeros instead of None; torch's own clipping, both ways."""
+    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(4):
+        for micro in range(3):
+            loss = squares(model, batch(100 + 3 * step + micro))
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=step % 2 == 0).item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    optimizer.zero_grad()
+    return losses
+
+
+def scaled(model: nn.Module) -> list[float]:
+    """Loss scaling, where the first step overflows; of a fused optimizer, which unscales by itself, and another."""
+    losses = []
+    for kind, options in ((torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {"momentum": 0.9})):
+        optimizer = kind(model.parameters(), lr=0.01, **options)  # type: ignore[arg-type]
+        scaler = sw.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
+        for step in range(3):
+            loss = squares(model, batch(200 + step))
+            scaler.scale(loss).backward()
+            if step == 2:
+                scaler.unscale_(optimizer)
+                losses.append(sw.clip_grad_norm_(model, 0.1).item())
+            scaler.step(optimizer)
+            scaler.update()
+            losses += [scaler.get_scale(), *(p.grad.norm().item() for p in model.parameters() if p.grad is not None)]
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_accumulation_clipping_scaling_evaluation_and_edits(strategy: str) -> None:
+    losses, full, races = train(None, strategy)
+    assert races == []
+    for place in PLACES.values():
+        offloaded = train(sw.Offload(pin=False, **place), strategy)
+        assert offloaded[0] == losses
+        assert offloaded[2] == []
+        same_tensors(full, offloaded[1])
+
+
+class Turning(Block):
+    """Turns pairs of numbers in the plane."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.polar(torch.ones(3), torch.linspace(0.1, 0.5, 3)))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_real(torch.view_as_complex(x.reshape(-1, 3, 2)) * self.turn)
+        return super().forward(turned.reshape(x.shape) * self.scale.float())
+
+
+def penalised(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss that reads weights outside their units' forwards."""
+    return squares(model, x) + 0.1 * sum(p.square().sum() for p in model.parameters())  # type: ignore[return-value]
+
+
+class Rotated(Net):
+    """Complex parameters in every block, and a vector in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__(3, Turning)
+
+
+def trained(
+    offload: sw.Offload | None, build: Callable[[], nn.Module], loss: Any, precision: sw.Precision
+) -> tuple[dict[str, Tensor], list[str]]:
+    with played() as order:
+        model = sw.shard(seeded(build), precision=precision, offload=offload)
+        optimizer = amsgrad(model.parameters())
+        for step in range(3):
+            for micro in range(2):
+                loss(model, batch(2 * step + micro)).backward()
+            sw.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        full = sw.full_state_dict(model, rank0_only=False)
+    return full, order.races
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "precision"),
+    [
+        (Net, penalised, {}),
+        (Rotated, squares, {}),
+        (Net, squares, {"param": "bf16", "reduce": "fp32"}),
+        (Net, squares, {"param": "bf16", "reduce": "bf16"}),
+        (Net, squares, {"master": "bf16", "param": "bf16"}),
+    ],
+    ids=["penalty", "dtypes", "reduced in fp32", "reduced in bf16", "bf16 masters"],
+)
+@on_ranks(2)
+def test_penalties_and_dtypes(build: Callable[[], nn.Module], loss: Any, precision: dict[str, Any]) -> None:
+    full, _ = trained(None, build, loss, sw.Precision(**precision))
+    for place in (ALONE, PLACES["both too"]):
+        offloaded, races = trained(sw.Offload(pin=False, **place), build, loss, sw.Precision(**precision))
+        assert races == []
+        same_tensors(full, offloaded)
+
+
+@on_ranks(4)
+def test_beside_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def train_on(offload: sw.Offload | None) -> tuple[list[float], dict[str, Tensor]]:
+        model = sw.shard(seeded(Net), "hybrid_shard", mesh=mesh, offload=offload)
+        losses = edited_steps(model, torch.no_grad) + accumulated(model)
+        return losses, sw.full_state_dict(model, rank0_only=False)
+
+    with played() as order:
+        losses, full = train_on(None)
+        for place in (ALONE, PLACES["both too"]):
+            offloaded = train_on(sw.Offload(pin=False, **place))
+            assert offloaded[0] == losses
+            same_tensors(full, offloaded[1])
+    assert order.races == []
+
+
+# What users see -------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_gradients_that_users_keep_are_theirs() -> None:
+    """The object, its piece or neither, of some parameters or all; others go on being added to."""
+    offload = sw.Offload(pin=False, **ALONE)
+    with played() as order:
+        twins = Twins(offload=offload)
+        kept: list[Any] = []
+        numbers: list[Tensor] = []
+        for step in range(4):
+            twins.backward()
+            twins.same_gradients()
+            parameters = list(twins.sharded.parameters())
+            chosen = [parameters[3].grad, parameters[7].grad]
+            kept += chosen if step % 2 else [gradient.local for gradient in chosen]  # type: ignore[union-attr]
+            numbers += [gradient.local.clone() for gradient in chosen]  # type: ignore[union-attr]
+            for model in (twins.plain, twins.sharded):
+                for index, parameter in enumerate(model.parameters()):
+                    if step < 2 or index > 5:
+                        parameter.grad = None
+            twins.backward()
+            twins.same_gradients()
+            twins.step()
+            twins.same_parameters()
+        for held, before in zip(kept, numbers, strict=True):
+            assert torch.equal(getattr(held, "local", held), before)
+        homes = len({id(home) for home in homes_of(twins.sharded)})
+        assert store_of(twins.sharded).medium.nbytes >= 4096 * homes
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_hooks_and_edits_of_gradients() -> None:
+    """A hook that reads and writes each gradient as it is handed out; a gradient of the user's own."""
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    def run(offload: sw.Offload | None) -> list[float]:
+        model = sw.shard(seeded(Net), offload=offload)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+        optimizer = momentum(model.parameters())
+        found = []
+        for step in range(3):
+            squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
+            first = next(model.parameters())
+            first.grad = torch.full_like(first, 0.25)
+            squares(model, batch(step + 50)).backward()  # type: ignore[no-untyped-call]
+            found += [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [gradient.double().sum().item() for gradient in found]
+
+    with played() as order:
+        assert run(sw.Offload(pin=False, **ALONE)) == run(None)
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_a_checkpoint_between_micro_batches() -> None:
+    path, offload = shared_folder(), sw.Offload(pin=False, **PLACES["both too"])
+    with played() as order:
+        twins = Twins(offload=offload)
+        twins.train(1)
+        twins.backward()
+        sw.checkpoint.save(f"{path}/one", twins.sharded, twins.optimizers[1])
+        sw.checkpoint.load(f"{path}/one", twins.sharded, twins.optimizers[1])
+        twins.backward()
+        twins.same_gradients()
+        twins.step()
+        twins.same_parameters()
+        sw.checkpoint.save(f"{path}/two", twins.sharded, twins.optimizers[1])
+        other = Twins()
+        sw.checkpoint.load(f"{path}/two", other.sharded, other.optimizers[1])
+        goes_on_alike(other, twins)
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_copies_and_models_whose_memory_was_released() -> None:
+    with played() as order:
+        twins = Twins(offload=sw.Offload(pin=False, **ALONE))
+        twins.train(2)
+        copied = copy.deepcopy(twins.sharded)
+        squares(copied, twins.batch()).backward()  # type: ignore[no-untyped-call]
+        assert all(home.state is not HomeState.READING for home in homes_of(copied))
+        sw.release(twins.sharded)
+        assert store_of(twins.sharded).ring_bytes == 0
+        twins.backward()
+        sw.release(twins.sharded)
+        twins.same_gradients()
+        twins.step()
+        twins.train(1)
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_parameters_that_train_later() -> None:
+    with played() as order:
+        twins = Twins(Tied, offload=sw.Offload(pin=False, **ALONE))
+        twins.train(1)
+        for model in (twins.plain, twins.sharded):
+            model.blocks[1].requires_grad_(True)  # type: ignore[operator, index]
+            model.blocks[0].requires_grad_(False)  # type: ignore[operator, index]
+        twins.train(2)
+    assert order.races == []
+
+
+@on_ranks(1)
+def test_where_they_cannot_lie() -> None:
+    with pytest.raises(ConfigError, match=r"offload.gradients='nvme': None or 'cpu'"):
+        sw.Offload(gradients="nvme", path="x")
+    with played():
+        model = sw.shard(Net(), offload=sw.Offload(pin=False, **ALONE))
+        muon = sw.optim.whole_matrix(torch.optim.Muon, model, lr=0.1, adamw={"lr": 0.1})
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(UsageError, match="keeps whole matrices' state on their owners"):
+            muon.step()
+
+
+@on_ranks(2)
+def test_without_a_device_nothing_changes() -> None:
+    twins = Twins(offload=sw.Offload(**ALONE))  # type: ignore[arg-type]
+    twins.train(2)
+    assert gradient_stores(twins.engine) == []
+    assert not any(unit.rests_elsewhere for unit in twins.engine.units)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def live() -> list[Tensor]:
+    """All tensors that Python knows."""
+    gc.collect()
+    return [value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter)]
+
+
+def live_bytes(model: nn.Module, before: Sequence[Tensor]) -> int:
+    """Of what has come since, but for the pinned segments of the model's gradients."""
+    found = {}
+    for tensor in live():
+        found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    segments = [
+        segment.memory
+        for store in gradient_stores(require_engine(model))
+        for segment in store.medium._segments  # type: ignore[attr-defined]
+    ]
+    for tensor in (*before, *segments):
+        found.pop(tensor.untyped_storage()._cdata, None)
+    return sum(found.values())
+
+
+def measured(
+    offload: sw.Offload | None, uses: Callable[[nn.Module], object] | None, strategy: str = "full_shard"
+) -> tuple[int, int, int]:
+    """Live bytes when gradients are there, what `sw.memory` says of them, and the largest ring that there was."""
+    rings = [0]
+
+    def noted(store: ShardStore) -> Tensor:
+        buffer = new_buffer(store)
+        rings.append(store.ring_bytes)
+        return buffer
+
+    new_buffer, before = ShardStore._new_buffer, live()
+    with played(), mock.patch.object(ShardStore, "_new_buffer", noted):
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(24)])
+        sw.shard(model, strategy, units={nn.Linear}, offload=offload)
+        with sw.no_sync(model) if uses is None else nullcontext():
+            model(torch.ones(2, 256)).sum().backward()
+        for _ in range(2):
+            model(torch.ones(2, 256)).sum().backward()
+        if uses is not None:
+            uses(model)
+        found = live_bytes(model, before), sw.memory(model).now["grad_shards"]
+    return *found, max(rings)
+
+
+def clipped(model: nn.Module) -> None:
+    sw.clip_grad_norm_(model, 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+    torch.optim.AdamW(model.parameters()).zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@pytest.mark.parametrize("uses", [None, clipped], ids=["without communication", "clipping"])
+@on_ranks(1, 2)
+def test_the_device_has_a_few_slices(uses: Callable[[nn.Module], object] | None, strategy: str) -> None:
+    nbytes = 24 * 256 * 256 * 4 // torch.distributed.get_world_size()
+    usual, told, _ = measured(None, uses, strategy)
+    assert told == nbytes
+    ours, told, ring = measured(sw.Offload(pin=False, **ALONE), uses, strategy)
+    assert 0 < told == ring <= BUFFERS * nbytes // 24
+    beside = 2 * nbytes // 24  # a tensor of a weight's size, which may or may not have been collected
+    assert usual - ours == pytest.approx(nbytes - ring, abs=beside)
+
+
+@on_ranks(2)
+def test_steps_in_backward_leave_nothing_to_go_home() -> None:
+    steps_in_backward(sw.Offload(pin=False, **ALONE))
+    with played() as order:
+        twins = Twins(offload=sw.Offload(pin=False, **ALONE))
+        twins.backward()
+        twins.step()
+        sw.optimizer_in_backward(twins.sharded, twins.optimizers[1])
+        with mock.patch.object(HostMemory, "write", side_effect=AssertionError("a gradient went home")):
+            for _ in range(2):
+                twins.backward()
+                twins.step()
+                twins.same_parameters()
+        assert sw.memory(twins.sharded).now["grad_shards"] == 0
+        assert not any(unit.rests_elsewhere for unit in twins.engine.units)
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_slices_that_are_added_to_come_while_backward_computes() -> None:
+    """Read since their unit's backward began, not when the sum wants them."""
+    states: list[HomeState] = []
+
+    def come(home: SliceHome) -> Tensor:
+        states.append(home.state)
+        return usual(home)
+
+    usual = SliceHome.come
+    with played() as order, mock.patch.object(SliceHome, "come", come):
+        model = sw.shard(seeded(lambda: Net(6)), offload=sw.Offload(pin=False, **ALONE))
+        for step in range(3):
+            squares(model, batch(step)).backward()  # type: ignore[no-untyped-call]
+    assert order.races == []
+    assert len(states) == 2 * len(homes_of(model))
+    assert states.count(HomeState.RESTING) <= 2, "the root's alone, whose backward begins first and ends last"
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+def used(buffers: DeviceBuffers, buffer: Tensor) -> None:
+    """A buffer is claimed by a stream that does not wait for the copy that left it."""
+    buffers._users[buffer.data_ptr()] = {buffers._current()}
+
+
+def not_waited_for(flight: in_flight.Flight) -> None:
+    """Sums are taken to be there when they were begun."""
+    for work in flight.works:
+        work._keep = None  # type: ignore[attr-defined]
+    flight.is_summed = True
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "a use does not wait for its copy": (DeviceBuffers, "use", lambda *_: None),
+    "a copy does not wait for uses": (DeviceBuffers, "before", lambda *_: []),
+    "a buffer is used again too early": (DeviceBuffers, "claim", used),
+    "a copy does not wait for the sum": (in_flight, "_sum", not_waited_for),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@on_ranks(2)
+def test_an_order_that_is_missing_would_be_found(fault: str) -> None:
+    offload = sw.Offload(pin=False, **ALONE)
+
+    def races() -> list[str]:
+        with played() as order:
+            model = sw.shard(seeded(lambda: Net(6)), offload=offload)
+            edited_steps(model, torch.no_grad)
+            accumulated(model)
+        return order.races
+
+    assert races() == []
+    with mock.patch.object(*FAULTS[fault]):
+        assert races() != []
+
+
+def two_slices() -> tuple[HostMemory, SliceHome, SliceHome]:
+    """At rest, with zeros; the ring has two buffers, of which the one that is given back first is taken first."""
+    medium = HostMemory(torch.device("cpu"), "gradients", pin=False)
+    store = ShardStore(medium)
+    one, two = (SliceHome(store, 1024, torch.float32) for _ in range(2))
+    for home in (one, two):
+        home.begin_anew()
+        home.leave()
+        home.finish()
+    return medium, one, two
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@on_ranks(1)
+def test_a_write_follows_a_read_of_its_place_to_another_buffer(forgets: bool) -> None:
+    """Which nobody used, so that no use of a buffer orders them."""
+    with played() as order:
+        medium, one, two = two_slices()
+        two.read_ahead()
+        one.read_ahead()
+        two.finish()
+        one.finish()
+        if forgets:
+            medium._read.clear()
+        one.claim().fill_(1.0)
+        one.leave()
+    assert (order.races != []) == forgets
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@on_ranks(1)
+def test_a_read_follows_a_write_of_its_place_from_another_buffer(forgets: bool) -> None:
+    with played() as order:
+        medium, one, two = two_slices()
+        kept = one.claim().fill_(1.0)
+        two.flat()
+        del kept
+        two.let_go()
+        one.leave()
+        one.finish()
+        if forgets:
+            medium._written.clear()
+        assert one.flat().eq(1.0).all()
+    assert (order.races != []) == forgets
