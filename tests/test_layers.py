@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "src" / "shardwise"
 # What each package may import besides itself. Packages of one layer may not import each other.
 LAYERS = [
     {"accelerators", "errors", "liveness", "suggest", "tables"},
-    {"layout", "policy", "foreign"},
+    {"layout", "policy", "foreign", "together"},
     {"comm", "files"},
     {"sharded"},
     {"modules", "offload"},
@@ -61,7 +61,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "cli": {"process": set(), ".": {"process"}},
 }
-NO_TORCH = {"errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "files", "jax"}
+NO_TORCH = {"errors", "liveness", "suggest", "tables", "layout", "policy", "foreign", "together", "files", "jax"}
 TOP = "the package itself"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from shardwise.comm.protocol import Collectives
-from shardwise.errors import PeerError
+from shardwise.together import fail_together
 
 
 @contextmanager
@@ -15,23 +15,23 @@ def together(groups: Sequence[Collectives], doing: str) -> Iterator[None]:
 
     Every rank must call this, for the same groups. Nothing inside may wait for other ranks.
     """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    except BaseException:
+
+    def tell(failure: str | None) -> str | None:
+        told = failure or ""
         for group in groups:
-            group.abandon()
-        raise
-    told = "" if failure is None else str(failure)
-    for group in groups:
-        if group.world_size > 1:
-            told = group.exchange(told.encode(), _first).decode()
-    if failure is not None:
-        raise failure
-    if told:
-        raise PeerError(f"another rank failed in {doing}: {told}")
+            if group.world_size > 1:
+                told = group.exchange(told.encode(), _first).decode()
+        return f"another rank failed in {doing}: {told}" if told else None
+
+    with fail_together(tell):
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            for group in groups:
+                group.abandon()
+            raise
 
 
 def _first(left: bytes, right: bytes) -> bytes:

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import xxhash
 
 from shardwise.checkpoint.ranks import save_thread
-from shardwise.errors import CheckpointError, MismatchError, PeerError
+from shardwise.errors import CheckpointError, MismatchError
+from shardwise.together import fail_together
 
 _TEXT_BYTES = 3584
 """Of an error's text that other ranks quote; each is one int64 of a collective."""
@@ -43,22 +44,19 @@ class Agreement(ABC):
         No collective may be inside. An OSError becomes a CheckpointError that begins with `doing`. `seen` is ignored:
         see Barrier.
         """
-        failure: Exception | None = None
-        try:
-            yield
-        except OSError as error:
-            failure = CheckpointError(f"{doing}: {error}")
-            failure.__cause__ = error
-        except Exception as error:
-            failure = error
-        failed = self._highest([self.rank + 1 if failure else 0])[0]
-        if not failed:
-            return
-        rank = failed - 1
-        text = self._broadcast_text(str(failure) if rank == self.rank else "")
-        if failure is not None:
-            raise failure
-        raise PeerError(f"rank {rank} failed: {text}")
+        with fail_together(self._tell):
+            try:
+                yield
+            except OSError as error:
+                raise CheckpointError(f"{doing}: {error}") from error
+
+    def _tell(self, failure: str | None) -> str | None:
+        """What a rank that did not fail is told of the last that did."""
+        failed = self._highest([0 if failure is None else self.rank + 1])[0] - 1
+        if failed < 0:
+            return None
+        text = (failure or "") if failed == self.rank else ""
+        return f"rank {failed} failed: {self._broadcast_text(text)}"
 
     def broadcast_from_rank0(self, number: int) -> int:
         """Rank 0's number (not negative) on every rank."""

@@ -20,7 +20,8 @@ from shardwise import accelerators
 from shardwise.comm.channel import Channel, channel_of
 from shardwise.comm.protocol import Combine
 from shardwise.comm.timeout import timeout_s
-from shardwise.errors import MeshError, PeerError
+from shardwise.errors import MeshError
+from shardwise.together import fail_together
 from shardwise.train.process.interruption import Interrupted
 
 T = TypeVar("T")
@@ -83,17 +84,13 @@ class Ranks:
 
         Every rank must enter. No collective may be inside.
         """
-        failure: Exception | None = None
-        try:
+
+        def tell(failure: str | None) -> str | None:
+            failures = self.hear(failure)
+            return next((f"rank {rank} failed: {text}" for rank, text in enumerate(failures) if text is not None), None)
+
+        with fail_together(tell):
             yield
-        except Exception as error:
-            failure = error
-        said = self.hear(None if failure is None else str(failure) or type(failure).__name__)
-        if failure is not None:
-            raise failure
-        failed = next((rank for rank, text in enumerate(said) if text is not None), None)
-        if failed is not None:
-            raise PeerError(f"rank {failed} failed: {said[failed]}")
 
     def on_first(self, task: Callable[[], T]) -> T:
         """Run a task on rank 0 alone and return its result, small and picklable, on every rank.
