@@ -117,7 +117,8 @@ Combine = Callable[[bytes, bytes], bytes]
 
 
 class Collectives(Protocol):
-    """A group of ranks that exchange bytes. Sums are taken in rank order, in fp32 or wider."""
+    """A group of ranks that exchange bytes. Sums are taken in rank order, in fp32 or wider, on CPUs; on devices as the
+    backend takes them."""
 
     name: str
     """"streams", "gloo", "shm" or "dry"."""
@@ -200,7 +201,7 @@ class Collectives(Protocol):
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
         """Every rank's message, combined in rank order; the same on every rank. Small messages, between hosts: no
-        device is waited for. The ranks must have agreed on nothing before, the length included."""
+        device is waited for. Ranks need not have agreed on anything before, not even on its length."""
 
     def abandon(self) -> None:
         """This rank raised and leaves the collective it was in: peers that wait for it raise, now or when they come

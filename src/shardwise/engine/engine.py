@@ -1,6 +1,6 @@
 """The engine of one sharded model: when each unit is unsharded, used, reduced and resharded.
 
-It acts at five moments, all of them hooks: before and after a unit's forward, when the gradient of a unit's output
+It acts in five kinds of hooks: before and after a unit's forward, when the gradient of a unit's output
 arrives (its backward begins), when the gradient of its first input is complete (its backward is over), and when
 autograd is done. At other times a unit is unsharded on demand only, when a saved tensor is unpacked.
 
@@ -68,7 +68,7 @@ def _on_dropped(engine: weakref.ref[Engine], _: object) -> None:
     the latter, and the user's next call has to find modules that hold the sharded parameters."""
     held = engine()
     if held is not None and held.backward is not Backward.NONE:
-        held.leave_backward()
+        held.backward_raised()
 
 
 class Engine:
@@ -223,7 +223,7 @@ class Engine:
         self.unsharder.read_ahead(self.units)
 
     def _forward_pass(self, recompute: bool) -> ForwardPass[Unit]:
-        """The outermost forward that a call belongs to, which may begin with it."""
+        """The pass of the call under way, else a new one. A recomputation has a pass of its own."""
         if self.saved.innermost is not None:
             forward, around = self.saved.innermost
             if around.recompute == recompute:
@@ -491,7 +491,7 @@ class Engine:
         for unit in self.units:
             unit.calls.forget_backward()
 
-    def leave_backward(self) -> None:
+    def backward_raised(self) -> None:
         """The backward under way raised. Waits for no peer; what it left is cleared up before the next one."""
         was_running = self.backward is Backward.RUNNING  # else ranks were agreeing, and know
         for forward in self._walked:

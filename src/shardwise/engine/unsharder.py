@@ -44,7 +44,7 @@ class Unsharder:
         """Events to read ahead for."""
         self._arena: Arena[Unit] | None = None
         self._secondary: Arena[Unit] | None = None
-        """Of units that backward unshards from the smaller group."""
+        """Of units that backward unshards from the smaller group of ranks."""
         self.slots: dict[int, Slot[Unit]] = {}
         """Every slot by the identity of its storage, those that are shards themselves included."""
         self.retired_slots = 0

@@ -433,7 +433,7 @@ class ShardedParameter(Tensor):
 
 
 def _give_back(face: Tensor) -> None:
-    """What autograd calls when it has put a gradient into a sharded face, whose unit has it already."""
+    """What autograd calls when it has put a gradient into an outer face, whose unit has it already."""
     assert isinstance(face, ShardedParameter)
     face.grad, face._held_grad = face._held_grad, None
 

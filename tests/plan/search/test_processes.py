@@ -25,8 +25,8 @@ def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def processes(forecasters: Forecasters) -> list[Any]:
-    channels = [worker.channel for worker in forecasters._workers]  # type: ignore[attr-defined]
-    return [None if channel is None else channel.process for channel in channels]
+    pipes = [worker.pipe for worker in forecasters._workers]  # type: ignore[attr-defined]
+    return [None if pipe is None else pipe.process for pipe in pipes]
 
 
 def test_processes_start_at_once_where_the_machine_has_not_met_the_model() -> None:

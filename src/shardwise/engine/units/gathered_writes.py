@@ -19,14 +19,14 @@ class GatheredWrites:
         self._leaves: list[Tensor] = []
         self._shown_versions: list[int] = []
         self._read_versions: list[int] | None = None
-        """Of the sharded faces, where operations read those whole."""
+        """Of the outer faces, where operations read those whole."""
 
     def begin(self) -> None:
         """Modules are let hold the leaves."""
         self._shown_versions = self._leaf_versions()
 
     def note_reads(self) -> None:
-        """Operations read the sharded faces whole, from now on until `found` is asked: what they return are views with
+        """Operations read the outer faces whole, from now on until `found` is asked: what they return are views with
         the faces' versions."""
         if self._read_versions is None:
             self._read_versions = self._face_versions()

@@ -67,8 +67,9 @@ class UnitGradients:
         self._used: defaultdict[Key, int] = defaultdict(int)
         """Gradients that came since gradients were last agreed on: how many."""
         self._views: dict[int, list[list[Tensor]]] = {}
+        """By slot: where gradients go in it, by group."""
         self._open_views: list[list[Tensor]] = []
-        """The same in the slot where they are collected, while there is one."""
+        """Those in the slot where gradients are collected, while there is one."""
         self._observer: Callable[[Tensor], None] | None = None
         self.place()
 
@@ -101,7 +102,7 @@ class UnitGradients:
         return self.groups[key[0]].sharded[key[1]]
 
     def show_waiting(self) -> None:
-        """A backward inside `no_sync` is over: let users see in `.grad` what waits, and drop it. No communication."""
+        """A backward inside `no_sync` is over: show a placeholder in `.grad` for what waits. No communication."""
         for key in self._waiting:
             WaitingGradient.show(self._face(key))
 
@@ -125,7 +126,7 @@ class UnitGradients:
                 group.gradients.read_ahead()
 
     def close(self) -> None:
-        """Give up the slot and its contents."""
+        """Give up the slot. Callers see to it that no gradient in it is wanted any more."""
         if self.slot is not None:
             self.slot.free()
             self.slot = None

@@ -51,13 +51,13 @@ class Group:
         self.unsharded_start = 0
         """Byte offset of this group in the slot that its unit is unsharded in."""
         self.gathered_start = 0
-        """Likewise of what is gathered: the same, unless that is decoded to there."""
+        """Byte offset of the gathered bytes: the same place, unless they are decoded into it."""
         self.gradients_start = 0
         """Byte offset of this group in its unit's reduce slot."""
         self.home = stores.home_of_shard(dtypes.kept_numel(self.layout.shard_numel), dtypes.kept)
         """Where the shard is between uses; None: in memory."""
         self.counter: Tensor | SliceHome
-        """What counts writes to the shard, as a tensor's `_version`: the shard itself, or its home."""
+        """The shard, or its home: either has a `_version` that grows with each write."""
         self.device: torch.device
         self.leaves: list[nn.Parameter] = []
         """The inner faces: parameters that modules compute with and autograd knows."""
@@ -110,7 +110,7 @@ class Group:
 
     @property
     def shard_bytes(self) -> int:
-        """Of it, wherever it is."""
+        """Bytes of the shard, wherever it rests."""
         return self.dtypes.kept_numel(self.layout.shard_numel) * self.dtypes.kept.itemsize
 
     def come(self) -> Tensor:

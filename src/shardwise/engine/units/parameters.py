@@ -9,9 +9,9 @@ What holds in each state:
 
 | state | slot | the leaf's data | modules hold |
 |---|---|---|---|
-| SHARDED | none | one NaN, expanded | the sharded face |
-| UNSHARDING | ours; only the all_gather touches it | one NaN, expanded | the sharded face |
-| UNSHARDED | ours, full parameters | views of the slot | the sharded face |
+| SHARDED | none | one NaN, expanded | the outer face |
+| UNSHARDING | ours; only the all_gather touches it | one NaN, expanded | the outer face |
+| UNSHARDED | ours, full parameters | views of the slot | the outer face |
 | IN_USE | ours, full parameters | views of the slot | the leaf |
 
 Only methods of this class change the state, and each asserts the state that it starts from. Which slot, and when, is
@@ -47,7 +47,7 @@ class ParameterState(enum.Enum):
     UNSHARDING = "unsharding"
     """A slot is taken and the all_gather is under way."""
     UNSHARDED = "unsharded"
-    """The full parameters lie in a slot; modules hold the sharded face."""
+    """The full parameters lie in a slot; modules hold the outer face."""
     IN_USE = "in use"
     """The full parameters lie in a slot and modules hold them: forward or backward is inside."""
 
@@ -131,14 +131,14 @@ class UnitParameters:
 
     @property
     def has_secondary(self) -> bool:
-        """Whether the smaller group holds the weights of now."""
+        """Whether the smaller group of ranks holds the weights of now."""
         return self._secondary is not None and self._secondary.version == self.version
 
     # Building ---------------------------------------------------------------------------------------------------------
 
     @property
     def shard_bytes(self) -> int:
-        """Memory of this rank's slices, those over the smaller group included."""
+        """Memory of this rank's slices, those over the smaller group of ranks included."""
         if self._pinned_bytes is not None:
             return self._pinned_bytes.nbytes
         kept = [group.shard_bytes for group in self.groups if group.home is None]
@@ -146,7 +146,7 @@ class UnitParameters:
 
     @property
     def secondary(self) -> Sequence[Tensor]:
-        """By group: this rank's slice over the smaller group that backward gathers from, as it travels; or nothing."""
+        """By group: this rank's slice over the smaller group of ranks, from which backward gathers; or nothing."""
         return () if self._secondary is None else self._secondary.pieces
 
     def shard(self, device: torch.device, values: Values | None = None) -> None:
@@ -178,7 +178,7 @@ class UnitParameters:
         return self.slot
 
     def allocate_secondary(self, collectives: Collectives) -> None:
-        """Room for a slice over the smaller group. No communication."""
+        """Room for a slice over the smaller group of ranks. No communication."""
         numels = [group.dtypes.kept_numel(group.layout.numel // collectives.world_size) for group in self.groups]
         pieces = [
             torch.empty(numel, dtype=group.dtypes.gathered, device=group.device)
@@ -249,7 +249,7 @@ class UnitParameters:
         self._move(ParameterState.UNSHARDED)
 
     def store_secondary(self) -> None:
-        """Keep this rank's slices over the smaller group, for backward. Only while unsharded."""
+        """Keep this rank's slices over the smaller group of ranks, for backward. Only while unsharded."""
         if self._secondary is not None and self.slot is not None:
             self._secondary.read_from(self.slot, self._unsharded_version)
 

@@ -1,7 +1,7 @@
 """Forecasts in several processes.
 
 Where the machine has met the model before, each process starts when the first forecast is asked of it that was not
-kept; else all start at once, as forks of one that imports while the caller does (`channels`).
+kept; else all start at once, as forks of one that imports while the caller does (`pipes`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shardwise.errors import PlanError
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.models.lean_import import own_process
 from shardwise.plan.models.source import ModelLike, ModelSource, resolve
-from shardwise.plan.search.channels import Channel, serve, start
 from shardwise.plan.search.evaluator import Evaluator
 from shardwise.plan.search.exploration import Evaluate
+from shardwise.plan.search.pipes import PipePair, serve, start
 from shardwise.plan.simulate.forecast import Forecast
 from shardwise.plan.simulate.kept_forecasts import kept_forecast
 
@@ -43,8 +43,8 @@ class Forecasters:
     def __enter__(self) -> Self:
         ahead = [worker for worker in self._workers if isinstance(worker, _Process) and worker.is_certain]
         if ahead:
-            for worker, channel in zip(ahead, start(__name__, self._model, len(ahead)), strict=True):
-                worker.channel = channel
+            for worker, pipe in zip(ahead, start(__name__, self._model, len(ahead)), strict=True):
+                worker.pipe = pipe
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,7 +109,7 @@ class _Process(_Worker):
     def __init__(self, model: ModelLike) -> None:
         self._model = model
         self._source = resolve(model)
-        self.channel: Channel | None = None
+        self.pipe: PipePair | None = None
         """None until the process is started."""
 
     @property
@@ -123,16 +123,16 @@ class _Process(_Worker):
 
     def end(self) -> None:
         """End the process, if one was started."""
-        if self.channel is not None:
-            self.channel.end()
+        if self.pipe is not None:
+            self.pipe.end()
 
     def _ask(self, job: Job, scale: bool) -> Forecast:
-        if self.channel is None:
-            [self.channel] = start(__name__, self._model, 1)
+        if self.pipe is None:
+            [self.pipe] = start(__name__, self._model, 1)
         try:
-            answer: Forecast | Exception = self.channel.ask((job, scale))
+            answer: Forecast | Exception = self.pipe.ask((job, scale))
         except EOFError:
-            status = self.channel.process.wait()
+            status = self.pipe.process.wait()
             raise PlanError(
                 f"a process of the search ended with status {status}; search with one worker to see why"
             ) from None

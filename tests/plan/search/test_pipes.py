@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.search import channels
-from shardwise.plan.search.channels import Channel, serve, start
+from shardwise.plan.search import pipes
+from shardwise.plan.search.pipes import PipePair, serve, start
 
 PREPARED: list[Any] = []
 
@@ -36,13 +36,13 @@ def _answer(message: str) -> Any:
 
 
 @contextmanager
-def started(count: int) -> Iterator[list[Channel]]:
-    found = start("tests.plan.search.test_channels", "first", count)
+def started(count: int) -> Iterator[list[PipePair]]:
+    found = start("tests.plan.search.test_pipes", "first", count)
     try:
         yield found
     finally:
-        for channel in found:
-            channel.end()
+        for pipe in found:
+            pipe.end()
 
 
 def is_alive(process: int) -> bool:
@@ -65,16 +65,16 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_process_answers_one_message_after_the_other() -> None:
-    with started(1) as [channel]:
+    with started(1) as [pipe]:
         for message in ("one", "two"):
-            assert channel.ask(message) == (message, [("first", channel.process.pid)], channel.process.pid)
-        assert str(channel.ask("raise")) == "no"
+            assert pipe.ask(message) == (message, [("first", pipe.process.pid)], pipe.process.pid)
+        assert str(pipe.ask("raise")) == "no"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
 def test_several_are_forks_of_one_that_prepared() -> None:
     with started(3) as found:
-        answers = [channel.ask("one") for channel in found]
+        answers = [pipe.ask("one") for pipe in found]
         prepared = found[0].process.pid
         assert all(answer[1] == [("first", prepared)] for answer in answers)
         forks = [answer[2] for answer in answers]
@@ -85,9 +85,9 @@ def test_several_are_forks_of_one_that_prepared() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
 def test_forks_end_with_their_caller_though_they_are_at_work() -> None:
     with started(2) as found:
-        forks = [channel.ask("one")[2] for channel in found]
-        for channel in found:
-            channels.send(channel.messages, "hang")
+        forks = [pipe.ask("one")[2] for pipe in found]
+        for pipe in found:
+            pipes.send(pipe.messages, "hang")
     until(lambda: not any(map(is_alive, forks)))
 
 
@@ -95,7 +95,7 @@ def test_forks_end_with_their_caller_though_they_are_at_work() -> None:
 @pytest.mark.parametrize(("how", "status"), [("exit", 7), ("kill", -signal.SIGKILL)])
 def test_all_end_as_the_fork_that_died(how: str, status: int) -> None:
     with started(2) as found:
-        forks = [channel.ask("one")[2] for channel in found]
+        forks = [pipe.ask("one")[2] for pipe in found]
         if how == "kill":
             os.kill(forks[0], signal.SIGKILL)
         with pytest.raises(EOFError):
@@ -107,6 +107,6 @@ def test_all_end_as_the_fork_that_died(how: str, status: int) -> None:
 
 
 def test_where_nothing_forks_each_is_a_program_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_FORKS", False)
+    monkeypatch.setattr(pipes, "_FORKS", False)
     with started(2) as found:
-        assert [channel.ask("one")[2] for channel in found] == [channel.process.pid for channel in found]
+        assert [pipe.ask("one")[2] for pipe in found] == [pipe.process.pid for pipe in found]

@@ -25,7 +25,7 @@ _ENDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
+class PipePair:
     """The caller's end."""
 
     process: subprocess.Popen[bytes]
@@ -58,7 +58,7 @@ def send(end: IO[bytes], message: Any) -> None:
         end.flush()
 
 
-def start(program: str, first: Any, count: int) -> list[Channel]:
+def start(program: str, first: Any, count: int) -> list[PipePair]:
     """Start processes.
 
     Args:
@@ -67,7 +67,7 @@ def start(program: str, first: Any, count: int) -> list[Channel]:
         count: how many.
     """
     if count > 1 and not _FORKS:
-        return [channel for _ in range(count) for channel in start(program, first, 1)]
+        return [pair for _ in range(count) for pair in start(program, first, 1)]
     pipes = [(os.pipe(), os.pipe()) for _ in range(count)]
     theirs = [(messages[0], answers[1]) for messages, answers in pipes]
     process = subprocess.Popen(
@@ -82,7 +82,7 @@ def start(program: str, first: Any, count: int) -> list[Channel]:
     send(process.stdin, first)
     with suppress(BrokenPipeError):
         process.stdin.close()
-    return [Channel(process, os.fdopen(messages[1], "wb"), os.fdopen(answers[0], "rb")) for messages, answers in pipes]
+    return [PipePair(process, os.fdopen(messages[1], "wb"), os.fdopen(answers[0], "rb")) for messages, answers in pipes]
 
 
 def serve(
