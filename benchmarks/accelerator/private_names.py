@@ -41,6 +41,7 @@ NAMES = (
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch._subclasses.fake_tensor.UnsupportedOperatorException",
+    "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd._engine_run_backward",
