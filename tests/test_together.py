@@ -32,7 +32,7 @@ def test_nobody_failed() -> None:
 @pytest.mark.parametrize(("error", "text"), [(ValueError("no cheese"), "no cheese"), (ValueError(), "ValueError")])
 def test_a_rank_that_fails_tells_why_and_raises_its_own_error(error: Exception, text: str) -> None:
     told, tell = playing("rank 0 failed")
-    with pytest.raises(type(error), match=str(error)) as caught, fail_together(tell):
+    with pytest.raises(type(error), match=f"^{error}$") as caught, fail_together(tell):
         raise error
     assert caught.value is error
     assert told == [text]
