@@ -210,7 +210,7 @@ class UnitParameters:
         return slices
 
     def unshard(self, slot: Slot[Any], label: int) -> None:
-        """Write this rank's slices, cast, to their final places in `slot` and start the all_gather. Collective."""
+        """Write this rank's slices, cast, into `slot`, which the caller took, and start the all_gather. Collective."""
         self.slot = slot
         self._move(ParameterState.UNSHARDING)
         self._unsharded_version = self.version  # before the slices are read: a write from here on makes them stale
@@ -254,8 +254,8 @@ class UnitParameters:
             self._secondary.read_from(self.slot, self._unsharded_version)
 
     def reshard(self) -> tuple[Slot[Any], bool]:
-        """Let go of the slot. Returns it, and whether its storage was retired: someone else still holds a view of it,
-        so the storage is theirs and the slot goes on with another."""
+        """Let go of the slot. Returns it, for the caller to free, and whether its storage was retired: someone else still
+        holds a view of it, so the storage is theirs and the slot goes on with another."""
         slot = self.slot
         assert slot is not None
         is_referenced = slot.is_referenced  # while the leaves still point there, as when references were expected
