@@ -3,8 +3,8 @@
 When a unit's backward is over its reduce slot is reduced in one collective, whether or not this rank had all its
 gradients: another rank may have had the others. Slots are taken and reduced where a unit's backward begins and ends, in
 part where another unit wants the slot before, and once more for late gradients when backward ends: never because a
-gradient came. One that meets no slot of its unit waits beside (`units/gradients.py`). On CPUs sums are in rank order over
-values scaled by 1 / world_size, whatever the timing; on a device in the backend's order, then scaled (`BatchedAddition`).
+gradient came. One that meets no slot of its unit waits beside (`units/gradients.py`). On CPUs sums are in rank order of
+values scaled by 1 / world_size, whatever the timing; on a device in the backend's order and scaled after that.
 
 A reduce slot is *free* (no holder), *collecting* (its holder's `gradients.slot`: gradients are written) or *reducing*
 (one reduction in flight has it). Why nothing that graph order allows can lose a gradient:

@@ -254,7 +254,7 @@ class UnitParameters:
             self._secondary.read_from(self.slot, self._unsharded_version)
 
     def reshard(self) -> tuple[Slot[Any], bool]:
-        """Let go of the slot. Returns it, for the caller to free, and whether its storage was retired: someone else still
+        """Let go of the slot. Returns it, for the caller to free, and whether its storage was retired: someone still
         holds a view of it, so the storage is theirs and the slot goes on with another."""
         slot = self.slot
         assert slot is not None
