@@ -7,15 +7,28 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
 from shardwise.offload.resting_state import RestingState
 from shardwise.sharded.parameter import ShardedParameter
-from tests.engine.rig import Twins, batch, squares
+from tests.engine.rig import Net, Twins, batch, squares
 from tests.engine.streams import played
-from tests.optim.test_in_backward import same_states
+from tests.offload.test_on_disk import amsgrad, momentum
+from tests.offload.test_params_on_disk import Adapted, plain_adam
+from tests.optim.test_in_backward import Tied, same_states
+
+_PROGRAMS = pytest.mark.parametrize(
+    ("build", "optimizer"), [(Net, momentum), (Tied, plain_adam), (Adapted, amsgrad)], ids=["net", "tied", "frozen"]
+)
+_STRATEGIES = pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+
+
+def every_program(test: Callable[..., None]) -> Callable[..., None]:
+    """Give a test the arguments of `same_bits_in_order`, but for the place."""
+    return _PROGRAMS(_STRATEGIES(test))  # type: ignore[no-any-return]
 
 
 def same_bits_in_order(

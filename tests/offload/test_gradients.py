@@ -25,10 +25,9 @@ from shardwise.offload.shard_store import BUFFERS, ShardStore
 from shardwise.offload.slice_home import HomeState, SliceHome
 from tests.engine.rig import Block, Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import played
-from tests.offload.played_runs import edited_steps, goes_on_alike, same_bits_in_order, steps_in_backward
+from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
 from tests.offload.test_in_host_memory import PLACES as OTHERS
 from tests.offload.test_on_disk import LEAST, amsgrad, fused, momentum, shared_folder
-from tests.offload.test_params_on_disk import Adapted, plain_adam
 from tests.optim.test_in_backward import Late, Tied, Twice
 
 ALONE = {"gradients": "cpu"}
@@ -56,10 +55,7 @@ def homes_of(model: nn.Module) -> list[SliceHome]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    ("build", "optimizer"), [(Net, momentum), (Tied, plain_adam), (Adapted, amsgrad)], ids=["net", "tied", "frozen"]
-)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@every_program
 @on_ranks(2)
 def test_the_same_bits_in_order(
     strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str

@@ -18,10 +18,8 @@ from shardwise.offload.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS
 from tests.engine.rig import Net, Twins, on_ranks, same_tensors, seeded
 from tests.engine.streams import Order, played
-from tests.offload.played_runs import edited_steps, goes_on_alike, same_bits_in_order, steps_in_backward
-from tests.offload.test_on_disk import LEAST, amsgrad, momentum, shared_folder
-from tests.offload.test_params_on_disk import Adapted, plain_adam
-from tests.optim.test_in_backward import Tied
+from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
+from tests.offload.test_on_disk import LEAST, shared_folder
 
 PLACES: dict[str, dict[str, Any]] = {
     "params": {"params": "cpu"},
@@ -31,10 +29,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    ("build", "optimizer"), [(Net, momentum), (Tied, plain_adam), (Adapted, amsgrad)], ids=["net", "tied", "frozen"]
-)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@every_program
 @on_ranks(2)
 def test_the_same_bits_in_order(
     strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str

@@ -28,11 +28,10 @@ from shardwise.offload.shard_store import BUFFERS
 from shardwise.offload.staged_disk import THREADS, StagedDisk
 from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
-from tests.offload.played_runs import edited_steps, goes_on_alike, same_bits_in_order, steps_in_backward
+from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
 from tests.offload.test_every_place import Run
 from tests.offload.test_failures import failing
-from tests.offload.test_on_disk import LEAST, amsgrad, momentum, shared_folder
-from tests.offload.test_params_on_disk import Adapted, plain_adam
+from tests.offload.test_on_disk import LEAST, shared_folder
 from tests.optim.test_in_backward import Tied, same_states
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -49,10 +48,7 @@ def offload(place: str) -> sw.Offload:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    ("build", "optimizer"), [(Net, momentum), (Tied, plain_adam), (Adapted, amsgrad)], ids=["net", "tied", "frozen"]
-)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@every_program
 @on_ranks(2)
 def test_the_same_bits_in_order(
     strategy: str, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], place: str

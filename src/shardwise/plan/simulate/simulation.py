@@ -308,15 +308,11 @@ class _Simulation:
         elif event.what == "gather" and not self.work.task.gathers:
             self._come(event.unit)
         elif event.what == "grads":
-            come_s = self.work.begin_sum(event.unit, self.compute_s)
-            self.log.stall(SLICE, self.compute_s, come_s, event.unit)
-            self.compute_s = max(self.compute_s, come_s)
+            self._wait_for(SLICE, self.work.begin_sum(event.unit, self.compute_s), event.unit)
         elif event.what == "reduced":
             self.work.end_sum(event.unit, self.compute_s)
         elif event.what == "step":
-            come_s = self.work.come_to_step(event.unit, self.compute_s)
-            self.log.stall(UNIT_STEP, self.compute_s, come_s, event.unit)
-            self.compute_s = max(self.compute_s, come_s)
+            self._wait_for(UNIT_STEP, self.work.come_to_step(event.unit, self.compute_s), event.unit)
         elif event.what == "stepped":
             self.work.go_back(event.unit, self.compute_s)
 
@@ -326,10 +322,13 @@ class _Simulation:
             self._wait_for_slice(unit)
 
     def _wait_for_slice(self, unit: str) -> None:
-        """What computes goes on when the unit's slice has come."""
+        """Computation goes on when the unit's slice has come."""
         assert self.work is not None
-        come_s = self.work.bring(unit, self._room_s(unit))
-        self.log.stall(SLICE, self.compute_s, come_s, unit)
+        self._wait_for(SLICE, self.work.bring(unit, self._room_s(unit)), unit)
+
+    def _wait_for(self, what: str, come_s: float, unit: str) -> None:
+        """Computation goes on at `come_s`, when something of the unit's is there."""
+        self.log.stall(what, self.compute_s, come_s, unit)
         self.compute_s = max(self.compute_s, come_s)
 
     def _hand_out(self, cost: Figure) -> None:

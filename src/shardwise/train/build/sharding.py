@@ -47,10 +47,11 @@ def precision_of(config: ParallelConfig, lora: LoraConfig | None = None) -> sw.P
 
 
 def _offload(config: OffloadConfig | None) -> sw.Offload | None:
-    if config is None or (config.params is None and config.optimizer is None):
+    places = None if config is None else config.places
+    if config is None or places is None:
         return None
-    ring_bytes = None if config.ring_mib is None else config.ring_mib * 2**20
-    return sw.Offload(config.params, config.optimizer, config.path, ring_bytes=ring_bytes, gradients=config.gradients)
+    ring_bytes, gradients = places.ring_bytes, places.gradients
+    return sw.Offload(places.params, places.optimizer, config.path, ring_bytes=ring_bytes, gradients=gradients)
 
 
 def needs_loss_scaling(config: ParallelConfig) -> bool:
