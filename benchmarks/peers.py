@@ -53,7 +53,7 @@ def count(text: str) -> int:
 
 def checkout(text: str) -> str:
     if not (Path(text) / "src" / "shardwise" / "__init__.py").is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is no checkout of shardwise: it has no src/shardwise")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a checkout of shardwise: it has no src/shardwise")
     return str(Path(text).resolve())
 
 

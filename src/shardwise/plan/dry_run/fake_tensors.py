@@ -44,12 +44,15 @@ class FakeTensors(FakeTensorMode):
             else:
                 super()._prep_args_for_hash(result, iter((arg,)), *further)
 
-    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
-        """A tensor from what was kept: torch looks at every size again, and enters the kernel twice for a view."""
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, *rest: Any) -> Any:
+        """A tensor from what was kept: torch looks at every size again, and enters the kernel twice for a view.
+
+        `rest`: the key, the function, which torch 2.15 leaves out, and its arguments.
+        """
         kept = entry.metadata
         if kept is None or entry.inplace_idx is not None or self.shape_env is not None or not _is_usual(kept):
-            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
-        storage = args[entry.view_idx].untyped_storage() if func.is_view else None
+            return super()._get_output_tensor_from_cache_entry(state, entry, *rest)
+        storage = None if entry.view_idx is None else rest[-1][entry.view_idx].untyped_storage()
         with in_kernel_invocation_manager(self):
             made = torch.empty_strided(
                 kept.shape, kept.stride, dtype=kept.dtype, device="meta", requires_grad=kept.requires_grad
