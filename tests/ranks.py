@@ -155,7 +155,7 @@ class RankPool:
         """
         self._start()
         payload = pickle.dumps((function, arguments))
-        message = pickle.dumps((sys.path, self._generation, payload))
+        message = pickle.dumps((sys.path, os.getcwd(), self._generation, payload))
         for worker in self._workers:
             worker.connection.send_bytes(message)
         replies = self._collect(timeout_s)
@@ -272,9 +272,10 @@ def _serve(connection: Connection) -> None:
     generation, modules, world = -1, 0, None
     while True:
         try:
-            sys.path[:], wanted, payload = pickle.loads(connection.recv_bytes())
+            sys.path[:], directory, wanted, payload = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        os.chdir(directory)  # the tests': a rank was forked by a process that began in another one's
         if wanted != generation:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,15 @@ def test_results_by_rank(ranks: RankPools) -> None:
 def test_environment(ranks: RankPools) -> None:
     assert ranks(2, EXTRA="yes").run(describe, "x")[1] == ("x", 1, 2, "yes")
     assert ranks(2).run(describe, "x")[1][3] is None
+
+
+def test_ranks_stand_where_the_test_does(
+    ranks: RankPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also ranks that began for a test elsewhere."""
+    ranks(2).run(os.getcwd)
+    monkeypatch.chdir(tmp_path)
+    assert ranks(2).run(os.getcwd) == [str(tmp_path)] * 2
 
 
 def test_failure_is_raised_and_survived(ranks: RankPools) -> None:
