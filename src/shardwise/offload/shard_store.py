@@ -52,7 +52,7 @@ class ShardStore:
         self._buffer_bytes = 0
         self._free: deque[Tensor] = deque()
         """The one that was given back first is taken first: its last copy is the likeliest to be over."""
-        self._made = 0
+        self._made = self._made_bytes = 0
         """Buffers that there are, free or not. More than the ring's while users keep views of many slices."""
         self._held: dict[Holder, None] = {}
         """Slices that have a buffer, the one that took its last first."""
@@ -60,7 +60,7 @@ class ShardStore:
     @property
     def ring_bytes(self) -> int:
         """Memory that is held where buffers are."""
-        return self._made * self._buffer_bytes
+        return self._made_bytes
 
     def place(self, nbytes: int) -> int:
         """Where the next slice lies, once there is room. Slices of a model's copies are as large."""
@@ -69,7 +69,9 @@ class ShardStore:
             return self._vacant[nbytes].pop()
         start = self._placed_bytes
         self._placed_bytes += nbytes
-        self._buffer_bytes = max(self._buffer_bytes, nbytes)
+        if nbytes > self._buffer_bytes:  # of parameters that were frozen, perhaps, while others came and went
+            self._buffer_bytes = nbytes
+            self._drop_free()
         return start
 
     def vacate(self, start: int, nbytes: int) -> None:
@@ -104,8 +106,19 @@ class ShardStore:
         return self._free.popleft() if self._free else None
 
     def _new_buffer(self) -> Tensor:
+        buffer = self.medium.buffer(self._buffer_bytes)
         self._made += 1
-        return self.medium.buffer(self._buffer_bytes)
+        self._made_bytes += buffer.nbytes
+        return buffer
+
+    def _drop(self, buffer: Tensor) -> None:
+        self._made -= 1
+        self._made_bytes -= buffer.nbytes
+        self.medium.drop(buffer)
+
+    def _drop_free(self) -> None:
+        while self._free:
+            self._drop(self._free.pop())
 
     def hold(self, home: Holder) -> None:
         """A slice has taken a buffer."""
@@ -114,9 +127,8 @@ class ShardStore:
     def give_back(self, home: Holder, buffer: Tensor) -> None:
         """A slice gives it back."""
         del self._held[home]
-        if self._made > BUFFERS:
-            self._made -= 1
-            self.medium.drop(buffer)
+        if self._made > BUFFERS or buffer.nbytes < self._buffer_bytes:
+            self._drop(buffer)
         else:
             self._free.append(buffer)
 
@@ -140,9 +152,7 @@ class ShardStore:
     def release(self) -> None:
         """Give back the memory of the ring until the next use. Raises UsageError."""
         self.finish()
-        self._made -= len(self._free)
-        while self._free:
-            self.medium.drop(self._free.pop())
+        self._drop_free()
 
 
 def homes_for_step(parameter: Tensor) -> tuple[Home, ...]:

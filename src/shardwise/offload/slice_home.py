@@ -105,7 +105,8 @@ class SliceHome:
 
     def _view(self) -> Tensor:
         assert self._bytes is not None
-        return self._bytes[: self.numel * self.dtype.itemsize].view(self.dtype)
+        with torch.inference_mode(False):  # writes to a view of another dtype that is made inside are not counted
+            return self._bytes[: self.numel * self.dtype.itemsize].view(self.dtype)
 
     def begin_anew(self) -> None:
         """It is going to be written whole: begin with zeros, whatever the medium holds."""

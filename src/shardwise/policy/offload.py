@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.errors import ConfigError
 
-_PLACES = (None, "cpu", "nvme")
-_GRADIENT_PLACES = (None, "cpu")
+PLACES = {"params": ("cpu", "nvme"), "optimizer": ("cpu", "nvme"), "gradients": ("cpu",)}
+"""By kind: where it may rest other than on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +37,22 @@ class Offload:
     the device has four times the largest unit's slice. Where the optimizer steps in backward they rest nowhere."""
 
     def __post_init__(self) -> None:
-        for field in ("params", "optimizer"):
-            if getattr(self, field) not in _PLACES:
-                raise ConfigError(f"offload.{field}={getattr(self, field)!r}: None, 'cpu' or 'nvme'")
-            if getattr(self, field) == "nvme" and self.path is None:
-                raise ConfigError(f"offload.{field}='nvme' needs offload.path: a directory on a local disk")
-        if self.gradients not in _GRADIENT_PLACES:
-            raise ConfigError(f"offload.gradients={self.gradients!r}: None or 'cpu'")
-        ring: object = self.ring_bytes
-        if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
-            raise ConfigError(f"offload.ring_bytes={self.ring_bytes!r}: a number of bytes, at least 1")
+        check(self)
+        for kind in PLACES:
+            if getattr(self, kind) == "nvme" and self.path is None:
+                raise ConfigError(f"offload.{kind}='nvme' needs offload.path: a directory on a local disk")
+
+
+def check(asked: Any) -> None:
+    """The places and `ring_bytes` of an `Offload`, or of what has them too. Raises ConfigError for an unknown one."""
+    for kind, possible in PLACES.items():
+        place = getattr(asked, kind)
+        if place is not None and place not in possible:
+            *others, last = (repr(name) for name in (None, *possible))
+            raise ConfigError(f"offload.{kind}={place!r}: {', '.join(others)} or {last}")
+    ring = asked.ring_bytes
+    if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
+        raise ConfigError(f"offload.ring_bytes={ring!r}: a number of bytes, at least 1")
 
 
 ALL_ON_HOST = Offload(params="cpu", optimizer="cpu", gradients="cpu")

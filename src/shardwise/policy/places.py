@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from shardwise.errors import ConfigError
-from shardwise.policy.offload import Offload
+from shardwise.policy.offload import PLACES, Offload, check
 from shardwise.policy.words import check_names, entries
 
-_PLACES = ("cpu", "nvme")
 _NONE = "none"
-_KINDS = ("params", "optimizer", "gradients")
-_BOTH = ("params", "optimizer")
-"""What a place alone stands for."""
-_PLACES_OF = {"gradients": ("cpu",)}
+_ALONE = ("params", "optimizer")
+"""The kinds that a place without a kind is for."""
 _MIB = 2**20
 _RING = {"ring_bytes": 1, "ring_mib": _MIB}
 """Words for `ring_bytes`, and the bytes that one is."""
@@ -34,23 +31,16 @@ class Places:
     """Of reduced gradients: None, or "cpu"."""
 
     def __post_init__(self) -> None:
-        for name in _KINDS:
-            place = getattr(self, name)
-            possible = _PLACES_OF.get(name, _PLACES)
-            if place is not None and place not in possible:
-                raise ConfigError(f"offload.{name}={place!r}: None{_choice(possible)}")
-        ring: object = self.ring_bytes
-        if ring is not None and (isinstance(ring, bool) or not isinstance(ring, int) or ring < 1):
-            raise ConfigError(f"offload.ring_bytes={ring!r}: a whole number from 1 on, or None")
+        check(self)
 
     @classmethod
     def of(cls, asked: object) -> Places | None:
         """From a `sw.Offload`, a mapping, or words: "optimizer=cpu", "params=cpu,optimizer=nvme,ring_mib=64", "cpu" or
-        "nvme" for these two, "none". None where nothing lies elsewhere. Raises ConfigError."""
+        "nvme" for both of params and optimizer, "none". None where nothing lies elsewhere. Raises ConfigError."""
         if asked is None or asked == _NONE:
             return None
         if isinstance(asked, str):
-            asked = dict.fromkeys(_BOTH, asked) if asked in _PLACES else _entries(asked)
+            asked = dict.fromkeys(_ALONE, asked) if asked in PLACES["params"] else _entries(asked)
         if isinstance(asked, Places | Offload):
             found = cls(asked.params, asked.optimizer, asked.ring_bytes, asked.gradients)
         elif isinstance(asked, Mapping):
@@ -58,20 +48,16 @@ class Places:
             found = cls(**{name: None if place == _NONE else place for name, place in asked.items()})
         else:
             raise ConfigError(f"offload={asked!r}: words such as 'params=cpu,optimizer=nvme', or sw.Offload(...)")
-        return found if any(getattr(found, name) for name in _KINDS) else None
+        return found if any(getattr(found, name) for name in PLACES) else None
 
     @property
     def words(self) -> str:
         """As they are written on a command line."""
-        given = {name: getattr(self, name) for name in _KINDS}
+        given = {name: getattr(self, name) for name in PLACES}
         if self.ring_bytes is not None:
             whole, rest = divmod(self.ring_bytes, _MIB)
             given |= {"ring_bytes": self.ring_bytes} if rest else {"ring_mib": whole}
         return ",".join(f"{name}={place}" for name, place in given.items() if place is not None)
-
-
-def _choice(places: tuple[str, ...]) -> str:
-    return " or 'cpu'" if places == ("cpu",) else ", 'cpu' or 'nvme'"
 
 
 def _entries(words: str) -> dict[str, object]:
