@@ -155,7 +155,7 @@ class RankPool:
         """
         self._start()
         payload = pickle.dumps((function, arguments))
-        message = pickle.dumps((sys.path, os.getcwd(), self._generation, payload))
+        message = pickle.dumps((sys.path, Path.cwd(), self._generation, payload))
         for worker in self._workers:
             worker.connection.send_bytes(message)
         replies = self._collect(timeout_s)

@@ -59,13 +59,11 @@ def test_environment(ranks: RankPools) -> None:
     assert ranks(2).run(describe, "x")[1][3] is None
 
 
-def test_ranks_stand_where_the_test_does(
-    ranks: RankPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_stand_where_the_test_does(ranks: RankPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also ranks that began for a test elsewhere."""
-    ranks(2).run(os.getcwd)
+    ranks(2).run(Path.cwd)
     monkeypatch.chdir(tmp_path)
-    assert ranks(2).run(os.getcwd) == [str(tmp_path)] * 2
+    assert ranks(2).run(Path.cwd) == [str(tmp_path)] * 2
 
 
 def test_failure_is_raised_and_survived(ranks: RankPools) -> None:
