@@ -63,7 +63,7 @@ def test_ranks_stand_where_the_test_does(ranks: RankPools, tmp_path: Path, monke
     """Also ranks that began for a test elsewhere."""
     ranks(2).run(Path.cwd)
     monkeypatch.chdir(tmp_path)
-    assert ranks(2).run(Path.cwd) == [str(tmp_path)] * 2
+    assert ranks(2).run(Path.cwd) == [tmp_path] * 2
 
 
 def test_failure_is_raised_and_survived(ranks: RankPools) -> None:
