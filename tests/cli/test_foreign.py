@@ -109,7 +109,7 @@ def test_the_command_line_wins() -> None:
 def test_offload_to_the_host_is_planned_with() -> None:
     Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
     options = Options(model="llama-3-8b", foreign=Path("ds.json"))
-    assert with_settings(options).offload == "optimizer=cpu"
+    assert with_settings(options).offload == "optimizer=cpu,gradients=cpu"
     for change in ({"offload": "none"}, {"compare": "ddp,deepspeed"}, {"engine": "deepspeed"}):
         assert with_settings(replace(options, **change)).offload == change.get("offload")  # type: ignore[arg-type]
 

@@ -92,7 +92,7 @@ def test_deepspeed() -> None:
 
 def test_what_is_auto_is_left_open() -> None:
     found = read_deepspeed(AUTO, "ds.json")
-    assert (found.strategy, found.compute, found.offload) == ("shard_grad_op", None, {"optimizer": "cpu"})
+    assert (found.strategy, found.compute, found.offload) == ("shard_grad_op", None, {"optimizer": "cpu", "gradients": "cpu"})
     assert found.train == {"schedule": "constant"}
     assert "optimizer.params.lr" in found.open
     assert "gradient_clipping" in found.open
@@ -106,7 +106,7 @@ def test_offload_to_disk_needs_deepspeeds_path() -> None:
         "offload_optimizer": {"device": "cpu"},
     }
     found = read_deepspeed({"zero_optimization": zero}, "ds.json")
-    assert found.offload == {"params": "nvme", "optimizer": "cpu", "path": "/local"}
+    assert found.offload == {"params": "nvme", "optimizer": "cpu", "gradients": "cpu", "path": "/local"}
     assert found.changes == ["the optimizer's step is taken on the device, where its state comes for it"]
 
 

@@ -74,6 +74,8 @@ def _read_zero(zero: SettingsTable, settings: ForeignSettings) -> None:
         if device != "none":
             path = table.take("nvme_path")
             settings.offload_to(device, ours, None if path is None else str(path))
+    if "optimizer" in settings.offload:  # DeepSpeed keeps the reduced gradients with the state that they update
+        settings.offload_to("cpu", "gradients")
     mics = zero.take("mics_shard_size")
     if isinstance(mics, int) and mics > 0:
         settings.strategy, settings.shard_group = "hybrid_shard", mics

@@ -45,6 +45,7 @@ _LADDER: tuple[Mapping[str, Any], ...] = (
         for places, steps in (
             (f"optimizer={place}", {}),
             (f"params={place},optimizer={place}", {}),
+            (f"params={place},optimizer={place},gradients=cpu", {}),
             (f"params={place},optimizer={place}", {"optimizer_in_backward": True}),
         )
     ),

@@ -53,6 +53,18 @@ def test_where_nothing_fits_offload_is_tried_and_priced() -> None:
         answer.check_fits()
 
 
+def test_gradients_leave_the_device_where_weights_and_state_are_not_enough() -> None:
+    """Of a batch that is accumulated, which steps in backward cannot take."""
+    everything = "params=cpu,optimizer=cpu,gradients=cpu"
+    given = {**ASKED, "micro_batch": 1, "accumulation": 2, "precision": Precision("bf16", "fp32", "fp32")}
+    lean = {**given, "activation_checkpointing": "full", "strategy": "full_shard"}
+    enough = needed_bytes(sw.plan.forecast(DEEP, offload=everything, **lean))
+    answer = planner.plan(Question(DEEP, given, budget_bytes=enough + 20 * MIB))
+    assert answer.best is None
+    assert f"With --offload {everything} it would fit: " in " ".join(table_text(answer.report).split())
+    assert needed_bytes(sw.plan.forecast(DEEP, offload="cpu", **lean)) > enough + 20 * MIB
+
+
 @pytest.mark.parametrize("change", [{"offload": "none"}, {"engine": "fsdp2"}, {"optimizer": "muon"}])
 def test_where_offload_is_no_question(change: dict[str, str]) -> None:
     question, job = Question(WIDE, {**ASKED, **change}), Job.of(**change)
