@@ -10,7 +10,7 @@ from shardwise.plan.search.bounded import by_setting, rounds
 from shardwise.plan.search.bounds import Knowledge
 from shardwise.plan.search.exploration import Exploration, Objective, Verdict, explore_family, ranked
 from shardwise.plan.search.space import search_space
-from tests.plan.doubles import GIB, formula
+from tests.plan.doubles import GIB, Formula, formula
 
 CASES: list[tuple[dict[str, Any], int | None, int | None]] = [
     ({}, None, None),
@@ -107,3 +107,28 @@ def test_gradients_that_come_for_further_micro_batches_bound_no_step_without(off
     several, one = (Job(gpus_per_node=2, offload=offload, accumulation=times) for times in (4, 1))  # type: ignore[arg-type]
     assert bounds._copies_no_more(several, one) == bounds_it
     assert bounds._copies_no_more(one, one)
+
+
+class Stepwise(Formula):
+    """Kernels that fill the device in steps: the third sequence takes longer than the mean of later ones, as forecast
+    for a small Llama on 4 GPUs."""
+
+    @property
+    def compute_s(self) -> float:
+        micro_batch_s = {2: 6.88e-3, 3: 10.11e-3, 18: 42.32e-3, 36: 79.58e-3}[self.job.micro_batch]
+        return micro_batch_s * self.job.accumulation
+
+    @property
+    def exposed_comm_s(self) -> float:
+        return 0.0
+
+
+def test_a_slow_third_sequence_does_not_rule_a_large_batch_out() -> None:
+    """Bounds that followed the two nearest batches gave 163,000 tokens/s for one that reaches 232,000."""
+    known = [Stepwise(Job(micro_batch=n, accumulation=36 // n), {"activations": 0}) for n in (2, 3, 18, 36)]
+    largest = known.pop()
+    assert largest.tokens_per_s_per_gpu > max(forecast.tokens_per_s_per_gpu for forecast in known)
+    for taken in (known, known[1:], known[2:]):
+        knowledge = Knowledge(None, taken)  # type: ignore[arg-type]
+        assert knowledge.most_tokens_per_s(largest.job) >= largest.tokens_per_s_per_gpu
+        assert knowledge.most_tokens_per_s(largest.job) < 1.3 * largest.tokens_per_s_per_gpu or len(taken) == 1

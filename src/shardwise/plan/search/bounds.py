@@ -10,6 +10,7 @@ optimizer's step brings and takes has nothing left to hide behind. Rings lie on 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from math import inf
 from typing import Self
@@ -136,16 +137,22 @@ class Knowledge:
 
         A micro-batch takes a fixed time (an optimizer's step, launches, kernels that do not fill the device) and a time
         for each sequence, which the next sequence takes too. So the mean time of a sequence falls as batches grow, down
-        to what further sequences take. A larger batch bounds a smaller one by its mean, a smaller one a larger by that.
+        to what further sequences take. A larger batch bounds a smaller one by its mean, a smaller one a larger by that:
+        the least that is known between any two batches, since kernels fill the device in steps, and between two
+        neighbours a sequence may take half as long again as between two that are far apart.
         """
         known = [f for f in self.forecasts if f.job.activation_checkpointing == mode and _computes_no_more(f.job, job)]
+        further_s = [
+            _further_sequence_s(first, last)
+            for first, last in itertools.permutations(known, 2)
+            if first.job.micro_batch < last.job.micro_batch and _on_one_line(first.job, last.job, job)
+        ]
         least = 0.0
         for last in known:
             sequence_s = _micro_batch_s(last) / last.job.micro_batch
             further = job.micro_batch - last.job.micro_batch
             if further > 0:
-                first = min((f for f in known if _on_one_line(f.job, last.job, job)), key=lambda f: f.job.micro_batch)
-                sequence_s = (_micro_batch_s(last) + further * _further_sequence_s(first, last)) / job.micro_batch
+                sequence_s = (_micro_batch_s(last) + further * min(further_s, default=0.0)) / job.micro_batch
             least = max(least, _ALIKE * sequence_s / _tokens(last))
         return least
 
@@ -178,9 +185,9 @@ def _on_one_line(first: Job, last: Job, job: Job) -> bool:
 
 
 def _further_sequence_s(first: Forecast, last: Forecast) -> float:
-    """Seconds that each further sequence adds to a micro-batch; 0 where the two are one."""
+    """Seconds that each further sequence adds to a micro-batch, from a smaller one to a larger one."""
     further = last.job.micro_batch - first.job.micro_batch
-    return max(0.0, _micro_batch_s(last) - _micro_batch_s(first)) / further if further else 0.0
+    return max(0.0, _micro_batch_s(last) - _micro_batch_s(first)) / further
 
 
 def _micro_batch_s(known: Forecast) -> float:
