@@ -339,7 +339,7 @@ class _DeepSpeed(_EngineReplay):
         for _ in range(2):
             self.take(_BUCKET_NUMEL * self.itemsize, "reduce_slots")
         self.live: list[str] = []
-        """Units that stayed gathered. Never filled."""
+        """Units that stayed gathered. Nothing adds to it yet."""
 
     def gather(self, unit: str) -> None:
         if self.resident:
