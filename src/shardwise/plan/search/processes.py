@@ -1,7 +1,8 @@
 """Forecasts in several processes.
 
-If forecasts of the model are stored on this machine, each process starts when it is first asked for one that is not.
-Otherwise all start at once, as forks of one that imports at the same time as the caller (`pipes`).
+If the machine has met the model before (`ModelSource.is_met`), each process starts when it is first asked for a
+forecast that is not stored. Otherwise all start at once, as forks of one that imports at the same time as the caller
+(`pipes`).
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ class _Process(_Worker):
 
     @property
     def is_certain(self) -> bool:
-        """Whether the process will certainly be asked for a forecast, because none of this model is stored."""
+        """Whether the process will certainly be asked for a forecast: the machine has not met the model, so none is
+        stored."""
         return not self._source.is_met
 
     def __call__(self, job: Job, scale: bool) -> Forecast:
