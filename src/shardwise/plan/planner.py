@@ -128,7 +128,7 @@ def _with_more(question: Question, forecasters: Forecasters, nearest: Job) -> Fo
             job = replace(lean, **changes)
             narrowed = replace(question, arguments={**question.arguments, **changes}, effort=Effort.QUICK)
             space = space_of(narrowed)
-        except (ConfigError, PlanError):  # disks are for CPU ranks so far; steps in backward add up no gradients
+        except (ConfigError, PlanError):  # such as accumulation with steps in backward, or muon with offload
             continue
         if job == lean or judge(forecasters(job), question.budget_bytes).verdict is not Verdict.FITS:
             continue

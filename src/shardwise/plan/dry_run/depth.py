@@ -234,7 +234,7 @@ class _Chunk(NamedTuple):
 
 @dataclass
 class _Alignment:
-    """Reads two recordings side by side."""
+    """Aligns the events of two recordings, read side by side."""
 
     shallow: list[_Item]
     deeper: list[_Item]

@@ -40,7 +40,7 @@ GROUPED = frozenset({"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One operation."""
+    """One operation that runs on the device."""
 
     name: str
     """Name of the ATen operator, such as `mm`."""
@@ -54,7 +54,7 @@ class Kernel:
     matmul: tuple[int, int, int, int] | None
     """(batch, m, n, k) of a matrix product; (batch x heads, queries, keys, head_dim) of attention."""
     module: str
-    """fqn of the innermost module."""
+    """fqn of the innermost module that runs it; "" outside of modules."""
     phase: StepPhase
     stream: str = ""
     """The stream of a group on which slices are written, for the next gather, or that of its reductions. "": the

@@ -111,7 +111,7 @@ def complete_config(config: Mapping[str, Any]) -> Any:
     import_transformers()
     from transformers import CONFIG_MAPPING
 
-    values = json.loads(json.dumps(config))  # a copy: transformers changes nested tables
+    values = json.loads(json.dumps(config))  # a copy: transformers keeps nested tables as its own
     model_type = values.pop("model_type")
     check_sizes(model_type, SimpleNamespace(**values), PlanError)  # before transformers divides by them
     with _errors_on_one_line(model_type):

@@ -5,8 +5,8 @@ compute and save for backward is the same under all of them. So a forecast under
 states are known from the parameters, their activations from the forecast, and no step is shorter than its computation.
 
 With offload, no step is shorter than its copies either: a slice is loaded equally often whatever the batch size, and
-the copies of the optimizer's step overlap with no computation. The memory of rings on the device is not scaled down for
-larger slices.
+the copies of the optimizer's step overlap with no computation. What is offloaded still has rings on the device: they
+count as in the forecast, or in proportion if the job's slices are smaller.
 """
 
 from __future__ import annotations
@@ -218,7 +218,8 @@ def _states_bytes(known: Forecast, job: Job, at_its_peak: bool) -> float:
         kinds.append("optimizer")  # Muon's state is of whole matrices: ranks hold more or fewer of them
     elsewhere = job.elsewhere
     larger = known.job.shard_ranks / job.shard_ranks
-    slices = sum(memory[kind] * (min(1.0, larger) if kind in elsewhere else larger) for kind in kinds)  # or rings
+    # Offloaded kinds have only rings on the device, which may be no larger for larger slices.
+    slices = sum(memory[kind] * (min(1.0, larger) if kind in elsewhere else larger) for kind in kinds)
     own_copy = job.shard_ranks > 1 or (job.precision.param or job.precision.master) != job.precision.master
     has_slots = own_copy or "param_shards" in elsewhere
     gathered = sum(known.recording.facts.unit_bytes.values()) if job.strategy.keeps_params and has_slots else 0

@@ -83,8 +83,8 @@ def explore(question: Question, progress: Progress | None = None) -> Exploration
 
 
 def forecasters_of(question: Question) -> Forecasters:
-    """Return what forecasts in `question.workers` processes; in one if there are few configurations, or if the model is
-    a callable, which cannot be sent to another process. Raises PlanError and ConfigError as `asked_space`."""
+    """Return `Forecasters` with `question.workers` processes; with one if there are few configurations, or if the model
+    is a callable, which has no name to tell another process. Raises PlanError and ConfigError as `asked_space`."""
     alone = asked_space(question).size < PARALLEL_FROM or callable(question.model)
     return Forecasters(question.model, 1 if alone else question.workers)
 

@@ -180,7 +180,7 @@ class Forecast:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When everything in the step runs. Raises PlanError if the forecast has no events, as most of a search."""
+        """When everything in the step runs. Raises PlanError if the forecast has no events, like most of a search's."""
         if not self.recording.events:
             raise PlanError(
                 "a search keeps the events of its best alone: ask sw.plan.forecast(model, ...) for this job"

@@ -33,7 +33,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it runs."""
+        """The seconds for which it runs."""
         return self.end_s - self.start_s
 
 
