@@ -14,7 +14,8 @@ Sources: torch/distributed/fsdp/_runtime_utils.py (`_unshard`, `_post_backward_f
 _fully_shard/_fsdp_param_group.py (`wait_for_unshard`, `post_backward`, `finalize_backward`), _fsdp_collectives.py
 (`foreach_all_gather`, `foreach_all_gather_copy_out`, `foreach_reduce`); deepspeed/runtime/zero/stage3.py
 (`overlap_comm`), partition_parameters.py (`AllGatherCoalescedHandle.wait`). That FSDP1 casts gradients beside
-computation is left out. """  # noqa: E501 - a table
+computation is left out.
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 
