@@ -65,7 +65,7 @@ def simulate(
         slots: the number of units, of any size, that may be gathered at once: a gather waits until the one `slots`
             gathers before it has been released.
         separate_reductions: whether reductions have a communicator of their own.
-        host: the copies and updates that offloading needs on host and disk. None if nothing is offloaded.
+        host: the copies from and to host and disk that offloading needs. None if nothing is offloaded.
     """
     timed = [event for event in events if isinstance(event, _TIMED)]
     known: dict[int, tuple[float, float]] = {}
@@ -118,7 +118,7 @@ class _Simulation:
     known: dict[int, tuple[float, float]]
     """By identity of a kernel: its seconds and those of a wave of its thread blocks."""
     work: HostWork | None
-    """The work of host and disk beside the device. None if nothing is offloaded."""
+    """The copies from and to host and disk. None if nothing is offloaded."""
     host_s: float = 0.0
     """When the host has launched everything so far."""
     compute_s: float = 0.0
@@ -320,7 +320,8 @@ class _Simulation:
             self.work.go_back(event.unit, self.compute_s)
 
     def _come(self, unit: str) -> None:
-        """Wait for the slice of a unit in a group of one rank, unless its slot was not used by another unit since."""
+        """Wait for the slice of a unit in a group of one rank. It is still there if no other unit took its slot
+        since."""
         if unit not in self.gathered:
             self._wait_for_slice(unit)
 
