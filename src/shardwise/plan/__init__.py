@@ -1,4 +1,4 @@
-"""Planning: the engine, run dry, on one rank of any world, before a device is rented."""
+"""Planning: dry runs of the engine for one rank of any world, before a device is rented."""
 
 from shardwise.plan.dry_run.job import Job
 from shardwise.plan.hardware.devices import Hardware, find_device

@@ -1,4 +1,4 @@
-"""A question about a model and its answer: which configurations fit, and how fast they are."""
+"""Answers a question about a model: which configurations fit, and how fast they are."""
 
 from __future__ import annotations
 
@@ -50,22 +50,23 @@ _LADDER: tuple[Mapping[str, Any], ...] = (
         )
     ),
 )
-"""What is tried where nothing fits: each leaves less, or costs more, than the one before it."""
+"""Tried in this order when nothing fits: each entry frees more memory, or costs more time, than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer."""
+    """The answer to a question."""
 
     source: ModelSource
     report: PlanReport
     best: Forecast | None
-    """Without its events (`best_whole`); None where nothing fits."""
+    """The best forecast, without its events (those are in `best_whole`). None if nothing fits."""
     extra: Mapping[str, Any]
     """Answers beyond the best forecast, as plain data."""
 
     def to_dict(self) -> dict[str, Any]:
-        """`Forecast.to_dict` of the best, or of the nearest to fitting; all configurations under "search"."""
+        """Return `Forecast.to_dict` of the best configuration, or of the one nearest to fitting, with all
+        configurations under "search"."""
         nearest = self.best or next(c.forecast for c in self.report.exploration.candidates if c.forecast is not None)
         plain = nearest.to_dict()
         plain["fits"] = self.best is not None  # within the budget, if there is one
@@ -78,19 +79,20 @@ class Plan:
         return {**plain, **self.extra}
 
     def best_whole(self) -> Forecast:
-        """The best one with its timeline. Raises PlanError where nothing fits."""
+        """Return the best forecast with its timeline. Raises PlanError if nothing fits."""
         self.check_fits()
         assert self.best is not None
         return Evaluator(self.source).whole(self.best.job)
 
     def check_fits(self) -> None:
-        """Raise PlanError where nothing fits; the message names what to change."""
+        """Raise PlanError if nothing fits; the message names what to change."""
         if self.best is None:
             raise nothing_fits(self.report.exploration)
 
 
 def plan(question: Question, progress: Progress | None = None) -> Plan:
-    """Answer a question: the search and the further answers. Raises PlanError and ConfigError as `search`."""
+    """Answer a question: run the search and answer what else was asked. Raises PlanError and ConfigError as
+    `search`."""
     source = resolve(question.model)
     with forecasters_of(question) as forecasters:
         whole = space_of(question)
@@ -116,8 +118,9 @@ def plan(question: Question, progress: Progress | None = None) -> Plan:
 
 
 def _with_more(question: Question, forecasters: Forecasters, nearest: Job) -> Forecast | None:
-    """Where nothing fits, the best that would if the optimizer stepped in backward, and more and more were kept
-    elsewhere than on the device. None where nothing would, or the question has an answer to offload of its own."""
+    """Return the best configuration that would fit if the optimizer stepped in backward or if more and more were
+    offloaded (`_LADDER`). Called when nothing fits. None if nothing would fit even then, or if the question itself
+    sets `offload`, compares engines or is about another engine."""
     if question.compare or question.arguments.get("offload") is not None or nearest.engine != "shardwise":
         return None
     lean = _leanest(question, nearest)
@@ -126,7 +129,7 @@ def _with_more(question: Question, forecasters: Forecasters, nearest: Job) -> Fo
             job = replace(lean, **changes)
             narrowed = replace(question, arguments={**question.arguments, **changes}, effort=Effort.QUICK)
             space = space_of(narrowed)
-        except (ConfigError, PlanError):  # disks are for CPU ranks so far; steps in backward add up no gradients
+        except (ConfigError, PlanError):  # such as accumulation with steps in backward, or muon with offload
             continue
         if job == lean or judge(forecasters(job), question.budget_bytes).verdict is not Verdict.FITS:
             continue
@@ -138,7 +141,7 @@ def _with_more(question: Question, forecasters: Forecasters, nearest: Job) -> Fo
 def _answers(
     question: Question, evaluate: Evaluate, shown: Forecast, best: Forecast | None
 ) -> tuple[list[str], dict[str, Any]]:
-    """In sentences, and as plain data."""
+    """Return the further answers, as sentences and as plain data."""
     nearest = shown.job
     sentences: list[str] = []
     extra: dict[str, Any] = {}
@@ -168,7 +171,8 @@ def _answers(
 
 
 def _leanest(question: Question, nearest: Job) -> Job:
-    """The job with the least memory: full_shard, one sequence, all recomputed, where the question leaves these open."""
+    """Return the job that needs the least memory: full_shard, one sequence, all blocks recomputed, where the question
+    leaves these open."""
     given = question.arguments
     free = {
         "strategy": Strategy.FULL_SHARD,

@@ -1,1 +1,1 @@
-"""One rank of any world, run dry: its kernels, allocations and collectives, recorded as events."""
+"""Dry runs: one rank of any world, whose kernels, allocations and collectives are recorded as events."""

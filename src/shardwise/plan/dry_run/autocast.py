@@ -1,7 +1,7 @@
-"""torch.autocast in a dry run: casts in the places where the job's device makes them.
+"""torch.autocast in a dry run, with the casts that the job's device makes.
 
-A dry run's tensors are a CPU's, so it is the CPU's autocast that sees them. It leaves some operations in the lower
-dtype that CUDA's computes in fp32 (torch/csrc/autocast_mode.h), and what they return is kept for backward.
+The tensors of a dry run are CPU tensors, so the CPU's autocast applies to them. It leaves some operations in the lower
+dtype that CUDA's autocast computes in fp32 (torch/csrc/autocast_mode.h), and their results are saved for backward.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _FP32_ON_GPUS = (
     "sum.dim_IntList", "prod.dim_int", "dist", "smooth_l1_loss", "l1_loss", "kl_div",
     "binary_cross_entropy_with_logits",
 )  # fmt: skip
-"""CUDA's autocast gives these fp32, the CPU's does not."""
+"""Operations that CUDA's autocast computes in fp32 and the CPU's does not."""
 
 
 @contextmanager
 def autocast(job: Job) -> Iterator[None]:
-    """Inside, operations are cast as the job asks."""
+    """Inside, operations are cast as `job.autocast` says."""
     if job.autocast is None:
         yield
         return

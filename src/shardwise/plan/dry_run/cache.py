@@ -1,4 +1,4 @@
-"""Recordings kept: a dry run is made once for each model and settings, on each machine (`kept.files`)."""
+"""Recordings stored on disk: each machine makes a dry run of a model and its settings once (`kept.files`)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _UNSEEN = frozenset(
         "segments", "float8", "context_bytes", "nccl_bytes", "price_per_hour", "keeps_gathered_weights", "offload",
     }
 )  # fmt: skip
-"""Of a job: what the engine does not see, or sees as something else that `recording_name` has."""
+"""Fields of a job that a dry run does not depend on, or only through something else that `recording_name` includes."""
 
 
 def recorded(source: ModelSource, job: Job, rank: int = 0) -> Recording:
-    """A job's recording, from the cache where it is there; else made, and kept there. Arguments and errors are those of
-    `record_once`."""
+    """Return a job's recording from the cache; if it is not there, record it and store it. Arguments and errors are
+    those of `record_once`."""
     name = None if files.cache_directory() is None else recording_name(source, job, rank)
     found = None if name is None else _read(name, job, rank)
     if found is None:
@@ -40,15 +40,15 @@ def recorded(source: ModelSource, job: Job, rank: int = 0) -> Recording:
         from shardwise.plan.models.adapted import with_adapters
 
         found = record_once(with_adapters(source.builder(job.attention), job.lora, job.compute_dtype), job, rank)
-        name = None if name is None else recording_name(source, job, rank)  # its code may have loaded more by now
+        name = None if name is None else recording_name(source, job, rank)  # user code may have imported more
         if name is not None:
             _write(name, found)
     return found
 
 
 def recording_name(source: ModelSource, job: Job, rank: int = 0) -> str | None:
-    """A name for everything that a recording depends on. None for a model or units without one: a callable's code may
-    depend on anything, and a factory's may have changed since it was loaded."""
+    """Return a file name made from everything that a recording depends on. None if model or units cannot be named: the
+    code of a callable may depend on anything, and that of a factory may have changed since it was loaded."""
     if source.config is not None:
         model: Any = source.config
     elif source.factory is not None and (code := user_code(source.factory)) is not None:
@@ -63,7 +63,7 @@ def recording_name(source: ModelSource, job: Job, rank: int = 0) -> str | None:
 
 
 def _read(name: str, job: Job, rank: int) -> Recording | None:
-    """The recording of a file. None where there is none, or a damaged one."""
+    """Return the recording in a file. None if there is no file or it is damaged."""
     plain = files.read(name)
     try:
         events = tuple(_event(*entry) for entry in plain["events"])
@@ -90,7 +90,8 @@ _PARSED: dict[str, Callable[[Any], Any]] = {
     "phase": {phase.value: phase for phase in StepPhase}.__getitem__,
     "matmul": lambda value: None if value is None else tuple(value),
 }
-"""Fields that JSON has no type for. The kind of an allocation is a word, of a kernel one of `KernelKind`."""
+"""Parsers of fields for which JSON has no type. The `kind` of an allocation is a string, that of a kernel a
+`KernelKind`."""
 
 
 _PARSERS = {
@@ -101,7 +102,7 @@ _PARSERS = {
     ]
     for kind in _KINDS
 }
-"""By kind of event: the places of such fields."""
+"""By type of event: (index, parser) of such fields."""
 
 
 def _event(number: int, *values: Any) -> StepEvent:

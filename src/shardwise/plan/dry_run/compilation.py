@@ -1,9 +1,9 @@
-"""The tensors that a compiled block keeps for backward: chosen by torch.compile's partitioner, not by autograd.
+"""The tensors that a compiled block saves for backward: chosen by torch.compile's partitioner, not by autograd.
 
 AOTAutograd traces forward and backward of a block together and cuts the graph where the fewest bytes cross: cheap
-operations (pointwise ones, casts) are computed again, and only the rest is kept
-(torch/_functorch/partitioners.py, arXiv:2304.00487). Where a block recomputes all but some operations, the same graph
-tells which of their outputs backward reads: operations one by one keep them all, a compiler those alone.
+operations (pointwise ones, casts) are computed again, and only the rest is saved
+(torch/_functorch/partitioners.py, arXiv:2304.00487). If a block recomputes all but some operations, the same graph
+tells which of their outputs backward reads: eager mode saves all of those outputs, a compiler only those that are read.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ _APART = (
     "native_layer_norm", "native_layer_norm_backward", "silu_backward", "gelu_backward", "_fused_rms_norm",
     "_fused_rms_norm_backward", "native_dropout_backward",
 )  # fmt: skip
-"""Operations that a compiler takes apart, so that their parts can be computed again one by one."""
+"""Operations that a compiler decomposes, so that their parts can be recomputed one by one."""
 
 
 def kept_bytes(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, selective: bool = False
 ) -> int:
-    """Bytes that a compiled block adds to what lives between its forward and its backward: what the partitioner keeps
-    and was not the block's input, and its outputs. Under a FakeTensorMode.
+    """Return the bytes that a compiled block adds to what lives between its forward and its backward: its outputs, and
+    what the partitioner saves except the block's inputs. Call it under a FakeTensorMode.
 
     Args:
-        block: sharded or not; only shapes of its parameters are used.
-        args: of one forward, on any device. kwargs: the same.
-        dtype: of its parameters when it computes.
-        selective: all but attention and every second matmul is recomputed.
+        block: sharded or not; only the shapes of its parameters are used.
+        args: positional arguments of one forward, on any device.
+        kwargs: its keyword arguments.
+        dtype: the dtype of its parameters in computation.
+        selective: whether all but attention and every second matmul is recomputed.
     """
     names, flat = _state(block, dtype)
     leaves, spec = tree_flatten((args, kwargs))
@@ -85,8 +86,8 @@ def kept_bytes(
 
 
 def _read_of_kept(joint: torch.fx.GraphModule, outputs: int) -> list[torch.fx.Node]:
-    """Of forward and backward in one graph: the block's outputs, and of what is kept the part that backward reads,
-    itself or to compute the rest again."""
+    """Return nodes of a joint graph of forward and backward: the block's outputs, and those of the kept outputs that
+    backward reads, directly or to recompute the others."""
     nodes = list(joint.graph.nodes)
     returned = next(node for node in nodes if node.op == "output").args[0]
     ours, theirs = returned[:outputs], returned[outputs:]
@@ -132,7 +133,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _bytes_of(nodes: Iterable[Any], graph: torch.fx.GraphModule) -> int:
-    """Of the storages of a graph's nodes that it was not given."""
+    """Return the bytes of the storages of `nodes`, without those of the graph's inputs."""
     given = {_storage(node) for node in graph.graph.nodes if node.op == "placeholder"}
     kept = {}
     for node in nodes:

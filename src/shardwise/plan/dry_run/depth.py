@@ -1,14 +1,14 @@
 """Recordings of deep models from those of shallow ones, where that is exact.
 
-A stack of blocks that are the same holds the engine in a steady state: what one block adds to a step, the next adds
-again. So two recordings, the second with one *period* of blocks more than the first, determine a third with any number
-of periods more. They are read side by side. Where the deeper one has events that the shallower lacks, that is a
-*chunk*: it is repeated, with the blocks' numbers counting on. All else is there once, with sizes on a straight line
-over the depth (an optimizer's kernel over all parameters grows evenly).
+In a stack of equal blocks the engine is in a steady state: each block adds to a step what the one before it added. So
+two recordings, the second with one *gap* of blocks (a multiple of the period after which the stack repeats itself) more
+than the first, determine a third with any number of gaps more. They are read side by side. Events that only the deeper
+one has are a *chunk*: it is repeated, with block numbers counting on. All other events occur once, with sizes that grow
+linearly with the depth (such as an optimizer's kernel over all parameters).
 
-Nothing is taken on trust. A chunk must be the same as the events before or after it in the deeper recording, but for
-block numbers that differ by one period: the steady state is seen, not assumed. And the same construction must give the
-deeper recording back from the shallower one, event by event.
+Nothing is assumed. A chunk must equal the events before or after it in the deeper recording, except for block numbers
+that differ by one period, so the steady state is verified. And the same construction must reproduce the deeper
+recording from the shallower one, event by event.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.plan.dry_run.recording import (
 )
 
 _WINDOW = 8
-"""Events that have to agree where two recordings meet again after a chunk."""
+"""The number of events that must agree after a chunk for two recordings to count as aligned again."""
 
 
 _EVERYTHING: tuple[type, ...] = (object,)
@@ -44,24 +44,24 @@ _ALLOCATIONS: tuple[type, ...] = (Allocate,)
 
 
 class _Uneven(Exception):
-    """Two recordings differ by more than repeated chunks and even growth."""
+    """Two recordings differ by more than repeated chunks and linear growth."""
 
 
 def deepened(
     shallow: Recording, deeper: Recording, container: str, period: int, gap: int, gaps: int
 ) -> Recording | None:
-    """What recording the same model with more blocks would give.
+    """Return the recording of the same model with more blocks.
 
     Args:
-        shallow: of a model some of whose blocks were left out.
-        deeper: of the same with `gap` blocks fewer left out.
-        container: fqn of the stack of blocks; they are called by their numbers there.
-        period: blocks after which the stack repeats itself.
-        gap: a multiple of it.
-        gaps: to add to `shallow`, 1 or more.
+        shallow: the recording of a model without some of its blocks.
+        deeper: the recording of the same model with `gap` blocks more.
+        container: fqn of the module that contains the stack; the blocks are its children, named by their numbers.
+        period: the number of blocks after which the stack repeats itself.
+        gap: a multiple of the period.
+        gaps: the number of gaps to add to `shallow`, 1 or more.
 
     Returns:
-        None where the two are not of one steady state.
+        None if the two recordings do not show one steady state.
     """
     numbered = _Numbered(container)
     try:
@@ -82,48 +82,50 @@ def deepened(
 
 
 class _Numbered:
-    """Names of modules inside one container, taken apart into a block's number and the rest."""
+    """Splits names of modules in one container into a block's number and the rest."""
 
     def __init__(self, container: str) -> None:
         self._pattern = re.compile(rf"({re.escape(container + '.' if container else '')})(\d+)(?=\.|$)(.*)")
         self._known: dict[str, tuple[str, int | None]] = {}
 
     def split(self, fqn: str) -> tuple[str, int | None]:
-        """The name with a placeholder for its block's number, and the number."""
+        """Return the name with a placeholder for its block's number, and the number; None as number outside of
+        blocks."""
         if fqn not in self._known:
             match = self._pattern.fullmatch(fqn)
             self._known[fqn] = (fqn, None) if match is None else (f"{match[1]}#{match[3]}", int(match[2]))
         return self._known[fqn]
 
     def name(self, shape: str, number: int | None) -> str:
-        """`split`, undone."""
+        """Return the name that `split` took apart, with this number."""
         return shape if number is None else shape.replace("#", str(number), 1)
 
 
 class _StepPosition(NamedTuple):
-    """Where in a step a block of memory was allocated, or a collective or copy was issued."""
+    """The position in a step at which a block of memory was allocated, or a collective or copy was launched."""
 
     stretch: int
-    """Setup is 0, then forwards, backwards and the optimizer, counted on."""
+    """0 for setup; then each forward, each backward and the optimizer's step has the next number."""
     segment: int | None
-    """The number of the block in whose turn it was; None before the first one's, and outside of them."""
+    """The number of the block that was gathered last in this stretch; None before the first."""
     ordinal: int
-    """Within that segment; blocks of memory and collectives apart."""
+    """The position within that segment; blocks of memory are counted apart from collectives and copies."""
 
 
 class _Item(NamedTuple):
-    """An event, in parts that are compared in different ways."""
+    """An event, split into parts that are compared in different ways."""
 
     event: StepEvent
     shape: tuple[object, ...]
-    """What must be the same."""
+    """The values that must be equal."""
     number: int | None
-    """Of the block that it names."""
+    """The number of the block that the event names."""
     sizes: tuple[int, ...]
+    """The values that may grow with the depth."""
     refers: _StepPosition | None
-    """Of the allocation or the collective that it ends or is about."""
+    """Position of the allocation, collective or copy that the event refers to; None if it refers to none."""
     origin: int | None
-    """The index of that item."""
+    """The index of the item that the event refers to."""
 
 
 _SIZES: dict[type[StepEvent], tuple[str, ...]] = {
@@ -140,16 +142,16 @@ _OWNER = {
     UnitMark: "unit",
     Gradient: "unit",
 }
-"""The field that holds a fqn."""
+"""The field that contains a fqn, by type of event."""
 _APART = frozenset({"block", "number", "matmul", "flops", "bytes_moved", "nbytes", "module", "unit"})
 _COMPARED: dict[type[StepEvent], tuple[str, ...]] = {
     kind: tuple(known.name for known in fields(kind) if known.name not in _APART) for kind in get_args(StepEvent)
 }
-"""The fields that must be the same, by event."""
+"""The fields that must be equal, by type of event."""
 
 
 class _StepPositions:
-    """Gives each event of a step, in order, its position."""
+    """Assigns positions to the events of a step, in order."""
 
     def __init__(self, numbered: _Numbered) -> None:
         self._numbered = numbered
@@ -159,7 +161,7 @@ class _StepPositions:
         self._counts: Counter[tuple[bool, int, int | None]] = Counter()
 
     def take(self, event: StepEvent) -> _StepPosition | None:
-        """The position of what begins with this event; None where nothing does."""
+        """Return the position of the allocation, collective or copy that this event is; None for any other event."""
         phase = getattr(event, "phase", self._phase)
         phase = StepPhase.BACKWARD if phase is StepPhase.RECOMPUTE else phase
         if phase is not self._phase:
@@ -209,27 +211,30 @@ def _items(events: Sequence[StepEvent], numbered: _Numbered) -> list[_Item]:
 
 
 class _Pair(NamedTuple):
-    """An event of both recordings."""
+    """An event that both recordings have."""
 
     one: _Item
+    """In the shallow recording."""
     other: _Item
+    """In the deeper recording."""
     place: int
-    """The index of the other."""
+    """The index of `other`."""
 
 
 class _Chunk(NamedTuple):
-    """Events of the deeper recording alone."""
+    """Consecutive events that only the deeper recording has."""
 
     items: list[_Item]
     start: int
-    """The index of the first."""
+    """The index of the first item."""
     step: int
-    """By how much block numbers rise from one period to the next: a period's blocks, as many less, or 0 without any."""
+    """By how much block numbers grow from one period to the next: the period, its negative, or 0 if no number
+    changes."""
 
 
 @dataclass
 class _Alignment:
-    """Reads two recordings side by side."""
+    """Aligns the events of two recordings, read side by side."""
 
     shallow: list[_Item]
     deeper: list[_Item]
@@ -238,10 +243,11 @@ class _Alignment:
 
     def __post_init__(self) -> None:
         self._partner: dict[int, int] = {}
-        """By index in the shallow one: what it is in the deeper one."""
+        """The index of an event in the deeper recording, by its index in the shallow one."""
 
     def read(self) -> Iterator[_Pair | _Chunk]:
-        """What both have and what only the deeper one has, in its order. Raises _Uneven."""
+        """Yield pairs of events that both have and chunks that only the deeper one has, in its order. Raises
+        _Uneven."""
         i = j = 0
         while i < len(self.shallow) or j < len(self.deeper):
             chunk = self._chunk(i, j)
@@ -254,8 +260,8 @@ class _Alignment:
             i, j = i + 1, j + 1
 
     def _chunk(self, i: int, j: int) -> _Chunk | None:
-        """Events of the deeper one, from `j` on, that the other has not got. None where `i` and `j` are the same event,
-        perhaps grown. Raises _Uneven where they are neither."""
+        """Return the chunk of the deeper recording that begins at `j`. None if `i` and `j` are the same event, perhaps
+        grown. Raises _Uneven if neither is the case."""
         if i < len(self.shallow) and j < len(self.deeper) and self._same(i, j, _EVERYTHING):
             return None
         surplus = (len(self.deeper) - j) - (len(self.shallow) - i)
@@ -266,28 +272,29 @@ class _Alignment:
                 lag, rest = divmod(count * self.period, self.gap)
                 if rest or not self._meet(i, j + count, sized):
                     continue
-                for first in (j - lag, j):  # it goes on repeating what stands before it, or is repeated after it
+                for first in (j - lag, j):  # it repeats the events before it, or is repeated after it
                     step = self._step(first, first + lag, count)
                     if step is not None:
                         return _Chunk(self.deeper[j : j + count], j, step)
         raise _Uneven
 
     def _meet(self, i: int, j: int, sized: tuple[type, ...]) -> bool:
-        """Whether the two recordings go on alike from here, as far as one can see."""
+        """Whether the next `_WINDOW` events of the two recordings agree, from `i` and `j` on; at the end, all of
+        them."""
         window = min(_WINDOW, len(self.shallow) - i, len(self.deeper) - j)
         if not window:
             return len(self.shallow) == i and len(self.deeper) == j
         return all(self._same(i + n, j + n, sized, certain=False) for n in range(window))
 
     def _same(self, i: int, j: int, sized: tuple[type, ...], certain: bool = True) -> bool:
-        """Whether two events are one and the same at two depths.
+        """Whether two events are the same event at two depths.
 
         Args:
-            i: in the shallow one.
-            j: in the deeper one.
-            sized: kinds of events whose sizes must be the same too.
-            certain: all before them has been read: what they refer to must be the same as well, inside and outside of
-                segments.
+            i: index in the shallow recording.
+            j: index in the deeper recording.
+            sized: types of events whose sizes must be equal too.
+            certain: whether all events before them are aligned already. Then what they refer to must be the same event
+                even outside of segments.
         """
         one, other = self.shallow[i], self.deeper[j]
         if one.shape != other.shape or not self._moved(one.number, other.number):
@@ -304,14 +311,14 @@ class _Alignment:
         return not certain or self._partner.get(one.origin) == other.origin
 
     def _moved(self, one: int | None, other: int | None) -> bool:
-        """Whether numbers of blocks may be those of the same block, counted from the front or from the back."""
+        """Whether two block numbers may be of the same block, counted from the front or from the back."""
         if one is None or other is None:
             return one is other
         return other - one in {0, self.gap}
 
     def _step(self, first: int, second: int, count: int) -> int | None:
-        """By how much block numbers rise from one part of the deeper recording to another, of so many events. None
-        unless they are the same but for that."""
+        """Return by how much block numbers grow between two parts of the deeper recording of `count` events each. None
+        unless the parts are equal except for that."""
         if first < 0 or second + count > len(self.deeper):
             return None
         steps: set[int | None] = set()
@@ -323,7 +330,7 @@ class _Alignment:
                 assert one.origin is not None
                 assert other.origin is not None
                 if other.origin <= one.origin and one.refers.segment is None:
-                    return None  # a list that is given back last first: which copy gives back what cannot be told
+                    return None  # memory freed last in, first out: which repetition frees which block is unknown
                 steps.add(_rise(one.refers.segment, other.refers.segment))
                 if one.refers.segment is not None and one.refers.ordinal != other.refers.ordinal:
                     return None
@@ -334,7 +341,7 @@ class _Alignment:
 
 
 def _rise(one: int | None, other: int | None) -> int | None:
-    """From one number to another; none at all where neither is one; None where only one of them is."""
+    """Return the difference between two numbers; 0 if both are None, None if only one is."""
     if one is None or other is None:
         return 0 if one is other else None
     return other - one
@@ -348,17 +355,19 @@ def _aligned(shallow: list[_Item], deeper: list[_Item], period: int, gap: int) -
 
 
 class _UnnumberedEvent(NamedTuple):
-    """An event of the deep recording before blocks of memory and collectives are numbered."""
+    """An event of the deep recording before blocks of memory, collectives and copies are numbered."""
 
     event: StepEvent
     refers: _StepPosition | None
     origin: tuple[int, int] | None
-    """What it refers to, where that is outside of segments: index in the deeper recording, repetition of a chunk."""
+    """The event that it refers to, used outside of segments: (index in the deeper recording, repetition of the
+    chunk)."""
     itself: tuple[int, int]
+    """The same of the event itself."""
 
 
 def _built(aligned: list[_Pair | _Chunk], gaps: int, gap: int, numbered: _Numbered) -> tuple[StepEvent, ...]:
-    """The events with so many gaps of blocks more than the shallow recording has."""
+    """Return the events with `gaps` gaps of blocks more than the shallow recording has."""
     repeated = {chunk.start + n for chunk in aligned if isinstance(chunk, _Chunk) for n in range(len(chunk.items))}
     parts: list[_UnnumberedEvent] = []
     for entry in aligned:
@@ -414,8 +423,8 @@ def _renamed(item: _Item, number: int | None, numbered: _Numbered) -> StepEvent:
 
 
 def _resolved(parts: list[_UnnumberedEvent], numbered: _Numbered) -> tuple[StepEvent, ...]:
-    """Blocks of memory and collectives numbered in the order in which they come. Raises _Uneven where an event refers
-    to none."""
+    """Return the events with blocks of memory, collectives and copies numbered in their order. Raises _Uneven if an
+    event refers to one that does not exist."""
     positions = _StepPositions(numbered)
     by_position: dict[tuple[bool, _StepPosition], int] = {}
     by_origin: dict[tuple[int, int], int] = {}
@@ -445,7 +454,7 @@ def _resolved(parts: list[_UnnumberedEvent], numbered: _Numbered) -> tuple[StepE
 
 
 def _deeper_facts(shallow: Facts, deeper: Facts, numbered: _Numbered, blocks: tuple[int, int, int]) -> Facts:
-    """Counts on a straight line; units' sizes block by block."""
+    """Return the facts of the deep model: counts grow linearly, sizes of units are repeated block by block."""
     changes: dict[str, Any] = {}
     for known in fields(Facts):
         one, other = getattr(shallow, known.name), getattr(deeper, known.name)

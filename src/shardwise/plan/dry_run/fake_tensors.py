@@ -1,4 +1,4 @@
-"""Fake tensors that a dry run goes through quickly."""
+"""Fake tensors that are fast enough for a dry run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 
 
 class FakeTensors(FakeTensorMode):
-    """Torch's mode, with shorter ways to the name under which it keeps a result, and from there to a tensor.
+    """PyTorch's mode, with cheaper keys for its cache of results and cheaper tensors from cached results.
 
-    Torch describes each argument by seventeen values, through a dataclass, and each size by its type as well: a quarter
-    of a dry run's time. Sizes here are never symbolic and tensors are rarely anything but strided, so a tuple of what
-    torch reads off a strided tensor does. All else goes torch's way.
+    PyTorch's key describes each tensor by seventeen values, through a dataclass, and each size with its type: that
+    takes a quarter of a dry run. Sizes are never symbolic here and nearly all tensors are strided, so a tuple of what
+    the key has for a strided tensor suffices. Everything else uses PyTorch's code.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled in a dry run, and keeping the compiler out of each operation takes a tenth of it."""
+        """Return False: nothing is compiled in a dry run, and disabling dynamo for each operation takes a tenth of
+        it."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,9 +46,10 @@ class FakeTensors(FakeTensorMode):
                 super()._prep_args_for_hash(result, iter((arg,)), *further)
 
     def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, *rest: Any) -> Any:
-        """A tensor from what was kept: torch looks at every size again, and enters the kernel twice for a view.
+        """Return a tensor made from a cache entry. PyTorch checks every size again, and enters the kernel twice for a
+        view.
 
-        `rest`: the key, the function, which torch 2.15 leaves out, and its arguments.
+        `rest`: the key, the function (not in torch 2.15) and its arguments.
         """
         kept = entry.metadata
         if kept is None or entry.inplace_idx is not None or self.shape_env is not None or not _is_usual(kept):
@@ -67,7 +69,7 @@ def _is_usual(kept: Any) -> bool:
 
 
 def _described(tensor: FakeTensor) -> tuple[object, ...]:
-    """What the result of an operation on a strided tensor depends on."""
+    """Return everything about a strided tensor that the result of an operation depends on."""
     return (
         tensor.dtype,
         tensor.shape,

@@ -1,4 +1,4 @@
-"""One forward as training makes it: synthetic inputs, and the loss of the outputs."""
+"""One forward as in training: synthetic inputs, and the loss of the outputs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from shardwise.plan.dry_run.job import Job
 
 _IMAGE_CHANNELS = 3
 _FRAMES_PER_POSITION = 2
-"""Of sound, before Whisper's second convolution halves them."""
+"""Frames of sound for each position: Whisper's second convolution halves their number."""
 
 
 class TrainingForward:
-    """Calls a model as training would. Make it before the model is sharded: it looks at the model's own signature.
+    """Calls a model as training would. Make it before the model is sharded, because it reads the signature of the
+    model's forward.
 
-    A model may define its own inputs: `example_inputs(micro_batch, seq_len)`, a dict of keyword arguments for
-    its forward. Otherwise it takes its `main_input_name` (transformers), or token ids. It returns the loss,
-    or an object with `.loss` or `.logits`, or logits [batch, seq_len, vocab].
+    A model may define its own inputs: a method `example_inputs(micro_batch, seq_len)` that returns a dict of keyword
+    arguments for its forward. Otherwise it is given its `main_input_name` (transformers), or token ids. It returns the
+    loss, an object with `.loss` or `.logits`, or logits [batch, seq_len, vocab].
     """
 
     def __init__(self, model: nn.Module, job: Job) -> None:
@@ -41,7 +42,7 @@ class TrainingForward:
         self._no_cache = {"use_cache": False} if hasattr(self._config, "use_cache") else {}
 
     def inputs(self) -> dict[str, Any]:
-        """One micro-batch, as keyword arguments."""
+        """Return one micro-batch, as keyword arguments."""
         job = self._job
         if self._own is not None:
             inputs: dict[str, Any] = self._own(job.micro_batch, job.seq_len)
@@ -70,7 +71,7 @@ class TrainingForward:
         return inputs
 
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """One forward. Raises PlanError where its outputs give no loss."""
+        """Run one forward and return the loss. Raises PlanError if the outputs give no loss."""
         output = model(**inputs)
         name = type(model).__name__
         own = output if isinstance(output, Tensor) else getattr(output, "loss", None)
@@ -89,13 +90,14 @@ class TrainingForward:
 
 
 def _cross_entropy(logits: Tensor) -> Tensor:
-    """In fp32, as training takes it."""
+    """Return the cross entropy in fp32, as training computes it."""
     targets = torch.zeros(logits.shape[:-1], dtype=torch.int64)
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """One kernel each way: logits are read, their gradient is written in their own dtype; a row's sum is kept."""
+    """One kernel in each direction: logits are read, their gradient is written in their dtype; one sum per row is
+    saved."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 def fused_loss(logits: Tensor) -> Tensor:
-    """Cross entropy in one kernel, as compilers and Triton make it.
+    """Return the cross entropy, computed in one kernel, as compilers and Triton kernels do.
 
     Args:
         logits: [..., vocab].
@@ -122,10 +124,10 @@ def fused_loss(logits: Tensor) -> Tensor:
 
 
 def chunk_head(model: nn.Module) -> None:
-    """Have the model's head return the loss instead of logits, some tokens at a time: a chunk's logits are computed
-    again in backward. In place; before the model is sharded.
+    """Make the model's head return the loss instead of logits, computed for some tokens at a time: the logits of a
+    chunk are recomputed in backward. Changes the model in place; call it before the model is sharded.
 
-    A chunk has as many tokens as make its logits as large as the head's input (Liger kernels, arXiv:2410.10989).
+    A chunk has so many tokens that its logits are as large as the head's whole input (Liger kernels, arXiv:2410.10989).
 
     Raises:
         PlanError: the model does not name its head.

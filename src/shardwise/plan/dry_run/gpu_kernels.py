@@ -1,7 +1,7 @@
-"""GPU kernels as a dry run needs them: the tensors that they save, where a CPU's kernels save others.
+"""Stand-ins for GPU kernels in a dry run: they save the tensors that GPU kernels save, where CPU kernels save others.
 
-Fake CUDA tensors need a CUDA build of torch, so a dry run's tensors are a CPU's and would take a CPU's kernels. The
-functions here are exchanged for the operations that a GPU would be given:
+Fake CUDA tensors need a CUDA build of torch, so a dry run has CPU tensors, which would be computed with by CPU kernels.
+The functions here replace those by the operations that a GPU would run:
 
 | function | on a GPU | a CPU would |
 |---|---|---|
@@ -28,13 +28,13 @@ from shardwise.plan.dry_run.job import Job
 
 _HALF = (torch.bfloat16, torch.float16)
 _FLASH_WIDTH = 256
-"""The widest head that flash attention takes."""
+"""The widest head that flash attention supports."""
 
 
 @contextmanager
 def device_kernels(job: Job) -> Iterator[None]:
-    """Inside, fake tensors are computed with by the kernels of the job's device, in backward too. Real tensors are not
-    affected. Works below Python's functions, so it does not matter how model code calls them."""
+    """Inside, operations on fake tensors use the kernels of the job's device, in backward too. Real tensors are not
+    affected. Works in the dispatcher, so it does not matter how model code calls the operations."""
     table: dict[str, Callable[..., Tensor]] = {}
     if not job.on_cpu:
         table = {"dropout": dropout, "rms_norm": rms_norm, "scaled_dot_product_attention": attention}
@@ -69,7 +69,7 @@ def attention(  # noqa: PLR0913 - torch's signature
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that torch's dispatcher prefers on an NVIDIA GPU. [batch, heads, seq_len, head_dim]."""
+    """Compute attention with the kernel that torch prefers on an NVIDIA GPU. [batch, heads, seq_len, head_dim]."""
     width = query.shape[-1]
     aten = torch.ops.aten
     fits_flash = query.ndim == 4 and query.dtype in _HALF and width <= _FLASH_WIDTH and value.shape[-1] == width
@@ -106,7 +106,7 @@ def eager_attention(  # noqa: PLR0913 - torch's signature
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scores and probabilities in memory."""
+    """Compute attention with scores and probabilities in memory."""
     if enable_gqa:
         key, value = _repeated_heads(query, key), _repeated_heads(query, value)
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -120,13 +120,13 @@ def eager_attention(  # noqa: PLR0913 - torch's signature
 
 
 def _repeated_heads(query: Tensor, shared: Tensor) -> Tensor:
-    """Keys or values with as many heads as there are of queries; the same tensor where they are equally many."""
+    """Return keys or values repeated to as many heads as the queries have; the same tensor if there are as many."""
     groups = query.shape[-3] // shared.shape[-3]
     return shared if groups == 1 else shared.repeat_interleave(groups, -3)
 
 
 def dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Keeps which elements stayed, one byte each."""
+    """Apply dropout with a kernel that saves a mask of one byte per element."""
     return torch.native_dropout(x, p, True)[0] if train and p else x
 
 
@@ -137,7 +137,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
         rows = x.shape[: x.ndim - dims]
         ctx.save_for_backward(x, weight, torch.empty(rows, dtype=torch.float32))
-        return x * 1  # reads and writes as much
+        return x * 1  # reads and writes as many bytes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -146,14 +146,14 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """The fused kernel that torch has for GPUs."""
+    """Compute RMSNorm as torch's fused GPU kernel does."""
     return _RmsNorm.apply(x, weight, len(normalized_shape))  # type: ignore[no-untyped-call, no-any-return]
 
 
 # Choices of transformers ----------------------------------------------------------------------------------------------
 
 Substitute = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Given a function, what takes its place."""
+"""Called with a function; returns what replaces it."""
 
 
 def _one_document(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +165,7 @@ def _unpadded(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _half_only(own: Callable[..., Any]) -> Callable[..., Any]:
-    """torch knows the shape of a grouped product of bf16 alone; the fallback's is known for every dtype."""
+    """Allow torch's grouped product only in bf16: for other dtypes it has no shape function, but the fallback has."""
     return lambda x, *args, **kwargs: x.dtype is torch.bfloat16 and own(x, *args, **kwargs)
 
 
@@ -175,12 +175,12 @@ _SUBSTITUTES: dict[tuple[str, str], Substitute] = {
     ("transformers.masking_utils", "_ignore_bidirectional_mask_sdpa"): _unpadded,
     ("transformers.integrations.moe", "_can_use_grouped_mm"): _half_only,
 }
-"""By module and function. Where a version of transformers has not got one, it is left out."""
+"""Substitutes by module and function. Those that a version of transformers does not have are skipped."""
 
 
 @contextmanager
 def full_sequences() -> Iterator[None]:
-    """Inside, the substitutes are in place."""
+    """Inside, functions of transformers are replaced by their `_SUBSTITUTES`: sequences are full, of one document."""
     with ExitStack() as stack:
         for (module_name, name), substitute in _SUBSTITUTES.items():
             module = sys.modules.get(module_name)

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-bf16", "adamw-8bit", "adam", "sgd", "momentum", "muon")
-"""Fused kernels, but for "adamw-foreach": torch's default on GPUs, which needs a temporary of every tensor's size.
-"adamw-bf16", "adamw-8bit": `sw.optim.AdamWBF16` and `AdamW8bit`, a half and a quarter of the state, in torch's plain
-kernels. "muon": whole hidden matrices on their owners, AdamW for the rest."""
+"""Optimizers with fused kernels, except "adamw-foreach": torch's default on GPUs, which needs a temporary of every
+tensor's size. "adamw-bf16", "adamw-8bit": `sw.optim.AdamWBF16` and `AdamW8bit`, with a half and a quarter of the state,
+in torch's plain kernels. "muon": whole hidden matrices on their owners, AdamW for the rest."""
 
 LOSSES = ("model", "fused", "chunked")
-"""The model's own; log-softmax and its gradient in the logits' own dtype; logits of some tokens at a time."""
+"""The model's own loss; log-softmax and its gradient in the logits' dtype, fused; logits of some tokens at a time."""
 
 AUTOCASTS = ("bf16", "fp16")
-"""Dtypes that autocast computes in."""
+"""Dtypes in which autocast computes."""
 
 FLOAT8 = ("compute", "gathers")
-"""Products in 8 bits, with scales found as they go; "gathers": blocks' parameters travel in 8 bits as well (FSDP2)."""
+"""Products in 8 bits, with dynamic scaling. "gathers": parameters of blocks are gathered in 8 bits as well (FSDP2)."""
 
 ENGINES = ("shardwise", "fsdp1", "fsdp2", "deepspeed")
-"""Whose buffers and prefetching are forecast."""
+"""Engines whose buffers and prefetching can be forecast."""
 
 _CHOICES = {
     "optimizer": OPTIMIZERS,
@@ -44,7 +44,7 @@ _CHOICES = {
 }
 
 SEQ_LEN = 2048
-"""Tokens of a sequence by default."""
+"""The default number of tokens of a sequence."""
 
 _AS_STORED = Precision()
 
@@ -54,18 +54,18 @@ class Job(Machines):
     """A run, one field per argument of `sw.plan.forecast`. Raises ConfigError for an invalid value."""
 
     strategy: Strategy = Strategy.FULL_SHARD
-    """Or its lower-case name."""
+    """A `Strategy` or its lower-case name."""
     shard_group: int | None = None
-    """Ranks that share one copy, for hybrid strategies. None: those of one node."""
+    """For hybrid strategies, the number of ranks that share one copy. None: those of one node."""
     units: int | Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None = None
-    """As for `sw.shard`; classes by their names too."""
+    """As for `sw.shard`; classes may be given by name too."""
     precision: Precision = _AS_STORED
     """As for `sw.shard`; None is the default."""
     autocast: str | None = None
     """Dtype ("bf16", "fp16") of a `torch.autocast` around forward. Parameters are gathered as `precision` says, and
-    cast where they are used. None: there is none."""
+    cast where they are used. None: no autocast."""
     float8: str | None = None
-    """Of other engines: linear layers in torchao's 8-bit floats; one of `FLOAT8`. None: they are not."""
+    """For other engines: linear layers in torchao's 8-bit floats; one of `FLOAT8`. None: no 8-bit floats."""
     reshard_after_forward: bool | int | None = None
     slots: int = 3
     seq_len: int = SEQ_LEN
@@ -73,11 +73,11 @@ class Job(Machines):
     micro_batch: int = 1
     """Sequences (or images) that a rank computes at once."""
     accumulation: int = 1
-    """Micro-batches of a step."""
+    """The number of micro-batches in a step."""
     activation_checkpointing: str = "none"
     """none, full, selective-ops, every-N or offload."""
     compile: bool = False
-    """Blocks are compiled: a partitioner instead of autograd chooses the saved tensors."""
+    """Whether blocks are compiled: then a partitioner instead of autograd chooses the saved tensors."""
     optimizer: str = "adamw"
     """One of `OPTIMIZERS`."""
     attention: str = "sdpa"
@@ -87,19 +87,19 @@ class Job(Machines):
     engine: str = "shardwise"
     """One of `ENGINES`."""
     keeps_gathered_weights: bool = False
-    """Of DeepSpeed's ZeRO-3: linear layers keep what was gathered from forward to backward, unless they recompute. So
-    they did until the summer of 2026 where the model was built outside `deepspeed.zero.Init`, and still do with
+    """For DeepSpeed's ZeRO-3: whether linear layers keep gathered weights from forward to backward, unless they
+    recompute. They did until the summer of 2026 if the model was built outside `deepspeed.zero.Init`, and still do with
     `memory_efficient_linear=false`."""
     lora: Adapters | None = None
-    """PEFT's adapters, in fp32, beside a model that is frozen: their rank, a mapping, or words such as
-    "r=16,targets=q_proj+v_proj,dtype=fp32". None or 0: the model is trained as it is."""
+    """PEFT's adapters, in fp32, beside a frozen model: their rank, a mapping, or a string such as
+    "r=16,targets=q_proj+v_proj,dtype=fp32". None or 0: no adapters, the model itself is trained."""
     offload: Places | None = None
-    """A `sw.Offload`, a mapping, or words such as "params=cpu,optimizer=nvme". None: everything is on the device."""
+    """A `sw.Offload`, a mapping, or a string such as "params=cpu,optimizer=nvme". None: everything is on the device."""
     optimizer_in_backward: bool = False
-    """Each unit's step is taken in backward, as `sw.optimizer_in_backward` has it, unclipped."""
+    """Whether the optimizer steps each unit in backward, as `sw.optimizer_in_backward` does, without clipping."""
     separate_reductions: bool = False
-    """Reductions have a communicator of their own (`SHARDWISE_SEPARATE_REDUCTIONS=1`): they and gathers do not queue
-    behind one another, but share the links."""
+    """Whether reductions have a communicator of their own (`SHARDWISE_SEPARATE_REDUCTIONS=1`): then they and gathers do
+    not queue behind one another, but share the links."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
@@ -126,7 +126,7 @@ class Job(Machines):
 
     @classmethod
     def of(cls, **arguments: Any) -> Job:
-        """A job from keyword arguments. Raises ConfigError for an unknown one, naming the nearest."""
+        """Return a job made from keyword arguments. Raises ConfigError for an unknown one, naming the nearest."""
         names = [known.name for known in fields(cls)]
         for name in arguments:
             if name not in names:
@@ -134,7 +134,7 @@ class Job(Machines):
         return cls(**arguments)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: devices, classes and functions by their names."""
+        """Return plain data, for JSON: devices, classes and functions by their names."""
         plain: dict[str, Any] = {known.name: getattr(self, known.name) for known in fields(self)}
         for name in ("gpu", "interconnect"):
             plain[name] = None if plain[name] is None else str(getattr(plain[name], "name", plain[name]))
@@ -149,7 +149,7 @@ class Job(Machines):
 
     @property
     def units_by_name(self) -> tuple[str, ...] | None:
-        """The names of classes that are units, sorted; None where `units` says something else."""
+        """The names of the classes that are units, sorted; None if `units` is anything but names of classes."""
         asked = [self.units] if isinstance(self.units, str) else self.units
         if not isinstance(asked, list | tuple | set | frozenset) or not asked:
             return None
@@ -158,17 +158,17 @@ class Job(Machines):
 
     @property
     def compute_dtype(self) -> str:
-        """Short name of the dtype that modules compute in; "fp32" where parameters keep their stored dtype."""
+        """Short name of the dtype in which modules compute; "fp32" if parameters keep their stored dtype."""
         return self.autocast or short_dtype_name(self.precision.param or self.precision.master) or "fp32"
 
     @property
     def keeps_casts(self) -> bool:
-        """Whether autocast keeps casts of parameters for a whole forward, as it does of leaves. FSDP1's are views."""
+        """Whether autocast caches casts of parameters for a whole forward. It does so for leaves; FSDP1's are views."""
         return self.autocast is not None and (self.engine != "fsdp1" or not self.strategy.sharded)
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that hold different slices of one copy."""
+        """The number of ranks that hold different slices of one copy."""
         if not self.strategy.sharded:
             return 1
         if not self.strategy.replicated:
@@ -177,27 +177,28 @@ class Job(Machines):
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same slice of different copies."""
+        """The number of ranks that hold the same slice of different copies."""
         return self.world_size // self.shard_ranks
 
     @property
     def recomputation(self) -> Recomputation:
-        """`activation_checkpointing`, taken apart."""
+        """`activation_checkpointing`, parsed."""
         return Recomputation.parse(self.activation_checkpointing)
 
     @property
     def elsewhere(self) -> dict[str, str]:
-        """Kinds of memory that are not on the device, and where: "cpu" or "nvme". A CPU's ranks have the host's."""
+        """Kinds of memory that are not on the device, and where they are: "cpu" or "nvme". For CPU ranks, whose device
+        is the host, only "nvme"."""
         kinds: dict[str, str | None] = {}
         if self.offload is not None:
             kinds = {"param_shards": self.offload.params, "optimizer": self.offload.optimizer}
-            if not self.optimizer_in_backward:  # else they rest nowhere
+            if not self.optimizer_in_backward:  # then gradients are not kept
                 kinds["grad_shards"] = self.offload.gradients
         return {kind: place for kind, place in kinds.items() if place == "nvme" or (place == "cpu" and not self.on_cpu)}
 
     @property
     def tokens_per_rank(self) -> int:
-        """Of one step."""
+        """The number of tokens of a rank in one step."""
         return self.seq_len * self.micro_batch * self.accumulation
 
     def _check_values(self) -> None:
@@ -288,18 +289,19 @@ class Job(Machines):
 
 
 def suited_to(source: ModelSource, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with sequences that the model has positions for, as training asks it too, and attention that it has.
+    """Return arguments with a sequence length for which the model has positions, as in training, and with an attention
+    that it supports.
 
     Args:
         source: the model.
-        arguments: of a forecast, or of a search: values, or lists of them.
+        arguments: of a forecast or of a search: values, or lists of them.
 
     Returns:
-        The same; where `seq_len` was left out, it is the usual one, or the model's longest where that is shorter. Where
-        `attention` was left out and the model has no fused one, it is "eager".
+        The same arguments. If `seq_len` was left out, it is the default, or the model's longest if that is shorter. If
+        `attention` was left out and the model has no fused attention, it is "eager".
 
     Raises:
-        PlanError: a length that was asked for is more than the model's longest.
+        PlanError: a `seq_len` in the arguments is more than the model's longest.
     """
     longest = source.positions
     asked = arguments.get("seq_len")

@@ -1,4 +1,5 @@
-"""The cost of one ATen operation: work, bytes moved, floating-point operations, memory taken and given back inside."""
+"""The cost of one ATen operation: bytes moved, floating-point operations, and memory that it allocates and frees
+inside."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from shardwise.plan.dry_run.recording import GROUPED, Kernel, KernelKind, StepPh
 from shardwise.policy.precision import short_dtype_name
 
 _NO_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"})
-"""Take memory and leave it as it is."""
+"""Operations that allocate memory and do not write it."""
 
 _OVERWRITES = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"})
-"""Write to their first argument without reading it."""
+"""Operations that write their first argument without reading it."""
 
 
 MatmulShape = tuple[int, int, int, int]
@@ -32,18 +33,19 @@ class Operation:
     name: str
     kind: KernelKind
     mutates: bool
-    """Writes to an argument."""
+    """Whether it writes to an argument."""
     matmul: Callable[..., MatmulShape] | None
-    """From the arguments."""
+    """Returns the shape of its product, given the arguments. None if it is no product."""
     flops: Callable[..., int] | None
     scratch: Callable[..., list[int]] | None
+    """Returns `scratch_bytes`, given the arguments."""
 
     def scratch_bytes(self, args: tuple[Any, ...]) -> list[int]:
-        """Blocks that the kernel takes from the allocator and gives back before it returns."""
+        """Return the sizes of the blocks that the kernel allocates and frees before it returns."""
         return [] if self.scratch is None else self.scratch(*args)
 
     def kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, module: str, phase: StepPhase) -> Kernel:
-        """The event of one call."""
+        """Return the event of one call."""
         inputs = [*tensors_of(args), *tensors_of(tuple(kwargs.values()))]
         moved = sum(map(_nbytes, inputs))
         if not self.mutates or self.kind is not KernelKind.MEMORY:
@@ -61,7 +63,7 @@ class Operation:
 
 @cache
 def operation_of(func: Any) -> Operation | None:
-    """The description of an overload; None for operations that take no memory and do no work."""
+    """Return the description of an overload; None for operations that allocate nothing and do no work."""
     packet = func._overloadpacket
     namespace, _, name = str(packet).partition(".")
     if namespace == "prim":
@@ -79,7 +81,7 @@ def operation_of(func: Any) -> Operation | None:
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples and lists."""
+    """Yield the tensors in nested tuples and lists."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
@@ -88,7 +90,7 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes that are read or written: of an expanded tensor those that are there."""
+    """Return the bytes that are read or written: for an expanded tensor, at most those of its storage."""
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes and 0 in tensor.stride():
         return min(nbytes, tensor.untyped_storage().nbytes())
@@ -123,7 +125,7 @@ _MATMULS: dict[str, Callable[..., MatmulShape]] = {
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> MatmulShape:
-    """A batch of products, one a group; the dim that is divided into groups as if evenly."""
+    """Return the shape of a batch of products, one per group, as if the grouped dim were divided evenly."""
     if a.dim() == 3:
         groups, columns = a.shape[0], b.shape[-1]
         return groups, a.shape[1], columns if b.dim() == 3 else _share(columns, groups), a.shape[2]
@@ -138,7 +140,7 @@ def _share(size: int, groups: int) -> int:
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """However the divided dim is dealt out."""
+    """Return the operations, which do not depend on how the grouped dim is divided."""
     flops = 2 * a.numel() * b.shape[-1]
     return flops // a.shape[0] if a.dim() == 3 and b.dim() == 2 else flops
 
@@ -153,23 +155,24 @@ _GROUPED_COSTS: dict[str, tuple[Callable[..., MatmulShape], Callable[..., int]]]
     "grouped_mm_fallback": (_grouped, _grouped_flops),
     "grouped_mm_fallback_backward": (_both_gradients, lambda *args, **_: 2 * _grouped_flops(*args)),
 }
-"""Of every one of `GROUPED`: [rows, k] x [groups, k, n], where `offs` divides the
-rows; or with the columns, or the inner dim, divided."""
+"""Shape and flops of each of `GROUPED`: [rows, k] x [groups, k, n], where `offs` divides the rows; or the columns or
+the inner dim are divided instead."""
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
 
 _CAUSAL_SHARE = 0.5
-"""Of the square of scores that a kernel computes under a causal mask."""
+"""The part of the square of scores that a kernel computes under a causal mask."""
 
 
 def _attention_flops(backward: bool) -> Callable[..., int]:
-    """Flops that a fused kernel executes: under a causal mask half of the square. [batch, heads, seq_len, head_dim]."""
+    """Return a function for the flops that a fused kernel executes: under a causal mask half of the square of scores.
+    [batch, heads, seq_len, head_dim]."""
 
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         query, key, value = args[1:4] if backward else args[:3]
         batch, heads, queries, width = query.shape
-        # Scores and their sum of values; backward computes the scores again, then four gradients.
+        # Forward: scores and the weighted sum of values. Backward: the scores again, then four gradients.
         widths = 3 * width + 2 * value.shape[-1] if backward else width + value.shape[-1]
         causal = kwargs.get("is_causal", any(arg is True for arg in args))
         return int(2 * batch * heads * queries * key.shape[-2] * widths * (_CAUSAL_SHARE if causal else 1))
@@ -187,9 +190,9 @@ def _attention_shape(backward: bool) -> Callable[..., MatmulShape]:
 
 
 def _flash_backward_scratch(grad: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> list[int]:
-    """FlashAttention-2's backward sums the queries' gradients in fp32 (rounded up to blocks of 128 by head widths of
-    32) beside a row sum of the scores, and with fewer key heads than query heads keeps one gradient of keys and values
-    per query head. Source: pytorch's csrc of flash_attn, `mha_bwd`."""
+    """Return the scratch blocks of FlashAttention-2's backward: the queries' gradients in fp32 (rounded up to 128 rows
+    and head widths of 32), a row sum of the scores and, with fewer key heads than query heads, one gradient of keys and
+    values per query head. Source: pytorch's csrc of flash_attn, `mha_bwd`."""
     batch, heads, queries, width = query.shape
     rows = -(-queries // 128) * 128
     blocks = [4 * batch * heads * rows * (-(-width // 32) * 32), 4 * batch * heads * rows]

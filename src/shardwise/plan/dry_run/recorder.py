@@ -1,4 +1,4 @@
-"""Turns a dry run into events: operations, memory, collectives, units."""
+"""Records a dry run as events: operations, memory, collectives, units."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _ACCUMULATING = frozenset(
         torch.ops.aten.masked_fill.Scalar,
     }
 )
-"""Operations that autograd computes in place where it may, but out of place on subclasses of Tensor (fake tensors)."""
+"""Operations that autograd computes in place if possible, but out of place on subclasses of Tensor (fake tensors)."""
 
 
 @dataclass(slots=True, eq=False)
 class _TrackedStorage:
-    """One storage, from birth to death."""
+    """One storage, from its allocation until it is freed."""
 
     number: int
     nbytes: int
@@ -60,13 +60,14 @@ class _TrackedStorage:
     phase: StepPhase
     died: StepPhase | None = None
     kind: str | None = None
-    """Known from elsewhere than when it lived and died."""
+    """The kind of memory, if something named it. None: it follows from when the storage was allocated and freed."""
 
     def event(self) -> Allocate:
         return Allocate(self.number, self.nbytes, self.kind or self._by_life(), self.module, self.phase)
 
     def _by_life(self) -> str:
-        """A block that outlives its forward is an activation; any other that is not the engine's is temporary."""
+        """Return the kind that follows from a block's life: one that outlives its forward is an activation, any other
+        is temporary."""
         if self.phase is StepPhase.SETUP:
             return "other"
         kept = self.phase in (StepPhase.FORWARD, StepPhase.RECOMPUTE) and self.died is not self.phase
@@ -74,36 +75,36 @@ class _TrackedStorage:
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode for use over a FakeTensorMode. It follows storages from its first operation on, and keeps events
+    """A dispatch mode for use over a FakeTensorMode. It tracks storages from its first operation on, and records events
     while `recording`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = False
         self.stage = StepPhase.SETUP
-        """FORWARD, BACKWARD or OPTIMIZER, as the dry run goes on; recomputation is noticed here."""
+        """FORWARD, BACKWARD or OPTIMIZER, set by the dry run; `phase` detects recomputation."""
         self._events: list[StepEvent | _TrackedStorage] = []
         self._live: dict[int, tuple[_TrackedStorage, object]] = {}
         self._stream = ""
         self._blocks = 0
         self._collectives = 0
         self._accumulated: tuple[_TrackedStorage, _TrackedStorage] | None = None
-        """(new, old): a sum that takes over the old one's memory if that dies at once."""
+        """(new, old): a sum out of place, which counts as in place if the old storage is freed next."""
         self._modules: list[str] = []
         self._starts: list[int] = []
-        """Autograd's sequence numbers at which a module's operations begin, and whose they are."""
+        """Autograd's sequence numbers at which another module's operations begin; `_owners` has the modules' fqns."""
         self._owners: list[str] = []
         self._last_module = ""
         self.first_block_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """The first inputs of the first block, on the meta device."""
+        """(args, kwargs) of the first call of the first block, on the meta device."""
         self._unit_of: Callable[[Tensor], str | None] = lambda memory: None
         self._steps = False
-        """An optimizer is at work while autograd is."""
+        """Whether an optimizer steps in backward at the moment."""
 
     # What happened ------------------------------------------------------------------------------------------------
 
     def start(self, kinds: dict[int, str]) -> None:
-        """Record from here on. `kinds`: of storages that live now, by identity."""
+        """Record from here on. `kinds`: kinds of memory of live storages, by their identity."""
         self.recording = True
         for key, (block, _) in self._live.items():
             block.phase, block.module = StepPhase.SETUP, ""
@@ -111,21 +112,21 @@ class Recorder(TorchDispatchMode):
             self._events.append(block)
 
     def stop(self) -> tuple[StepEvent, ...]:
-        """Everything since `start`, numbered from 1 on."""
+        """Stop recording and return all events since `start`, with blocks and collectives numbered from 1 on."""
         self._settle()
         self.recording = False
         return renumbered(event.event() if isinstance(event, _TrackedStorage) else event for event in self._events)
 
     def unit_of(self, memory: Tensor) -> str | None:
-        """The fqn of the unit in whose slot a tensor is; None for any other."""
+        """Return the fqn of the unit in whose slot a tensor is; None for any other tensor."""
         return self._unit_of(memory)
 
     def mark(self, what: str, unit: str) -> None:
-        """Something happened to a unit."""
+        """Record a moment in a unit's life, as in `UnitMark`."""
         self._emit(UnitMark(what, unit, self.phase))
 
     def gradient(self, memory: Tensor, unit: str) -> None:
-        """A parameter's gradient has come."""
+        """Record that a parameter's gradient is computed."""
         held = self._live.get(memory.untyped_storage()._cdata)
         if held is not None and self.recording:
             self._settle()
@@ -133,7 +134,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def stepping(self, unit: str, gradients: Sequence[Tensor]) -> Iterator[None]:
-        """A unit's step in backward, with its reduced gradients."""
+        """Inside, the optimizer steps a unit in backward, with these reduced gradients."""
         for gradient in gradients:
             self.name(gradient, "grad_shards")
         self.mark("step", unit)
@@ -145,38 +146,38 @@ class Recorder(TorchDispatchMode):
             self.mark("stepped", unit)
 
     def issue(self, op: str, group: str, nbytes: int, ranks: int, unit: str) -> Work:
-        """A collective was handed out. The number is the recorder's to give."""
+        """Record that a collective is launched, with a new number. Its first wait is recorded too."""
         self._collectives += 1
         number = self._collectives
         self._emit(Collective(number, op, group, nbytes, ranks, unit, self.phase))
         return Pending(lambda: self._emit(Wait(number)))
 
     def name(self, memory: Tensor, kind: str) -> None:
-        """What a tensor's memory is for, where that is known from elsewhere than when it lived and died."""
+        """Set the kind of a tensor's memory, instead of the one that follows from when it is allocated and freed."""
         held = self._live.get(memory.untyped_storage()._cdata)
         if held is not None:
             held[0].kind = kind
 
     def copy(self, way: str, nbytes: int) -> Work:
-        """A copy between device and host was handed out."""
+        """Record that a copy between device and host is launched. Its first wait is recorded too."""
         self._collectives += 1
         number = self._collectives
         self._emit(HostCopy(number, way, nbytes, self.module, self.phase))
         return Pending(lambda: self._emit(Wait(number)))
 
     def host_memory(self, nbytes: int) -> HostAllocation:
-        """Memory of the host's was taken."""
+        """Record that host memory is allocated."""
         block = self._new_block(nbytes)
         block.kind = ON_HOST
         self._emit(block)
         return HostAllocation(partial(self._emit, Free(block.number)) if self.recording else _nothing)
 
     def fence(self, what: str, group: str) -> None:
-        """Streams were ordered, as `Fence` says."""
+        """Record that streams are ordered, as described in `Fence`."""
         self._emit(Fence(what, group, self.phase))
 
     def exchange(self, group: str, ranks: int) -> None:
-        """The hosts of a group told each other something."""
+        """Record an exchange between the hosts of a group."""
         self._emit(Exchange(group, ranks, self.phase))
 
     def _emit(self, event: StepEvent | _TrackedStorage) -> None:
@@ -191,21 +192,21 @@ class Recorder(TorchDispatchMode):
             self._events.append(new)
 
     def find_units_with(self, unit_of: Callable[[Tensor], str | None]) -> None:
-        """Have `unit_of` give the fqn of the unit in whose slot a tensor is."""
+        """Set the function behind `unit_of`."""
         self._unit_of = unit_of
 
     # Where we are -------------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> StepPhase:
-        """The stage; RECOMPUTE where a module runs forward during backward."""
+        """The stage, or RECOMPUTE while a module runs forward in backward."""
         if self.stage is StepPhase.BACKWARD and self._modules:
             return StepPhase.RECOMPUTE
         return self.stage
 
     @property
     def module(self) -> str:
-        """fqn of the innermost module at work; in backward, of the one whose forward made the node."""
+        """fqn of the innermost module that runs; in backward, of the module whose forward made the autograd node."""
         if self._modules:
             return self._modules[-1]
         if self.stage is not StepPhase.BACKWARD:
@@ -218,7 +219,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def following(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, modules of `model` are known by their fqn, and the first inputs of the first of `blocks` are kept."""
+        """Inside, events have the fqns of modules of `model`, and the first inputs of the first of `blocks` are
+        noted."""
         names = {id(module): fqn for fqn, module in model.named_modules()}
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -252,7 +254,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def on_stream(self, stream: str) -> Iterator[None]:
-        """Operations inside run on that stream of a group's."""
+        """Record the operations inside as running on this stream."""
         before, self._stream = self._stream, stream
         try:
             yield
@@ -271,7 +273,7 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE_QUESTION and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if ShardedParameter in types:
-            return NotImplemented  # it acts on its piece, which comes by here
+            return NotImplemented  # it runs on its piece, and that operation is recorded
         out = func(*args, **(kwargs or {}))
         operation = operation_of(func)
         if operation is not None:
@@ -311,7 +313,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _meet(self, tensor: Tensor) -> _TrackedStorage | None:
-        """The block of a storage that was not known before."""
+        """Start to track a tensor's storage and return its block. None if it is known already, empty or on meta."""
         if isinstance(tensor, FakeTensor):
             if tensor.fake_device.type == "meta":
                 return None
@@ -348,19 +350,19 @@ class Recorder(TorchDispatchMode):
 
 
 def _nothing() -> None:
-    """Of memory that was taken before the recording began."""
+    """Do nothing when memory is freed that was allocated while nothing was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostAllocation:
-    """Memory of the host's."""
+    """A recorded allocation of host memory."""
 
     free: Callable[[], None]
-    """Record that it was given back."""
+    """Records that it is freed."""
 
 
 class Pending:
-    """A collective under way; its first wait is recorded."""
+    """A launched collective or copy; its first wait is recorded."""
 
     def __init__(self, waited: Callable[[], None]) -> None:
         self._waited: Callable[[], None] | None = waited

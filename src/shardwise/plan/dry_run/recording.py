@@ -1,7 +1,7 @@
 """The events of one rank in a step, in order: kernels, memory, collectives. Recorded by a dry run, then replayed.
 
-A `Recording` is plain data: the same events give the peak of live bytes (add allocations up), what a caching
-allocator reserves (replay them against its rules) and the step's time (put kernels and collectives on streams).
+A `Recording` is plain data. The same events give the peak of live bytes (by adding up allocations), the bytes that a
+caching allocator reserves (by replaying them against its rules) and the step's time (by simulating streams).
 """
 
 from __future__ import annotations
@@ -15,60 +15,60 @@ from shardwise.plan.dry_run.job import Job
 
 
 class StepPhase(enum.Enum):
-    """Where in a step something happens."""
+    """The part of a step in which something happens."""
 
     SETUP = "setup"
     FORWARD = "forward"
     BACKWARD = "backward"
     RECOMPUTE = "recompute"
-    """A forward run again inside backward, for checkpointed activations."""
+    """A forward that is run again in backward, for checkpointed activations."""
     OPTIMIZER = "optimizer"
 
 
 class KernelKind(enum.Enum):
-    """What limits a kernel, roughly: each kind has an efficiency of its own."""
+    """Roughly what limits a kernel; each kind has an efficiency of its own."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
     MEMORY = "memory"
-    """Pointwise, reductions, copies, gathers of rows: limited by bytes moved."""
+    """Pointwise operations, reductions, copies, gathers of rows: limited by bytes moved."""
 
 
 GROUPED = frozenset({"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"})
-"""Products of mixtures of experts, torch's and transformers'."""
+"""Grouped products, of mixtures of experts, in torch and transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One operation."""
+    """One operation that runs on the device."""
 
     name: str
-    """Of the ATen operator, such as `mm`."""
+    """Name of the ATen operator, such as `mm`."""
     kind: KernelKind
     flops: int
-    """Multiply-adds count twice; 0 where they do not matter."""
+    """Operations; a multiply-add counts as two. 0 for kernels whose operations do not matter."""
     bytes_moved: int
-    """Read and written once each."""
+    """Bytes read and written, each once."""
     dtype: str
-    """That it computes in: "bf16", "fp16", "fp32", ..."""
+    """The dtype in which it computes: "bf16", "fp16", "fp32", ..."""
     matmul: tuple[int, int, int, int] | None
-    """(batch, m, n, k) of a matrix product; of attention (batch x heads, queries, keys, head_dim)."""
+    """(batch, m, n, k) of a matrix product; (batch x heads, queries, keys, head_dim) of attention."""
     module: str
-    """fqn of the innermost module."""
+    """fqn of the innermost module that runs it; "" outside of modules."""
     phase: StepPhase
     stream: str = ""
-    """Where a group's slices are written, then for the gather that comes next there, or of its reductions; else the one
-    that computes."""
+    """The stream of a group on which slices are written, for the next gather, or that of its reductions. "": the
+    compute stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """A block of memory comes to life."""
+    """A block of memory is allocated."""
 
     block: int
-    """Never used again for another block."""
+    """The block's number, which no other block has."""
     nbytes: int
-    """As asked for; the device's allocator rounds."""
+    """Bytes as requested; the device's allocator rounds them."""
     kind: str
     """One of the kinds of memory that `sw.memory` knows, or `ON_HOST`."""
     module: str
@@ -77,29 +77,30 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Its last reference is gone."""
+    """A block of memory is freed, because its last reference is gone."""
 
     block: int
 
 
 def slices_of(group: str) -> str:
-    """The stream on which this rank's slices are written for a group's gathers."""
+    """Return the stream on which this rank's slices are written for a group's gathers."""
     return f"{group} slices"
 
 
 def gathers_of(group: str) -> str:
-    """The stream of a group's gathers."""
+    """Return the stream of a group's gathers."""
     return f"{group} gathers"
 
 
 def reductions_of(group: str) -> str:
-    """The stream of a group's reductions."""
+    """Return the stream of a group's reductions."""
     return f"{group} sums"
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Handed to a communication stream; it begins when it is issued and everything earlier on its stream is over."""
+    """A collective on a communication stream. It begins when it is launched and everything before it on its stream is
+    over."""
 
     number: int
     op: str
@@ -107,31 +108,32 @@ class Collective:
     group: str
     """shard, replicate or secondary."""
     nbytes: int
-    """Of the whole buffer: unsharded, padded, in the dtype that travels. Of an all_to_all what this rank sends."""
+    """Bytes of the whole buffer: unsharded, padded, in the dtype that is sent. For an all_to_all, what this rank
+    sends."""
     ranks: int
-    """In the group."""
+    """The number of ranks in the group."""
     unit: str
     phase: StepPhase
 
     @property
     def stream(self) -> str:
-        """The one that it is handed to."""
+        """The stream on which it runs."""
         return gathers_of(self.group) if self.op == "all_gather" else reductions_of(self.group)
 
 
 AWAY, BACK = "away", "back"
-"""From the device to its host, and back."""
+"""Directions of a copy: from the device to its host, and back."""
 ON_HOST = "host"
-"""The kind of blocks of memory that are the host's, beside `policy.kinds.KINDS`."""
+"""The kind of blocks of host memory, in addition to `policy.kinds.KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """What a block keeps for backward goes to the host, or comes back: once all that computes so far is over, behind
-    the copies before it."""
+    """A copy of what a block saves for backward, to the host or back. It begins when the computation so far and the
+    copies before it are over."""
 
     number: int
-    """Among those of collectives."""
+    """Copies are numbered together with collectives."""
     way: str
     """AWAY or BACK."""
     nbytes: int
@@ -141,24 +143,25 @@ class HostCopy:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Compute goes on when the collective is over, and what its stream was given behind it; or the copy."""
+    """Computation waits until a copy is over, or a collective and what was launched behind it on its stream so far."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The stream that computes, and may write the shards, is ordered with the one that reads them for gathers."""
+    """The compute stream, which may write the shards, is ordered with the stream that reads them for gathers."""
 
     what: str
-    """written: reads from here on wait for what computes so far. settled: what computes from here on waits for them."""
+    """written: reads from here on wait for the computation so far. settled: computation from here on waits for the
+    reads so far."""
     group: str
     phase: StepPhase
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The hosts of a group tell each other something. The host goes on when it has heard from all; no device waits."""
+    """The hosts of a group exchange a message. The host waits until it has heard from all; no device waits."""
 
     group: str
     ranks: int
@@ -167,19 +170,19 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class UnitMark:
-    """A moment in a unit's life, for replaying the step as another engine would run it."""
+    """A moment in a unit's life, used to replay the step as another engine would run it."""
 
     what: str
-    """gather (its parameters are wanted now), release, grads (its last gradient is there), reduced; where its step is
-    taken in backward, step and stepped around that."""
+    """gather (its parameters are needed now), release, grads (its last gradient is computed), reduced; if the optimizer
+    steps in backward, step before and stepped after that."""
     unit: str
     phase: StepPhase
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradient of a parameter is there, whole and in the compute dtype. shardwise frees the block once it is copied
-    into a reduce slot; others keep it until all of the unit's are there."""
+    """The gradient of a parameter is computed, at full size and in the compute dtype. shardwise frees the block once it
+    is copied into a reduce slot; other engines keep it until the unit has all its gradients."""
 
     block: int
     unit: str
@@ -190,18 +193,18 @@ StepEvent = Kernel | Allocate | Free | Collective | HostCopy | Wait | Fence | Ex
 EVENT_FIELDS: dict[type[StepEvent], tuple[str, ...]] = {
     kind: tuple(known.name for known in fields(kind)) for kind in get_args(StepEvent)
 }
-"""Names of fields, by kind of event."""
+"""Names of the fields, by type of event."""
 
 
 def changed(event: StepEvent, **changes: Any) -> Any:
-    """`dataclasses.replace`, at a third of its price."""
+    """Return a copy with changed fields, like `dataclasses.replace` but in a third of the time."""
     make: Callable[..., StepEvent] = type(event)
     return make(*[changes[name] if name in changes else getattr(event, name) for name in EVENT_FIELDS[type(event)]])
 
 
 def renumbered(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
-    """The same events with blocks of memory and collectives numbered in the order in which they come. So two recordings
-    of the same step are equal, whatever the process did before."""
+    """Return the same events with blocks of memory, and collectives and copies, numbered in the order in which they
+    occur. So two recordings of the same step are equal, whatever the process did before."""
     blocks: dict[int, int] = {}
     collectives: dict[int, int] = {}
     found: list[StepEvent] = []
@@ -217,36 +220,36 @@ def renumbered(events: Iterable[StepEvent]) -> tuple[StepEvent, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The sizes of a model that the usual formulas need. All counts are global."""
+    """Sizes of a model that forecasts and the usual formulas need. Counts of elements are global."""
 
     name: str
-    """Of the model's class."""
+    """Name of the model's class."""
     params: int
     """Elements of all parameters; tied ones count once."""
     trainable: int
-    """Of those, elements that are trained."""
+    """Elements of trainable parameters."""
     layers: int
-    """Blocks of the kind that there are most of."""
+    """The number of blocks of the most common class."""
     width: int
-    """Of the hidden states that one block hands to the next."""
+    """Width of the hidden states between blocks."""
     embeddings: int
-    """Elements of input embeddings that are no head's as well."""
+    """Elements of input embeddings that are not tied to a head."""
     sequence: int
-    """Tokens of one sequence as blocks see them: of an image, its patches."""
+    """Tokens of one sequence as blocks see them; for an image, its patches."""
     unit_bytes: dict[str, int]
-    """By unit's fqn ("" is the root): its gathered parameters, unsharded, padded, in the compute dtype."""
+    """By unit's fqn ("" is the root): bytes of its gathered parameters, unsharded, padded, in the compute dtype."""
     unit_reduce_bytes: dict[str, int]
-    """By unit's fqn: its gradients, unsharded, padded, in the dtype that travels."""
+    """By unit's fqn: bytes of its gradients, unsharded, padded, in the dtype that is sent."""
     unit_shard_bytes: dict[str, int]
-    """By unit's fqn: this rank's masters."""
+    """By unit's fqn: bytes of this rank's masters."""
     unit_trained_bytes: dict[str, int]
-    """By unit's fqn: of those, what is trained."""
+    """By unit's fqn: bytes of this rank's trainable masters."""
     kept_bytes: dict[str, int]
-    """By compiled block's fqn: bytes that it keeps from a micro-batch's forward for its backward; empty without
-    compilation. The events are those of operations one by one all the same."""
+    """By compiled block's fqn: bytes that it saves in a micro-batch's forward for its backward; empty without
+    compilation. The recorded events are those of eager mode in any case."""
 
     def tokens_per_rank(self, job: Job) -> int:
-        """Of one step."""
+        """Return the number of tokens of a rank in one step."""
         return self.sequence * job.micro_batch * job.accumulation
 
 
@@ -258,5 +261,5 @@ class Recording:
     facts: Facts
     events: tuple[StepEvent, ...]
     """First an Allocate of phase SETUP for every block that lives when the step begins; then the step: micro-batches
-    (forward, backward), clipping, optimizer, zero_grad. What lives afterwards is what lived before."""
+    (forward, backward), clipping, optimizer, zero_grad. After it the same memory lives as before it."""
     rank: int = 0

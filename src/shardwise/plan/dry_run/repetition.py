@@ -1,4 +1,4 @@
-"""Which blocks of a model are the same: so that a dry run need not meet each of them."""
+"""Finds blocks of a model that are the same, so that a dry run need not run all of them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from shardwise.plan.dry_run.gpu_kernels import full_sequences
 from shardwise.plan.dry_run.job import Job
 
 _LONGEST_PERIOD = 8
-"""Blocks after which a stack is looked at for repeating itself."""
+"""The longest period, in blocks, with which a stack may repeat itself."""
 _BARE = frozenset(vars(nn.Module())) - {"training"}
-"""What torch itself keeps in every module: parameters, buffers and children are looked at one by one."""
+"""Attributes that every module has: parameters, buffers and children are compared one by one."""
 _HOOKS = frozenset(name for name in _BARE if name.endswith(("_hooks", "_hooks_always_called")))
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Blocks of one container, of which those from `start` to `stop` repeat themselves."""
+    """The blocks of one container; those from `start` up to `stop` repeat themselves."""
 
     container: str
     """fqn of the nn.ModuleList or nn.Sequential."""
@@ -37,16 +37,16 @@ class Stack:
     period: int
     """Block i is the same as block i + period."""
     params: int
-    """Of the whole model: elements of all parameters."""
+    """Elements of all parameters of the whole model."""
 
     def depths(self, slots: int) -> Iterator[tuple[int, int]]:
-        """How many of the repeated blocks to keep, and how many in a second model, the fewest first.
+        """Yield pairs: how many of the repeated blocks to keep, and how many in a second model; the fewest first.
 
-        The two end at the same block of a period as the whole stack does, and at the same slot: the engine uses its
-        slots in turn, so at the end of forward what is still gathered may depend on the number of blocks. There are
-        none where so few blocks repeat that running them all costs less.
+        Both models end at the same block of a period as the whole stack does, and at the same slot: the engine uses its
+        slots in turn, so what is still gathered at the end of forward may depend on the number of blocks. Yields
+        nothing if so few blocks repeat that running all of them takes less time.
 
-        slots: of the job.
+        slots: the job's number of slots.
         """
         whole = self.stop - self.start
         gap = math.lcm(self.period, slots)
@@ -57,7 +57,7 @@ class Stack:
             depth += gap
 
     def cut(self, builder: Callable[[], nn.Module], depth: int) -> Callable[[], nn.Module]:
-        """A builder of the same model with only the first `depth` of the repeated blocks."""
+        """Return a builder of the same model with only the first `depth` of the repeated blocks."""
 
         def build() -> nn.Module:
             model = builder()
@@ -69,21 +69,22 @@ class Stack:
 
 
 def repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None:
-    """The stack with the most blocks that are the same as their neighbours. None where there is none worth cutting.
+    """Return the stack of blocks that repeat themselves, in the longest container. None if cutting it would save
+    nothing.
 
-    The proof, block by block: types of modules, shapes, dtypes and training of parameters and buffers, settings, hooks,
-    the entries of the configuration's lists that belong to the block, and its graph: the operations with their
-    arguments' shapes that one forward of the whole model runs in it, on the meta device. A setting that in every block
-    is the block's own number, or a module's own name, may differ. Parameters that are tied are settings of their own.
+    Blocks are the same if all of these are equal: types of modules; shapes, dtypes and requires_grad of parameters and
+    buffers; settings; hooks; the block's entries in lists of the configuration; and its graph, which is the operations
+    with their arguments' shapes that one forward of the whole model runs in it, on the meta device. A setting may
+    differ if it is the block's own number in every block, or a module's own name. A tied parameter equals only itself.
     """
     if callable(job.units) and not isinstance(job.units, type):
-        return None  # may look at names
+        return None  # a function may depend on names
     prove = _repeated_blocks if _is_hashable(builder) else _repeated_blocks.__wrapped__
     return prove(
         builder,
         Job(
             seq_len=job.seq_len,
-            micro_batch=1,  # what differs between blocks differs for one sequence, too
+            micro_batch=1,  # blocks that differ do so with one sequence, too
             loss=job.loss,
             slots=job.slots,
             activation_checkpointing=job.activation_checkpointing if (job.recomputation.every or 1) > 1 else "none",
@@ -93,7 +94,7 @@ def repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None:
 
 @lru_cache(maxsize=32)
 def _repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None:
-    """Of a job's fields only those that a forward sees, so that strategies share the proof."""
+    """Find repeated blocks. `job` has only the fields that matter here, so that strategies share the cached result."""
     try:
         with torch.device("meta"):
             model = builder()
@@ -106,7 +107,7 @@ def _repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None
         if not blocks or len({id(block) for block in blocks}) < len(blocks):
             return None
         graphs = _graphs(model, blocks, job)
-    except Exception:  # the dry run of the whole model says what is wrong with it
+    except Exception:  # the dry run of the whole model reports the error
         return None
     described = _described(model, name, blocks)
     alike = [(*description, graph) for description, graph in zip(described, graphs, strict=True)]
@@ -119,7 +120,7 @@ def _repeated_blocks(builder: Callable[[], nn.Module], job: Job) -> Stack | None
 def _is_hashable(value: object) -> bool:
     try:
         hash(value)
-    except TypeError:  # such as a dataclass that can be called
+    except TypeError:  # such as a callable dataclass
         return False
     return True
 
@@ -130,7 +131,7 @@ def _periods(job: Job) -> list[int]:
 
 
 def _longest_run(alike: Sequence[object], period: int) -> tuple[int, int]:
-    """The first and the last (exclusive) of the most neighbours each of which is the same as the one a period later."""
+    """Return (start, stop) of the longest run of items in which each equals the one a period later."""
     best = (0, 0)
     start = 0
     for index in range(len(alike) + 1):
@@ -161,7 +162,7 @@ def _described(model: nn.Module, container: str, blocks: Sequence[nn.Module]) ->
 
 
 def _facts(module: nn.Module, path: str, block: str, uses: Counter[int]) -> Iterator[tuple[str, object]]:
-    """Of a module at `path` in the block of that fqn."""
+    """Yield (name, value) of everything to compare of a module at `path` in the block with fqn `block`."""
     own_name = block + path
     yield f"{path}:type", type(module)
     for name, parameter in module._parameters.items():
@@ -181,8 +182,8 @@ def _facts(module: nn.Module, path: str, block: str, uses: Counter[int]) -> Iter
 
 
 def _setting(value: object, owner: nn.Module, own_name: str = "") -> object:
-    """Something that can be compared. What is not plain data must be the very same object. Text that is the module's
-    own name, as PEFT keeps it, is the same in all."""
+    """Return a value that can be compared. Anything but plain data is compared by identity. A string that is the
+    module's own name, as PEFT stores it, is equal in all blocks."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
         return ("own name",) if value == own_name else value
     if isinstance(value, tuple | list):
@@ -203,7 +204,7 @@ def _setting(value: object, owner: nn.Module, own_name: str = "") -> object:
 
 
 def _lists(config: object, length: int) -> Iterator[tuple[str, Sequence[object]]]:
-    """Lists of a configuration, and of those in it, that have an entry for each block."""
+    """Yield the lists of a configuration, and of configurations inside it, that have an entry for each block."""
     for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
         if isinstance(value, tuple | list) and len(value) == length:
             yield name, [_setting(item, nn.Module()) for item in value]
@@ -215,8 +216,8 @@ def _lists(config: object, length: int) -> Iterator[tuple[str, Sequence[object]]
 
 
 class _Graphs(TorchDispatchMode):
-    """Notes the operations of each block. Results are on the meta device: what an operation that makes new memory
-    gives is asked of torch once, and made again for the same arguments, which takes half the time."""
+    """Notes the operations of each block, on the meta device. If an operation returns new memory, torch runs it once;
+    for equal arguments its result is made from the noted shape, which takes half the time."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -256,7 +257,7 @@ def _makes_new_memory(func: Any) -> bool:
 
 
 def _all_of_it(leaves: Sequence[Any]) -> list[object] | None:
-    """What a result depends on. None where that is more than shapes, or cannot be compared."""
+    """Return everything that a result depends on. None if that is more than shapes and plain values."""
     described: list[object] = []
     for value in leaves:
         if isinstance(value, Tensor):
@@ -284,8 +285,8 @@ def _argument(value: Any) -> object:
 
 
 def _graphs(model: nn.Module, blocks: Sequence[nn.Module], job: Job) -> list[tuple[object, ...]]:
-    """The operations of every block in one forward, on the meta device. Raises ValueError unless each is called once,
-    in order."""
+    """Return the operations of every block in one forward, on the meta device. Raises ValueError unless each block is
+    called once, in order."""
     mode = _Graphs()
 
     def enter(number: int) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""One rank of any world, run dry: the real engine on fake tensors, with collectives that only record their calls."""
+"""Dry runs of one rank of any world: the real engine on fake tensors, with collectives that only record their calls."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ from shardwise.sharded.parameter import ShardedParameter
 
 _MAX_NORM = 1.0
 _NOT_BY_BLOCK = frozenset({"adamw-foreach", "muon"})
-"""Optimizers whose step is not one block's over and over (`depth`): one gives a list of memory back last first, in the
-other a block's matrices may be anybody's."""
+"""Optimizers whose step is not the same for each block (`depth`): adamw-foreach frees a list of memory last in, first
+out; with muon the matrices of a block may belong to any rank."""
 _BATCH_SEQUENCE_WIDTH = 3
-"""Dimensions of what blocks of transformers are given."""
+"""The number of dims of the hidden states that blocks of transformers are given."""
 
 
 def record_once(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recording:
-    """As `record`, with blocks that are the same recorded once: the model is run with few of them, and the recording
-    made as deep as the model. All of them are run where that does not give the same events.
+    """Like `record`, but run the model with only a few of its equal blocks and extend the recording to all of them. If
+    that is not exact, run all blocks.
 
     Args and Raises: as `record`.
     """
     stack = None if job.optimizer in _NOT_BY_BLOCK else repeated_blocks(builder, job)
     if stack is None:
         return record(builder, job, rank)
-    with _without_collection(), suppress(UserError):  # code may count on all of its blocks
+    with _without_collection(), suppress(UserError):  # code may need all of its blocks
         shallow: Recording | None = None
         for depth, further in stack.depths(job.slots):
             shallow = record(stack.cut(builder, depth), job, rank) if shallow is None else shallow
@@ -77,18 +77,18 @@ def record_once(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Re
 
 
 def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recording:
-    """The events of one steady-state step of one rank, block by block, from the engine that will train.
+    """Record the events of one steady-state step of one rank, from the engine that will train, with all blocks.
 
-    Nothing is computed and no process group is needed: this process plays one rank. Time and memory depend on the
-    number of operations, not on sizes.
+    Nothing is computed and no process group is needed: this process plays one rank. The time and memory that this takes
+    depend on the number of operations, not on sizes.
 
     Args:
         builder: builds the model; called on the meta device, under fake tensors.
         job: the run.
-        rank: whose step, below job.world_size. All hold equally much.
+        rank: the rank whose step is recorded, below job.world_size. All ranks hold the same number of bytes.
 
     Raises:
-        PlanError: the model cannot be run without its numbers, or gives no loss.
+        PlanError: the model cannot run on fake tensors, or gives no loss.
         ConfigError, LayoutError: as `sw.shard`.
     """
     if not 0 <= rank < job.world_size:
@@ -110,7 +110,8 @@ def record(builder: Callable[[], nn.Module], job: Job, rank: int = 0) -> Recordi
 
 
 def _built(builder: Callable[[], nn.Module]) -> nn.Module:
-    """The model on the meta device. Constructors that look at numbers of their own are run on the CPU's real ones."""
+    """Build the model on the meta device. If its constructor reads values of tensors, it is run without fake tensors,
+    and the real tensors that it creates are replaced by fake ones."""
     try:
         with torch.device("meta"):
             return builder()
@@ -127,7 +128,7 @@ def _built(builder: Callable[[], nn.Module]) -> nn.Module:
 
 
 class _DryRun:
-    """The model, sharded, with its optimizer."""
+    """A sharded model with its optimizer, ready for steps."""
 
     def __init__(self, model: nn.Module, job: Job, rank: int, recorder: Recorder) -> None:
         self.job = job
@@ -175,7 +176,7 @@ class _DryRun:
         self.optimizer.zero_grad()
 
     def facts(self) -> Facts:
-        """About the model; after a step."""
+        """Return facts about the model. Call it after a step."""
         args, kwargs = self.recorder.first_block_inputs or ((), {})
         shape: tuple[int, ...] = next((tuple(arg.shape) for arg in args if isinstance(arg, Tensor)), ())
         units = self.engine.units
@@ -196,11 +197,11 @@ class _DryRun:
         )
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-        """Of compiled blocks. Where whole blocks recompute, checkpoints keep their inputs, compiled or not."""
+        """Return `Facts.kept_bytes`. Empty if whole blocks recompute: they save only their inputs, compiled or not."""
         whole = self.job.recomputation.every and not self.job.recomputation.selective
         if not self.job.compile or whole or not self.blocks or not (args or kwargs):
             return {}
-        from shardwise.plan.dry_run.compilation import kept_bytes  # brings torch's compiler along
+        from shardwise.plan.dry_run.compilation import kept_bytes  # imports torch's compiler
 
         fqns = {id(unit.module): unit.fqn for unit in self.engine.units}
         dtype = next(group.dtypes.compute for unit in self.engine.units for group in unit.groups)
@@ -209,7 +210,7 @@ class _DryRun:
 
 
 def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    """As the trainer builds it: no weight decay for parameters of one dimension."""
+    """Build the optimizer as the trainer does: no weight decay for parameters of fewer than two dims."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: Any = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": 0.1},
@@ -230,14 +231,14 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 
 def _blocks(engine: Engine) -> list[nn.Module]:
-    """Units of the class that most units with submodules are of."""
+    """Return the blocks: the units of the most common class among units with submodules."""
     modules = [unit.module for unit in engine.units[1:] if next(unit.module.children(), None) is not None]
     counts = Counter(type(module) for module in modules)
     return [module for module in modules if type(module) is counts.most_common(1)[0][0]]
 
 
 def _embeddings(model: nn.Module) -> int:
-    """Elements of input embeddings that stand nowhere else."""
+    """Return the number of elements of embeddings that are not tied to another module."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     others = (module for module in model.modules() if not isinstance(module, nn.Embedding))
     elsewhere = {id(p) for module in others for p in module._parameters.values()}
@@ -245,7 +246,7 @@ def _embeddings(model: nn.Module) -> int:
 
 
 def _trace_engine(engine: Engine, recorder: Recorder) -> None:
-    """Have units and collectives report to the recorder."""
+    """Make units report to the recorder, and let it find the unit of a slot."""
     for unit in engine.units:
         _listen(unit, recorder)
     slots: dict[int, Slot[Unit]] = {}
@@ -280,20 +281,20 @@ def _listen(unit: Unit, recorder: Recorder) -> None:
 
 @contextmanager
 def _watched(recorder: Recorder, unit: Unit) -> Iterator[None]:
-    """A unit's step in backward."""
+    """Inside, the optimizer steps a unit in backward."""
     gradients = (group.gradients.flat for group in unit.groups)
     with recorder.stepping(unit.fqn, [flat for flat in gradients if flat is not None]):
         yield
 
 
 def _units(job: Job, model: nn.Module) -> Any:
-    """As `shard` takes them: class names to the classes of the model."""
+    """Return the units in the form that `shard` takes: classes of the model instead of their names."""
     names = job.units_by_name
     return job.units if names is None else classes_named(model, names, "units")
 
 
 def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Storages that the engine, the optimizer and the model's buffers hold, by kind; as `sw.memory` counts them."""
+    """Return the kind of each storage that the engine, the optimizer or the model's buffers hold, as in `sw.memory`."""
     kinds: dict[int, str] = {}
 
     def put(kind: str, tensors: Iterator[Tensor | None]) -> None:
@@ -315,8 +316,8 @@ def _kinds(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Have storages die when their last reference goes, not when the collector comes by. What is there already is out
-    of its sight meanwhile: `sw.shard` looks through all that it sees."""
+    """Inside, storages are freed when their last reference is gone, not when the garbage collector runs. Existing
+    objects are frozen, that is hidden from it: `sw.shard` searches all objects that the collector tracks."""
     if not gc.isenabled():
         yield
         return
@@ -334,7 +335,7 @@ def _without_collection() -> Iterator[None]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Errors of model code that cannot be run on fake tensors, in one line."""
+    """Turn errors of model code that cannot run on fake tensors into a PlanError of one line."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Dry collectives that record every call, of a GPU's job as `StreamCollectives` issues them."""
+"""Dry collectives that record every call; for a GPU job, as `StreamCollectives` launches them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from shardwise.plan.dry_run.recording import reductions_of, slices_of
 
 
 class TracedCollectives(DryCollectives):
-    """One group of a dry run. A group of one moves nothing and records nothing.
+    """The collectives of one group in a dry run. A group of one rank moves nothing and records no collectives.
 
-    Tensors are a CPU's all the same; only what the engine asks of its collectives tells a GPU's job from a CPU's.
+    Tensors are CPU tensors in any case; a GPU job differs from a CPU job only in what the engine asks of its
+    collectives.
     """
 
     def __init__(
@@ -35,8 +36,8 @@ class TracedCollectives(DryCollectives):
         """
         Args:
             group: shard, replicate or secondary.
-            on_streams: the job's devices are accelerators.
-            marks: "grads" where a unit's gradients come to this group first, "reduced" where they come to it last.
+            on_streams: whether the job's devices are accelerators.
+            marks: "grads" if this is the first group that reduces a unit's gradients, "reduced" if it is the last.
         """
         super().__init__(rank, world_size, torch.device("cpu"))
         self.on_streams = on_streams
@@ -46,19 +47,19 @@ class TracedCollectives(DryCollectives):
         self._marks = marks
 
     def mark(self) -> Work:
-        """Record that gathers from here on wait for what computes so far. No communication."""
+        """Record that gathers from here on wait for the computation so far. No communication."""
         if self._records_order:
             self._recorder.fence("written", self.group)
         return super().mark()
 
     def writing(self, buffer: Buffer, after: Work = FINISHED) -> AbstractContextManager[None]:
-        """Have what is recorded inside run on the slices' stream. No communication."""
+        """Record the operations inside as running on the slices' stream. No communication."""
         if self.world_size == 1:
             return super().writing(buffer, after)
         return self._recorder.on_stream(slices_of(self.group))
 
     def settle(self) -> None:
-        """Record that what computes from here on waits for what was copied. No communication."""
+        """Record that computation from here on waits for the copies of slices so far. No communication."""
         if self._records_order:
             self._recorder.fence("settled", self.group)
 
@@ -70,7 +71,7 @@ class TracedCollectives(DryCollectives):
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
-        """Record the call, and on streams what is left to do with its sums. No communication."""
+        """Record the call and, on streams, the kernels that process its sums. No communication."""
         unit = self._recorder.unit_of(buffer.bytes)
         nbytes = sum(reduction.flat.nbytes for reduction in reductions)
         if not self._records_order:
@@ -92,7 +93,7 @@ class TracedCollectives(DryCollectives):
         return self._issue("all_to_all", sum(part.nbytes for part, _ in sent_parts(parts, self.rank)), None, FINISHED)
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Record the call on streams, where no collective stands for it. No communication."""
+        """Record the call, if the devices are accelerators: there it is no collective. No communication."""
         if self._records_order:
             self._recorder.exchange(self.group, self.world_size)
         return super().exchange(message, combine, label)
@@ -119,7 +120,7 @@ class TracedCollectives(DryCollectives):
 
 
 def traced_mesh(recorder: Recorder, rank: int, job: Job) -> Mesh:
-    """The groups of one rank; ranks of a shard group are neighbours."""
+    """Return the mesh of one rank; the ranks of a shard group are consecutive."""
     shards, replicas = job.shard_ranks, job.replicas
     on_streams = not job.on_cpu
     asked = job.reshard_after_forward

@@ -1,4 +1,4 @@
-"""Inputs of blocks on their way to the host and back, of which only the calls are recorded."""
+"""Copies of blocks' inputs to the host and back, of which only the calls are recorded."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from shardwise.plan.dry_run.recording import AWAY, BACK
 
 
 class TracedCopies:
-    """In the place of `HostCopies`."""
+    """Stands in for `HostCopies`."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.device = torch.device("cpu")
         self._recorder = recorder
 
     def keep(self, leaving: Tensor) -> TracedInput:
-        """Record that it leaves."""
+        """Record that a tensor is copied to the host."""
         return TracedInput(leaving, self._recorder)
 
     def again(self) -> TracedCopies:
-        """Itself."""
+        """Return this object."""
         return self
 
 
 class TracedInput:
-    """In the place of `KeptInput`."""
+    """Stands in for `KeptInput`."""
 
     def __init__(self, leaving: Tensor, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -37,7 +37,7 @@ class TracedInput:
 
     @property
     def is_coming(self) -> bool:
-        """Whether it is on its way back."""
+        """Whether the copy back to the device was launched."""
         return self._coming is not None
 
     def wait(self) -> None:
@@ -45,13 +45,13 @@ class TracedInput:
         self._moved.wait()
 
     def come(self) -> None:
-        """Record that it comes, to memory of the device's."""
+        """Record that it is copied back, to new memory of the device."""
         self._coming = torch.empty(self._shape, dtype=self._dtype, device="cpu")
         self._recorder.name(self._coming, "activations")
         self._moved = self._recorder.copy(BACK, self._nbytes)
 
     def take(self) -> Tensor:
-        """What came."""
+        """Wait for the copy back and return its tensor."""
         assert self._coming is not None
         there, self._coming = self._coming, None
         self.wait()

@@ -1,1 +1,1 @@
-"""Devices and interconnects: published figures as data, and this machine's, measured."""
+"""Devices and interconnects: published figures as data files, and figures measured on this machine."""

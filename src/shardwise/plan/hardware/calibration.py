@@ -1,4 +1,4 @@
-"""Calibration: the rates of the machine at hand, measured by as many ranks as will train, all at the same time."""
+"""Calibration: the rates of this machine, measured by as many ranks as will train, all at the same time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from shardwise.policy.precision import short_dtype_name
 SOURCE = "measured by `shardwise plan --calibrate`"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHAIN = 20
-"""Blocks of the chain on which the host's time for an operation is measured."""
+"""The number of blocks in the chain on which the host's time for an operation is measured."""
 _KERNELS_OF_BLOCK = 8
-"""Norm, product and GELU forward; GELU, two products, a sum and norm backward."""
+"""Operations of one block: norm, product and GELU in forward; GELU, two products, a sum and norm in backward."""
 _COLD_BYTES = 2**25
-"""That are written between two measurements on a CPU: more than its caches keep of what came before."""
+"""Bytes written between two measurements on a CPU, so that its caches keep nothing of earlier data."""
 _ROW = 1024
-"""Elements of a row that a norm or softmax runs over."""
+"""Elements of a row in norms and softmax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class CalibrationEffort:
     call_s: float
     """Sizes grow until one call takes this long."""
     repeats: int
-    """Of every measurement; the median counts."""
+    """How often each measurement is repeated; the median counts."""
 
 
 THOROUGH = CalibrationEffort(call_s=0.2, repeats=7)
 QUICK = CalibrationEffort(call_s=0.03, repeats=3)
-"""Some ten seconds: enough for a forecast of the step of the run that it precedes."""
+"""Takes about ten seconds; enough to forecast a step before a run begins."""
 
 
 def calibrate(
@@ -57,11 +57,12 @@ def calibrate(
     All ranks measure together, so that they share a processor's memory, its clock and the network as in training.
 
     Args:
-        device: this rank's. The default process group, where there is one, moves the bytes.
-        clock: seconds; `time.process_time` for one CPU rank on a machine that does other work too.
+        device: this rank's device. The default process group, if there is one, is used for collectives.
+        effort: how long it may take.
+        clock: returns seconds; `time.process_time` for one CPU rank on a machine that does other work too.
 
     Returns:
-        The packaged device of that name, or a processor, with the measured rates; the same on every rank.
+        The packaged device of that name, or a CPU, with the measured rates; the same on every rank.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     collectives = collectives_for(group, device)
@@ -82,7 +83,7 @@ def calibrate(
 
 
 class _Stopwatch:
-    """Times calls on all ranks at once: the mean over ranks of each one's median."""
+    """Times calls on all ranks at once, as the mean over ranks of each rank's median."""
 
     def __init__(
         self, collectives: Collectives, device: torch.device, effort: CalibrationEffort, clock: Callable[[], float]
@@ -95,11 +96,11 @@ class _Stopwatch:
         self._cold = torch.zeros(cold // 4)
 
     def __call__(self, call: Callable[[], object]) -> float:
-        """Seconds of one call. The same on every rank."""
+        """Return the seconds of one call, the same on every rank."""
         call()
         times_s = []
         for _ in range(self.effort.repeats):
-            self._cold.add_(1.0)  # a step's tensors do not lie in a cache when their turn comes
+            self._cold.add_(1.0)  # a step's tensors are not in a cache either
             self._synchronize()
             self.collectives.barrier()
             start_s = self.clock()
@@ -111,7 +112,7 @@ class _Stopwatch:
         return max(float(shared) / self.collectives.world_size, 1e-9)
 
     def curve(self, sizes: Iterator[int], make: Callable[[int], tuple[float, Callable[[], object]]]) -> Points:
-        """(amount, seconds) for growing sizes, until one call takes too long. `make` returns (amount, call)."""
+        """Return (amount, seconds) for growing sizes, until a call takes too long. `make` returns (amount, call)."""
         found = []
         for size in sizes:
             amount, call = make(size)
@@ -126,12 +127,12 @@ class _Stopwatch:
 
 
 def _rates(times: Points) -> Points:
-    """(amount, seconds) as (amount, amount a second)."""
+    """Turn (amount, seconds) into (amount, amount per second)."""
     return tuple((amount, amount / seconds) for amount, seconds in times)
 
 
 def _matmul(watch: _Stopwatch) -> dict[str, Points]:
-    """Square products: a training step's large ones come near to them."""
+    """Measure square products, by dtype: large products of a training step take about as long."""
     found = {}
     for dtype in _DTYPES:
 
@@ -154,7 +155,7 @@ def _attention(watch: _Stopwatch) -> Points:
 
 
 def _memory(watch: _Stopwatch) -> Points:
-    """Sums of two tensors into a new one, as training makes them: new memory costs more than used one."""
+    """Measure sums of two tensors into a new one, as in training: new memory costs more than reused memory."""
 
     def make(nbytes: int) -> tuple[float, Callable[[], object]]:
         left, right = (torch.ones(nbytes // 4, device=watch.device) for _ in range(2))
@@ -165,7 +166,7 @@ def _memory(watch: _Stopwatch) -> Points:
 
 
 def _operations(watch: _Stopwatch) -> dict[str, Points]:
-    """Operators that compute more than they move, and one in place: it touches no new memory."""
+    """Measure operators that compute more than they move, and one in place, which needs no new memory."""
     aten = torch.ops.aten
     ones = torch.ones(_ROW, device=watch.device)
 
@@ -208,7 +209,7 @@ def _step_of_adamw(x: Tensor) -> Callable[[], object]:
 
 
 def _operation_s(watch: _Stopwatch) -> float:
-    """The host's seconds for one operation of a module on tiny tensors, the mean of forward and backward."""
+    """Measure the host's seconds for one operation of a module on tiny tensors, the mean of forward and backward."""
     blocks = (torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(_CHAIN))
     model = torch.nn.Sequential(*blocks).to(watch.device)
     x = torch.ones(4, 8, device=watch.device)
@@ -221,7 +222,7 @@ def _operation_s(watch: _Stopwatch) -> float:
 
 
 def _collectives(watch: _Stopwatch) -> dict[str, Points]:
-    """Seconds by the bytes of the whole buffer, through the same code that trains."""
+    """Measure the seconds of collectives by bytes of the whole buffer, with the code that trains."""
     c = watch.collectives
     largest = 2**27 if watch.device.type == "cpu" else 2**30
 
@@ -288,9 +289,10 @@ def _describe(device: torch.device, measured: Measured, ranks: int) -> Hardware:
 
 
 def packaged_name(name: str) -> str:
-    """The packaged device that torch's name for a GPU ("NVIDIA H100 80GB HBM3") means, or the name itself.
+    """Return the packaged device for torch's name of a GPU ("NVIDIA H100 80GB HBM3"), or the name itself if there is
+    none.
 
-    The more words of a packaged name are in it the better; torch's names leave "sxm" out.
+    The packaged name with the most words in torch's name is chosen, without "sxm", which torch's names leave out.
     """
     words = name.lower().replace("-", " ").split()
     known = set(words) | {word.removesuffix("gb") + "gb" for word in words if word.removesuffix("gb").isdigit()}
@@ -305,7 +307,7 @@ def packaged_name(name: str) -> str:
 
 
 def _host_bytes() -> int:
-    """This machine's memory, or what its control group leaves of it."""
+    """Return the memory of this machine, or the limit of this process's control group if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:  # noqa: PTH123 - no path of ours

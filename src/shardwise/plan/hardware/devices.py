@@ -1,4 +1,4 @@
-"""Devices and what links them: data files with a source for every figure, the user's own among them."""
+"""Devices and interconnects, from data files with a source for every figure; a user may give files of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.suggest import did_you_mean, nearest_path
 
 _DATA = files("shardwise.plan.hardware") / "data"
 _PER_NODE = re.compile(r"(?:(\d+)\s*[xX]\s*)?(\d+(?:\.\d+)?)\s*[gG](b|bit|B)(?:ps|/s)")
-"""A rate. GB is not Gb: a byte has eight bits."""
+"""A node's rate. GB is not Gb: a byte has eight bits."""
 _GENERIC_LATENCY_S = 4e-6
 T = TypeVar("T")
 Points = tuple[tuple[float, float], ...]
@@ -28,7 +28,7 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number and where it is from."""
+    """A number and its source."""
 
     value: float
     source: str
@@ -38,80 +38,83 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """What links nodes."""
+    """The network between nodes."""
 
     name: str
     title: str
     bytes_per_s: Figure
-    """One way, all adapters of a node together."""
+    """Rate of all adapters of a node together, in one direction."""
     latency_s: Figure
-    """A hop from node to node."""
+    """Latency of a hop from node to node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Rates of the machine at hand, as `shardwise plan --calibrate` stores them, in place of data sheets'.
+    """Rates measured on a machine, as `shardwise plan --calibrate` stores them, used instead of those of data sheets.
 
-    Every list is of (size, value) pairs with the size ascending; between two sizes the value is interpolated.
+    Each list has (size, value) pairs with the size ascending; between two sizes the value is interpolated.
     """
 
     matmul: Mapping[str, Points] = field(default_factory=dict)
-    """By dtype: operations of a product -> operations a second."""
+    """By dtype: operations of a product -> operations per second."""
     attention: Points = ()
-    """Operations of a causal call, the masked half left out -> operations a second."""
+    """Operations of a causal call, without the masked half -> operations per second."""
     memory: Points = ()
-    """Bytes read and written by an operation -> bytes a second."""
+    """Bytes read and written by an operation -> bytes per second."""
     operations: Mapping[str, Points] = field(default_factory=dict)
-    """The same by operator, for those that compute more than they move; "mul_" stands for all that work in place."""
+    """The same by operator, for those that compute more than they move; "mul_" stands for all in-place operators."""
     collectives: Mapping[str, Points] = field(default_factory=dict)
     """By "all_gather", "reduce_scatter" and "all_reduce": bytes of the whole buffer -> seconds."""
     ranks: int = 1
-    """That took part in the collectives, and kept the machine busy while the rest was measured."""
+    """The number of ranks that took part in the collectives, and kept the machine busy during the other
+    measurements."""
     operation_s: float = 0.0
-    """Of the host, an operation, whatever its size."""
+    """The host's seconds for an operation of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device, its node and the interconnect it is usually found with.
+    """A device, its node and its usual interconnect.
 
-    Rates are in bytes or operations a second; a multiply-add is two operations, and rates are dense.
+    Rates are in bytes or operations per second; a multiply-add is two operations, and rates are dense.
     """
 
     name: str
-    """As it is asked for: a packaged device's, or the path of the user's own file."""
+    """The name that a user gives: that of a packaged device, or the path of the user's file."""
     title: str
     kind: str
-    """gpu or cpu. A CPU's ranks compute and communicate in turn; a GPU's do both at once."""
+    """gpu or cpu. CPU ranks compute and communicate in turn; GPU ranks do both at once."""
     interconnect: str
+    """The usual interconnect between nodes, as for `find_interconnect`."""
     peak_flops: Mapping[str, Figure]
-    """By dtype, as the data sheet has it: what MFU is a part of."""
+    """By dtype, the rate in the data sheet; MFU is relative to it."""
     memory_bytes: Figure
-    """As marketed."""
+    """Memory as marketed."""
     usable_bytes: Figure
-    """As a program sees it before it allocates anything."""
+    """Memory that a program sees before it allocates anything."""
     memory_bytes_per_s: Figure
     processors: Figure
-    """Streaming multiprocessors, compute units, cores: the units over which a kernel's tiles are distributed."""
+    """Streaming multiprocessors, compute units or cores: the units over which a kernel's tiles are distributed."""
     power_w: Figure
     link_bytes_per_s: Figure
-    """Between devices of one node, one way, of one device."""
+    """Rate of one device's links to others in its node, in one direction."""
     link_latency_s: Figure
     matmul_flops: Mapping[str, Figure] = field(default_factory=dict)
-    """By dtype, measured on a large product, where someone has published it."""
+    """By dtype, the rate measured on a large product, if it was published."""
     attention_flops: Mapping[str, Figure] = field(default_factory=dict)
-    """By kernel ("flash1", "flash2"), measured, where someone has published it."""
+    """By kernel ("flash1", "flash2"), the measured rate, if it was published."""
     node: Mapping[str, Figure] = field(default_factory=dict)
-    """Of its host what is not as usual (`hardware.node.Node`), by name."""
+    """Figures of the host that differ from the usual ones, by field of `hardware.node.Node`."""
     price_per_hour: Figure | None = None
     measured: Measured | None = None
 
     def peak(self, dtype: str) -> float:
-        """The data sheet's rate for a dtype; that of fp32 where it has none."""
+        """Return the data sheet's rate for a dtype; that of fp32 if it has none."""
         return (self.peak_flops.get(dtype) or self.peak_flops["fp32"]).value
 
     def sustained(self, dtype: str) -> float:
-        """The rate of a large product: as measured, or in a measured dtype's proportion to the peak, or a usual one."""
+        """Return the rate of a large product: as measured; else the same part of the peak as was measured in bf16; else
+        the usual part of the peak."""
         if dtype in self.matmul_flops:
             return self.matmul_flops[dtype].value
         if "bf16" in self.matmul_flops and dtype in LIKE_BF16:
@@ -120,31 +123,32 @@ class Hardware:
 
     @property
     def overlaps(self) -> bool:
-        """Whether communication goes on beside computation."""
+        """Whether communication and computation overlap."""
         return self.kind == "gpu"
 
 
 LIKE_BF16 = ("fp16", "fp8", "tf32")
-"""Dtypes of which a large product reaches the same part of the peak as in bf16."""
+"""Dtypes in which a large product reaches the same part of the peak as in bf16."""
 USUAL_SHARE = 0.78
-"""Of the peak, for devices nobody has measured: between an A100's 82 % and an H100's 73 %."""
+"""Part of the peak that a large product reaches on devices that nobody has measured: between an A100's 82 % and an
+H100's 73 %."""
 
 
 def device_names() -> list[str]:
-    """Packaged devices."""
+    """Return the names of the packaged devices."""
     return _names("devices")
 
 
 def interconnect_names() -> list[str]:
-    """Packaged interconnects."""
+    """Return the names of the packaged interconnects."""
     return _names("interconnects")
 
 
 def find_device(asked: Hardware | str | Path) -> Hardware:
-    """A device by its packaged name or the path of a file like the packaged ones; Hardware is returned as it is.
+    """Return a device by its packaged name or the path of a file like the packaged ones. Returns Hardware unchanged.
 
     Raises:
-        PlanError: no such device or file, or a file that lacks something.
+        PlanError: no such device or file, or an invalid file.
     """
     if isinstance(asked, Hardware):
         return asked
@@ -162,7 +166,7 @@ def find_device(asked: Hardware | str | Path) -> Hardware:
 
 
 def find_interconnect(asked: Interconnect | str | Path) -> Interconnect:
-    """What links nodes, by its packaged name, the path of a file, or a node's rate.
+    """Return an interconnect by its packaged name, the path of a file, or a node's rate.
 
     Args:
         asked: a rate is in bits ("800gbps", "8x400Gb/s") or in bytes ("100GBps", "8x50GB/s").
@@ -196,12 +200,12 @@ def _of_rate(name: str, bytes_per_s: float) -> Interconnect:
 
 
 def with_usable_bytes(hardware: Hardware, nbytes: int) -> Hardware:
-    """The same device, of which a program sees so many bytes."""
+    """Return the same device with other usable bytes, as reported by this machine's driver."""
     return replace(hardware, usable_bytes=Figure(float(nbytes), "as this machine's driver says"))
 
 
 def write_device(hardware: Hardware, path: Path) -> None:
-    """Store a device, such as a calibrated one, as a file that `find_device` reads back equal but for its name."""
+    """Write a device, such as a calibrated one, to a file. `find_device` reads it back equal except for its name."""
     tables: dict[str, Mapping[str, Any]] = {name: getattr(hardware, name) for name in _RATES}
     for name, keys in _FIGURES.items():
         figures = {key: getattr(hardware, field_name) for key, field_name in keys.items()}

@@ -1,4 +1,4 @@
-"""What the host of an accelerator needs to hand work out: a data file with a source for every figure."""
+"""The time that the host of an accelerator needs to launch work: a data file with a source for every figure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _FILE = files("shardwise.plan.hardware") / "data" / "host.toml"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Seconds of the thread that hands work out."""
+    """Seconds of the thread that launches work."""
 
     operation_s: Figure
-    """An operation in eager mode: PyTorch's dispatch, autograd and one launch."""
+    """Seconds of an operation in eager mode: PyTorch's dispatch, autograd and one launch."""
     compiled_operation_s: Figure
     """The same from a compiled graph's wrapper."""
     collective_s: Figure
-    """A collective, through torch.distributed."""
+    """Seconds to launch a collective through torch.distributed."""
     hop_s: Figure
-    """A small message to another host, until it is read."""
+    """Seconds until a small message to another host is read."""
 
 
 @cache
 def usual_host() -> Host:
-    """The packaged figures."""
+    """Return the packaged figures."""
     whole = TomlTable(tomllib.loads(_FILE.read_text(encoding="utf-8")), "", ("host",))
     names = [known.name for known in fields(Host)]
     section = whole.section("host", names)

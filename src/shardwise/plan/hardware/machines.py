@@ -1,4 +1,4 @@
-"""The devices of a job, and what its processes take of them."""
+"""The devices of a job, and the memory that its processes take outside the allocator."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from shardwise.suggest import did_you_mean
 USUAL_GPU = "h100-sxm-80gb"
 
 MOST_RANKS = 2**20
-"""Of a job: more devices than any cluster has, and numbers of ranks that are still listed in no time."""
+"""The most ranks of a job: more devices than any cluster has, but few enough to list numbers of ranks quickly."""
 SEGMENTS = ("fixed", "expandable")
-"""PyTorch's default; or `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
+"""How the caching allocator takes memory: PyTorch's default; or `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Where a job runs."""
+    """The devices and nodes that a job runs on."""
 
     gpu: object = USUAL_GPU
-    """A name from the hardware data, the path of a file like its, or a `sw.plan.Hardware`. One of kind "cpu" has the
+    """A name from the hardware data, the path of a file like those, or a `sw.plan.Hardware`. One of kind "cpu" has the
     kernels and the allocator of a CPU."""
     gpus_per_node: int = 8
     nodes: int = 1
     interconnect: object = None
-    """A name from the hardware data; None: the GPU's usual one."""
+    """The network between nodes, as for `find_interconnect`. None: the GPU's usual one."""
     segments: str = "fixed"
     """How the caching allocator takes memory: one of `SEGMENTS`."""
     context_bytes: int | None = None
-    """Of the device's context, outside the allocator. None: a usual one."""
+    """Bytes of the device's context, outside the allocator. None: the usual size."""
     nccl_bytes: int | None = None
-    """Of communicators' buffers, outside the allocator. None: usual ones."""
+    """Bytes of the communicators' buffers, outside the allocator. None: the usual size."""
     price_per_hour: float | None = None
-    """Of one device, in any currency. None: the hardware data's, if they have one."""
+    """Price of one device, in any currency. None: that of the hardware data, if there is one."""
 
     @property
     def hardware(self) -> Hardware:
@@ -45,7 +45,8 @@ class Machines:
 
     @property
     def node_interconnect(self) -> Interconnect:
-        """The interconnect between nodes: as asked for, else the device's usual one. Raises PlanError."""
+        """The interconnect between nodes: `interconnect`, or the device's usual one. Raises PlanError for an unknown
+        one."""
         return find_interconnect(self.interconnect or self.hardware.interconnect)  # type: ignore[arg-type]
 
     @property
@@ -55,7 +56,7 @@ class Machines:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self.gpus_per_node * self.nodes
 
     def _check_machines(self) -> None:
@@ -76,12 +77,12 @@ class Machines:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raises ConfigError for what is none of them, naming the nearest."""
+    """Raise ConfigError unless the value is one of the choices; the message names the nearest."""
     if value not in choices:
         raise ConfigError(f"{name}={value!r}: one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
 
 
 def check_count(name: str, value: object, least: int) -> None:
-    """Raises ConfigError for what is not a whole number, or a smaller one."""
+    """Raise ConfigError unless the value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r}: a whole number from {least} on")

@@ -16,25 +16,25 @@ _FILE = files("shardwise.plan.hardware") / "data" / "node.toml"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """All devices of a node share everything but the link."""
+    """The host of a node. The link is one device's; the node's devices share disk and memory."""
 
     link_bytes_per_s: Figure
-    """Between host and device, one way, of one device."""
+    """Rate between the host and one device, in one direction."""
     link_share: Figure
-    """Of it, that a copy reaches."""
+    """The part of that rate that a copy reaches."""
     disk_bytes_per_s: Figure
-    """Read or written."""
+    """Rate of reading or writing the node's disks."""
     memory_bytes: Figure | None = None
-    """None: the devices are found in hosts of all sizes."""
+    """Host memory. None: the devices are found in hosts of all sizes."""
 
     @property
     def copied_bytes_per_s(self) -> float:
-        """Between host and device, in one direction."""
+        """The rate of a copy between the host and one device, in one direction."""
         return self.link_bytes_per_s.value * self.link_share.value
 
 
 def node_of(hardware: Hardware) -> Node:
-    """A device's host: the figures of its own file, usual ones for the rest."""
+    """Return a device's host: figures of the device's own file, usual ones for the rest."""
     return Node(**{**_usual(), **hardware.node})
 
 

@@ -1,4 +1,4 @@
-"""How far published throughputs lie from their forecasts: the range of a forecast, by device.
+"""How far published throughputs are from their forecasts: the range of a forecast, by device.
 
 The data file is written by `python benchmarks/planner.py --spread` from published measurements and their forecasts.
 """
@@ -19,27 +19,27 @@ OTHERS = "others"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Where published throughputs lay, as parts of their forecasts. The forecast itself is always within."""
+    """The range of published throughputs, relative to their forecasts. The forecast itself is always inside."""
 
     low: float
     high: float
     share: float
-    """Of the published runs that lay within."""
+    """The part of the published runs that is inside the range."""
     runs: int
-    """That this was seen on."""
+    """The number of published runs."""
     own: bool
-    """They were on this device; else on others."""
+    """Whether the runs were on this device; otherwise they were on others."""
     source: str
     """Where the runs were published and their forecasts are kept."""
 
     def around(self, throughput: float) -> tuple[float, float]:
-        """The range of a forecast throughput, in its unit."""
+        """Return the range around a forecast throughput, in its unit."""
         return self.low * throughput, self.high * throughput
 
 
 def spread_of(hardware: Hardware) -> Spread | None:
-    """The spread seen for a device, else that of other devices. None for CPUs and for what was measured on the spot,
-    of which nothing was published."""
+    """Return the spread for a device, or that of other devices. None for CPUs and for devices measured by calibration,
+    for which nothing was published."""
     if hardware.measured is not None or hardware.kind == "cpu":
         return None
     return _seen().get(hardware.name) or _seen()[OTHERS]

@@ -1,4 +1,4 @@
-"""A section of a hardware file, read key by key; errors give a key's full name."""
+"""A table of a hardware file, read key by key; errors give a key's full name."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from shardwise.suggest import did_you_mean
 
 
 class HardwareFileError(Exception):
-    """An invalid hardware file; its text is the end of a message."""
+    """An invalid hardware file. Its text is the end of a message."""
 
 
 class TomlTable:
-    """One table."""
+    """One table of a TOML file."""
 
     def __init__(self, data: Any, name: str, known: Collection[str] | None = None) -> None:
         """
         Args:
-            data: as TOML has it.
-            name: of the table, with those around it; "" is the file.
-            known: keys that it may have. None: any.
+            data: the parsed table.
+            name: the table's name, with those of the tables around it; "" for the file.
+            known: keys that the table may have. None: any.
 
         Raises:
             HardwareFileError: it is not a table, or has an unknown key; the message names the nearest.
@@ -40,44 +40,46 @@ class TomlTable:
 
     @property
     def keys(self) -> list[str]:
-        """As the file has them."""
+        """The table's keys, in the order of the file."""
         return list(self._data)
 
     def name_of(self, key: str) -> str:
-        """With the tables around it."""
+        """Return a key's full name, with the names of the tables around it."""
         return self._prefix + key
 
     def value(self, key: str) -> Any:
-        """The file's value, unchecked; None where the key is missing."""
+        """Return the value, unchecked; None if the key is missing."""
         return self._data.get(key)
 
     def section(self, key: str, known: Collection[str] | None = None) -> TomlTable:
-        """A table in it; an empty one where it is missing. Raises HardwareFileError as the constructor."""
+        """Return a table inside this one; an empty one if it is missing. Raises HardwareFileError as the
+        constructor."""
         return TomlTable(self._data.get(key, {}), self.name_of(key), known)
 
     def text(self, key: str, default: str) -> str:
-        """A string. Raises HardwareFileError for anything else."""
+        """Return a string. Raises HardwareFileError for anything else."""
         value = self._data.get(key, default)
         if not isinstance(value, str):
             raise HardwareFileError(f"{self.name_of(key)} = {value!r} is not a text")
         return value
 
     def count(self, key: str, default: int) -> int:
-        """A whole number from 1 on. Raises HardwareFileError for anything else."""
+        """Return a whole number from 1 on. Raises HardwareFileError for anything else."""
         value = self._data.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise HardwareFileError(f"{self.name_of(key)} = {value!r} is not a whole number from 1 on")
         return value
 
     def number(self, key: str) -> float:
-        """A finite number above 0. Raises HardwareFileError for anything else."""
+        """Return a finite number above 0. Raises HardwareFileError for anything else."""
         value: Any = self._data.get(key)
         if not is_amount(value):
             raise HardwareFileError(f"{self.name_of(key)} = {value!r} is not a positive number")
         return float(value)
 
     def points(self, key: str) -> tuple[tuple[float, float], ...]:
-        """At least one (size, value) pair of finite numbers above 0, size ascending. Raises HardwareFileError."""
+        """Return at least one (size, value) pair of finite numbers above 0, sorted by size. Raises HardwareFileError
+        for anything else."""
         pairs = self._data.get(key)
         if not isinstance(pairs, list) or not pairs or not all(map(_is_pair, pairs)):
             raise HardwareFileError(f"{self.name_of(key)} is not a list of [size, value] pairs of positive numbers")

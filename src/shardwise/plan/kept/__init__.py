@@ -1,1 +1,1 @@
-"""Answers kept between questions."""
+"""Answers stored between questions."""

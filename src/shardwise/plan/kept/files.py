@@ -1,9 +1,9 @@
-"""A directory of small files that are kept from one plan to the next.
+"""A cache directory of small files that are stored from one plan to the next.
 
-The name of a file is a checksum of everything that its contents depend on, code included, so one that is stale is never
-asked for. Files are written beside their place and renamed, so several processes may share a directory; one that cannot
-be read back is as good as none. The directory may hold what is not ours: only files with our own ending are counted,
-and removed where there is no room.
+The name of a file is a checksum of everything that its contents depend on, code included, so a stale file is never
+read. Files are written under a temporary name and renamed, so several processes may share a directory; a file that
+cannot be read counts as missing. The directory may contain other files: only those with our own suffix are counted, and
+removed to make room.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SHARDWISE_PLAN_CACHE"
-"""0: no cache. A directory: there. Else in the user's own directory for caches."""
+"""Environment variable of the cache. 0: no cache. A directory: the cache is there. Unset: in the user's cache
+directory."""
 LIMIT_BYTES = 256 * 2**20
-"""Of a directory; the files longest unused go first."""
+"""The most bytes in a directory. The least recently used files are removed first."""
 _ROOM_SHARE = 0.9
-"""Of the limit, that is left when room is made."""
+"""Files are removed until this part of the limit is left."""
 _SUFFIX = ".shardwise"
-"""Of our own files, and of no others."""
+"""The suffix of our own files, which no others have."""
 _UNFINISHED_S = 3600
-"""After which a file that was not renamed never will be: whoever wrote it was killed."""
+"""Seconds after which a file that was not renamed never will be, because its writer was killed."""
 _OWN = Path(__file__).parents[2]
-"""The package."""
+"""The folder of this package."""
 
 
 def cache_directory() -> Path | None:
-    """Where files are kept. None where they are not."""
+    """Return the directory of the cache. None if there is no cache."""
     asked = os.environ.get(VARIABLE, "")
     if asked == "0":
         return None
@@ -47,14 +48,15 @@ def cache_directory() -> Path | None:
 
 
 def name_of(kind: str, *parts: Any) -> str:
-    """A file's name: its kind, and a checksum of the parts (plain data; anything else by its `str`) and of the code."""
+    """Return a file's name: a checksum of the parts (plain data; anything else by its `str`) and of the code, then its
+    kind."""
     text = json.dumps([*parts, code()], sort_keys=True, default=str)
     return f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.{kind}{_SUFFIX}"
 
 
 @cache
 def code() -> list[str]:
-    """The code that answers: our own by its text, others' by their versions."""
+    """Return what identifies the code that computes answers: our own by its text, other packages by their versions."""
     own = hashlib.sha256()
     for path in sorted(_OWN.rglob("*.py")):
         own.update(str(path.relative_to(_OWN)).encode() + b"\0" + path.read_bytes())
@@ -62,7 +64,7 @@ def code() -> list[str]:
 
 
 def read(name: str) -> Any:
-    """A file's contents, plain data. None where there is none, or a damaged one."""
+    """Return a file's contents, plain data. None if there is no file or it is damaged."""
     directory = cache_directory()
     if directory is None:
         return None
@@ -77,7 +79,7 @@ def read(name: str) -> Any:
 
 
 def write(name: str, plain: Any) -> None:
-    """Keep contents. A directory that cannot be written to keeps none."""
+    """Store contents. Does nothing if the directory cannot be written to."""
     directory = cache_directory()
     if directory is None:
         return
@@ -95,7 +97,7 @@ def write(name: str, plain: Any) -> None:
 
 
 def _make_room(directory: Path) -> None:
-    """Remove our own files that nobody finishes; and those longest unused, where all are more than the limit."""
+    """Remove our own unfinished files that are old; and, over the limit, the least recently used ones."""
     own = {path: path.stat() for path in directory.glob(f"*{_SUFFIX}") if path.is_file() and not path.is_symlink()}
     known = []
     for path, status in own.items():

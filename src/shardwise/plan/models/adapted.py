@@ -1,4 +1,4 @@
-"""A model with adapters of low rank, as `[lora]` of the trainer makes it."""
+"""A model with low-rank adapters, as the trainer's `[lora]` makes it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _DTYPES = {short: getattr(torch, name) for name, short in SHORT_NAMES.items()}
 Builder = Callable[[], nn.Module]
 
 
-@lru_cache(maxsize=8)  # the same function for the same model: what is known of one builder's models is of the other's
+@lru_cache(maxsize=8)  # one function for one model, so that caches keyed by builders hit
 def with_adapters(builder: Builder, adapters: Adapters | None, computed: str) -> Builder:
-    """A builder of the same model, frozen, with PEFT's adapters in fp32; without any the builder itself.
+    """Return a builder of the same model, frozen, with PEFT's adapters in fp32; the builder itself without adapters.
 
     Args:
         builder: builds the model, on the meta device.
-        adapters: as they are asked for.
-        computed: short name of the dtype that the model is computed with in.
+        adapters: the adapters' settings; None for no adapters.
+        computed: short name of the dtype in which the model computes.
 
     Raises:
-        PlanError: PEFT is not installed; when called, it has no adapters for the model.
+        PlanError: PEFT is not installed; or, when the builder is called, PEFT has no adapters for the model.
     """
     if adapters is None:
         return builder

@@ -1,4 +1,5 @@
-"""What a plan has to know of a transformers configuration, kept so that transformers need not be asked again."""
+"""What a plan needs to know about a transformers configuration, stored so that transformers need not be imported
+again."""
 
 from __future__ import annotations
 
@@ -11,37 +12,37 @@ from shardwise.plan.kept import files
 
 @dataclass(frozen=True, slots=True)
 class ConfigDescription:
-    """Of one configuration."""
+    """What a plan needs to know about one configuration."""
 
     positions: int | None
-    """The longest sequence that the model is made for; None: any."""
+    """The longest sequence that the model supports; None: any."""
     normalised: dict[str, Any]
     """The configuration's own keys, under the names that the installed transformers has for them."""
     is_language_model: bool
-    """A causal one."""
+    """Whether it is a causal language model."""
 
 
 def kept_description(config: Mapping[str, Any]) -> ConfigDescription | None:
-    """A configuration's description, if it was made before."""
+    """Return a configuration's description if one is stored, else None."""
     try:
         return ConfigDescription(**files.read(_name(config)))
-    except TypeError:  # there is none, or a damaged one
+    except TypeError:  # no file, or a damaged one
         return None
 
 
 def keep_description(config: Mapping[str, Any], description: ConfigDescription) -> None:
-    """Keep a configuration's description."""
+    """Store a configuration's description."""
     files.write(_name(config), asdict(description))
 
 
 def kept_attention(config: Mapping[str, Any]) -> str | None:
-    """The fastest attention that transformers has for a configuration, if it was asked before."""
+    """Return the fastest attention that transformers has for a configuration, if it is stored; else None."""
     found = files.read(_attention_name(config))
     return None if found is None else str(found["attention"])
 
 
 def keep_attention(config: Mapping[str, Any], attention: str) -> None:
-    """Keep what transformers said."""
+    """Store the fastest attention that transformers has for a configuration."""
     files.write(_attention_name(config), {"attention": attention})
 
 

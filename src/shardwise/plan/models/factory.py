@@ -1,4 +1,4 @@
-"""`module:function`: a model that code of the user's own builds."""
+"""`module:function`: a model that user code builds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from shardwise.suggest import did_you_mean
 
 
 def load_factory(name: str, where: str, error: type[UserError]) -> Callable[[], nn.Module]:
-    """Import `module:function`, also from the working directory. Exceptions of the function itself reach the caller.
+    """Import `module:function`, also from the working directory, and return a function that calls it. Exceptions of the
+    user's function reach the caller.
 
     Args:
         name: "module:function".
         where: the beginning of messages: where the user wrote the name, and the name.
-        error: to raise where it names no function that can be called without arguments; so does the function that is
-            returned where the user's returns no module.
+        error: raised if `name` is no function that can be called without arguments. The returned function raises it if
+            the user's function does not return a module.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
@@ -54,7 +55,8 @@ def load_factory(name: str, where: str, error: type[UserError]) -> Callable[[], 
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """Parameters without which it cannot be called; none where it has no signature: calling it raises then."""
+    """Return the parameters without which a function cannot be called; none if it has no signature: then calling it
+    raises."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""transformers, imported in less time in a process whose only work is a plan.
+"""A faster import of transformers, for a process that only plans.
 
-Such a process says so by `own_process`; any other imports transformers as it is. What is put off comes when it is first
-called, so a plan's numbers do not depend on it.
+Such a process calls `own_process`; any other imports transformers as usual. What is not imported at first is imported
+when it is first called, so a plan's numbers do not change.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _MODELS = "models"
 
 
 def own_process() -> None:
-    """Say that this process does nothing but plan: Python's collector comes by less often, and transformers is imported
-    leanly. Importing torch and transformers alone brings the collector a thousand times, for a second in all, and it
-    finds nothing."""
+    """Declare that this process only plans: Python's garbage collector runs less often, and transformers is imported
+    faster. While torch and transformers are imported the collector would run a thousand times, for a second in all, and
+    free nothing."""
     global _IS_OURS  # noqa: PLW0603 - of the process
     _IS_OURS = True
     gc.set_threshold(100_000, 20, 20)
 
 
 def import_transformers() -> None:
-    """In a process of ours, import what all of transformers' models need. Another release of transformers than the one
-    that this was written for is imported in its own way where it has other names."""
+    """In a process that only plans, import what all models of transformers need. A release of transformers without the
+    names that are used here is imported as usual."""
     if not _IS_OURS or "transformers" in sys.modules:
         return
     with _without_collection(), suppress(ImportError, AttributeError):
@@ -42,7 +42,7 @@ def import_transformers() -> None:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """The collector is off, and afterwards takes what was imported for old."""
+    """Disable the garbage collector inside; afterwards it treats what was imported as old."""
     gc.disable()
     try:
         yield
@@ -54,8 +54,8 @@ def _without_collection() -> Iterator[None]:
 
 @contextmanager
 def _scanned_once() -> Iterator[None]:
-    """Inside, the package of models takes what it holds from the package above, where transformers reads its two
-    thousand files for each of the two."""
+    """Inside, the package `transformers.models` gets its import structure from that of `transformers`. Otherwise
+    transformers reads two thousand files for each of the two."""
     import transformers
     from transformers.utils import import_utils
 
@@ -76,7 +76,7 @@ def _scanned_once() -> Iterator[None]:
 
 
 def _without_prefix(structure: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Of the modules below the package of models, their names below it."""
+    """Return the part of an import structure inside the package of models, with names relative to it."""
     prefix = f"{_MODELS}."
     return {
         backends: {name.removeprefix(prefix): held for name, held in modules.items() if name.startswith(prefix)}
@@ -86,8 +86,8 @@ def _without_prefix(structure: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dic
 
 @contextmanager
 def _assignment_put_off() -> Iterator[None]:
-    """Inside, losses of transformers are imported as if there were no scipy, of which they need one function, to match
-    boxes with objects. Then they get it, as one that imports scipy when it is first called."""
+    """Inside, losses of transformers are imported as if scipy were not installed. They need one function of it, to
+    match boxes with objects. Afterwards they get a function that imports scipy when it is first called."""
     from transformers import utils as transformers_utils
 
     utils: Any = transformers_utils

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 Builder = Callable[[], "nn.Module"]
 ModelLike = str | Path | Mapping[str, Any] | Builder
-"""What `sw.plan` takes for a model; see `resolve`."""
+"""What `sw.plan` accepts as a model; see `resolve`."""
 
 ATTENTIONS = ("sdpa", "eager")
-"""Fused attention as the GPU's kernel saves it; or scores and probabilities in memory."""
+"""Fused attention, with what the GPU's kernel saves; or scores and probabilities in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A well-known public model, kept as a data file: its transformers configuration and where that was published."""
+    """A well-known public model in a data file: its transformers configuration and where that was published."""
 
     name: str
     title: str
     source: str
     """URL of the configuration, or of the paper with its table."""
     parameters: int
-    """As its source counts them, which may be rounded."""
+    """The number of parameters that the source states, which may be rounded."""
     config: Mapping[str, Any]
 
 
@@ -46,7 +46,7 @@ class ModelSource:
     """A model that can be built, any number of times. One of `config` and `build` is set."""
 
     title: str
-    """For people: a shape's title, a path, a class."""
+    """The model's name for users: a shape's title, a path, a class."""
     config: Mapping[str, Any] | None = None
     """A transformers configuration with its `model_type`."""
     build: Builder | None = None
@@ -54,17 +54,18 @@ class ModelSource:
     path: str | None = None
     """A Hugging Face directory or `config.json` that `config` was read from."""
     factory: str | None = None
-    """`module:function`, where `build` is that."""
+    """`module:function` if `build` calls that."""
 
     def builder(self, attention: str = "sdpa") -> Builder:
-        """The function that builds the model, on the current default device (the meta device, for a plan).
+        """Return the function that builds the model, on the current default device (the meta device, for a plan).
 
         Args:
-            attention: "sdpa" (fused) or "eager" (scores materialised), where the model is transformers'. Code of the
-                user's own does as it does.
+            attention: "sdpa" (fused) or "eager" (scores materialised), for a transformers configuration. User code
+                ignores it.
 
         Raises:
-            PlanError: when called, where transformers cannot build the configuration.
+            PlanError: an unknown attention; or, when the function is called, transformers cannot build the
+                configuration.
         """
         if attention not in ATTENTIONS:
             raise PlanError(
@@ -77,7 +78,7 @@ class ModelSource:
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence that the model is made for. None: any, or only its code knows.
+        """The longest sequence that the model supports. None: any, or only its code knows.
 
         Raises:
             PlanError: transformers cannot build the configuration.
@@ -89,21 +90,22 @@ class ModelSource:
 
     @property
     def attention(self) -> str:
-        """The fastest that its code has: "sdpa" (fused), or "eager". Raises PlanError as `positions`."""
+        """The fastest attention that the model's code supports: "sdpa" (fused) or "eager". Raises PlanError as
+        `positions`."""
         return "sdpa" if self.config is None else fastest_attention(self.config)
 
     @property
     def is_met(self) -> bool:
-        """Whether its code was asked for its attention on this machine before, or it is code of the user's own."""
+        """Whether the model's attention is stored on this machine, or the model is user code."""
         return self.config is None or kept_attention(self.config) is not None
 
     @property
     def description(self) -> ConfigDescription | None:
-        """Of `config`. Raises PlanError where transformers cannot build it."""
+        """The description of `config`; None without one. Raises PlanError if transformers cannot build it."""
         return None if self.config is None else described(self.config)
 
     def model_section(self) -> dict[str, Any]:
-        """The section `[model]` of a training configuration that names the same model.
+        """Return the section `[model]` of a training configuration that names the same model.
 
         Raises:
             PlanError: a callable has no name that a configuration could hold.
@@ -121,7 +123,7 @@ class ModelSource:
 
 @cache
 def shapes() -> Mapping[str, Shape]:
-    """The packaged shapes by name."""
+    """Return the packaged shapes by name."""
     found = {}
     for entry in sorted((files("shardwise.plan.models") / "shapes").iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(".json"):
@@ -195,7 +197,7 @@ def _from_path(path: Path) -> ModelSource:
 
 
 def _is_built(model: object) -> bool:
-    torch = sys.modules.get("torch")  # where it was not imported, nothing is of its types
+    torch = sys.modules.get("torch")  # if it is not imported, nothing is of its types
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
@@ -207,5 +209,5 @@ def _check_known(config: Mapping[str, Any], where: str) -> None:
 
 @lru_cache(maxsize=8)
 def _transformers_builder(config: str, attention: str) -> Builder:
-    """The same function for the same model: what is known of one builder's models is known of the other's."""
+    """Return the builder of a configuration, one function for one model, so that caches keyed by builders hit."""
     return partial(build_transformer, json.loads(config), attention)

@@ -32,7 +32,7 @@ _HEADS = (
     "AutoModel",
 )
 _SEQUENCE_TO_SEQUENCE = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
-"""Preferred for what has an encoder and a decoder: a causal head would leave the encoder out."""
+"""Preferred for models with an encoder and a decoder: a causal head would leave the encoder out."""
 
 
 def quiet_transformers() -> None:
@@ -57,12 +57,12 @@ def check_model_type(model_type: str, where: str) -> None:
 
 
 _NOT_THE_SHAPE = ("transformers_version", "dtype", "torch_dtype")
-"""The dtype is decided by the precision, as in training."""
+"""Keys that do not belong to a model's shape. The dtype follows from the precision, as in training."""
 
 
 def described(config: Mapping[str, Any]) -> ConfigDescription:
-    """What a plan has to know of a configuration, asked where it was not kept. Raises PlanError if transformers refuses
-    it."""
+    """Return what a plan needs to know about a configuration, from the cache or from transformers. Raises PlanError if
+    transformers refuses it."""
     found = kept_description(config)
     if found is None:
         found = _described(config)
@@ -84,8 +84,8 @@ def _described(config: Mapping[str, Any]) -> ConfigDescription:
 
 
 def fastest_attention(config: Mapping[str, Any]) -> str:
-    """What transformers has for a configuration: "sdpa", or "eager" where nothing is fused. Brings the model's code
-    along where it was not kept. Raises PlanError if transformers refuses the configuration."""
+    """Return the fastest attention that transformers has for a configuration: "sdpa", or "eager" if none is fused.
+    Imports the model's code if the answer is not stored. Raises PlanError if transformers refuses the configuration."""
     found = kept_attention(config)
     if found is None:
         with _errors_on_one_line(config["model_type"]):
@@ -103,15 +103,15 @@ def _normalised(config: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[st
 
 
 _ROTARY = {"rope_theta", "rope_scaling"}
-"""What transformers 5 calls `rope_parameters`."""
+"""Keys that transformers 5 replaces by `rope_parameters`."""
 
 
 def complete_config(config: Mapping[str, Any]) -> Any:
-    """The configuration as an object of transformers. Raises PlanError if transformers refuses it."""
+    """Return the configuration as a transformers object. Raises PlanError if transformers refuses it."""
     import_transformers()
     from transformers import CONFIG_MAPPING
 
-    values = json.loads(json.dumps(config))  # transformers takes nested tables for its own
+    values = json.loads(json.dumps(config))  # a copy: transformers keeps nested tables as its own
     model_type = values.pop("model_type")
     check_sizes(model_type, SimpleNamespace(**values), PlanError)  # before transformers divides by them
     with _errors_on_one_line(model_type):
@@ -134,9 +134,9 @@ def build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
     """
     filled = complete_config(config)
     if getattr(filled, "use_cache", None):
-        filled.use_cache = False  # keys and values kept for generation are no part of a training step
+        filled.use_cache = False  # a training step keeps no keys and values for generation
     if getattr(filled, "is_encoder_decoder", False) and getattr(filled, "decoder_start_token_id", None) is None:
-        filled.decoder_start_token_id = 0  # what labels are shifted in behind; some types leave it to their files
+        filled.decoder_start_token_id = 0  # the first token before shifted labels; some types have no default
     with _errors_on_one_line(config["model_type"]):
         model: nn.Module = _model_class(filled)._from_config(filled, attn_implementation=attention)
     return model.train()
@@ -144,10 +144,10 @@ def build_transformer(config: Mapping[str, Any], attention: str) -> nn.Module:
 
 @contextmanager
 def _errors_on_one_line(model_type: str) -> Iterator[None]:
-    """Errors of transformers as a PlanError of one line."""
+    """Turn errors of transformers into a PlanError of one line."""
     try:
         yield
-    except Exception as error:  # transformers does not check values: any exception may come
+    except Exception as error:  # transformers does not check values: it may raise anything
         if "scaled_dot_product_attention" in str(error):
             raise PlanError(
                 f'{model_type} has no fused attention in transformers: plan it with attention "eager"'
@@ -156,7 +156,7 @@ def _errors_on_one_line(model_type: str) -> Iterator[None]:
 
 
 def _model_class(config: Any) -> Any:
-    """The class of a configuration's model: the one that it names, else the first head that there is for its type."""
+    """Return the class of a configuration's model: the one that it names, else the first head that its type has."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
@@ -189,9 +189,9 @@ def check_sizes(model_type: str, config: object, error: type[UserError]) -> None
 
 
 def impossible_size(config: object) -> str | None:
-    """The first invalid count or width of a configuration, in a few words; None if all are valid.
+    """Return the first invalid count or width of a configuration, in a few words; None if all are valid.
 
-    config: any transformers configuration; sizes that it does not have, or has by layer, are left alone.
+    config: any transformers configuration; sizes that it does not have, or has by layer, are not checked.
     """
     counts = {name: value for name in _LEAST if type(value := getattr(config, name, None)) is int}
     for name, value in counts.items():

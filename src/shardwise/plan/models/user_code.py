@@ -1,7 +1,7 @@
-"""The user's own code behind `module:function`, known by its text as long as the text is what is loaded.
+"""A checksum of the user code behind `module:function`, as long as the files are the code that is loaded.
 
-A process runs the code that it has imported, and the disk may have moved on since. So every file is read when the
-process first sees it, and there is no checksum any more once one of them has changed.
+A process runs the code that it has imported, but files may have changed since. So every file is read when the process
+first sees it, and once one of them has changed there is no checksum any more.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ _STANDARD = tuple(str(Path(sysconfig.get_path(name)).resolve()) + os.sep for nam
 
 
 class _Seen(NamedTuple):
-    """A file when the process first saw it."""
+    """The state of a file when the process first saw it."""
 
     stamp: tuple[int, int, int] | None
-    """Its inode, when it was written, and its size. None: it was not there."""
+    """(inode, time of the last change, size). None: there was no file."""
     checksum: bytes
 
 
 _SEEN: dict[str, _Seen] = {}
-"""By path."""
+"""The files seen so far, by path."""
 _OF_FACTORY: dict[str, set[str]] = {}
-"""By module: the files that its checksum has covered."""
+"""By module: the files that its last checksum covered."""
 
 
 def user_code(factory: str) -> str | None:
-    """A checksum of all code and settings of the project that a factory's module belongs to, and of every module that
-    is loaded and not installed.
+    """Return a checksum of all code and settings of the project that a factory's module belongs to, and of every module
+    that is loaded and not installed.
 
     Args:
         factory: "module:function"; the module is loaded.
 
     Returns:
-        None where the project is more than one has, a module has no file, or a file has changed since it was loaded.
+        None if the project has too many files, the module has no file, or a file has changed since it was first seen.
     """
     name = factory.partition(":")[0]
     project = _project(name)
     if project is None:
         return None
     paths = project | _loaded()
-    if not _OF_FACTORY.get(name, set()) <= paths:  # one is gone
+    if not _OF_FACTORY.get(name, set()) <= paths:  # a file is gone
         return None
     _OF_FACTORY[name] = paths
     text = hashlib.sha256()
@@ -66,8 +66,8 @@ def user_code(factory: str) -> str | None:
 
 
 def _project(name: str) -> set[str] | None:
-    """Files that people edit, from the folder on in which a module's top package lies; of an installed package those of
-    the package. None where there are too many."""
+    """Return the code and settings files below the folder that contains a module's top package; for an installed
+    package, below the package. None if there are too many, or the module has no file."""
     top = sys.modules.get(name.partition(".")[0])
     file = getattr(sys.modules[name], "__file__", None)
     if file is None:
@@ -89,14 +89,14 @@ def _project(name: str) -> set[str] | None:
 
 
 def _loaded() -> set[str]:
-    """Files of modules that are neither installed nor our own. The program itself is nobody's module."""
+    """Return the files of loaded modules that are neither installed nor our own, without `__main__`."""
     files = (getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if name != "__main__")
     return {own for file in files if isinstance(file, str) and (own := _users(file)) is not None}
 
 
 @cache
 def _users(file: str) -> str | None:
-    """A module's file, absolute; None where it is no user's."""
+    """Return a module's file as an absolute path; None if it is not user code."""
     path = Path(file).resolve()
     is_users = not _INSTALLED & set(path.parts) and not str(path).startswith((_OWN, *_STANDARD))
     return str(path) if is_users else None

@@ -1,1 +1,1 @@
-"""What a job keeps on the host and on disk: its bytes there, and the time of every copy and of a step on the host."""
+"""Offload in a forecast: the bytes that a job holds on host and disk, and the time of every copy."""

@@ -1,13 +1,16 @@
-"""The copies between a device and what lies on the host or on disk, beside a step.
+"""The copies between a device and host or disk during a step.
 
-- A unit's slice comes up ahead of its gather, as soon as its slot is free.
-- The optimizer's step is taken on the device, portion by portion: state, and weights where they are elsewhere, come
-  ahead of it and go back behind it. The link takes both directions at once, a disk reads and writes in turn.
-- A unit's reduced gradient goes behind its sum; where earlier micro-batches left one, that comes as its backward
-  begins, and the sum is added to it. Clipping has all of them come twice and go once, the step has them come.
-- What is on disk takes two hops to a device, each a stream; of a unit one after the other.
-- A block's input, where that waits on the host, goes when it is there and comes when backward is near.
-- A step that is taken in backward, of one unit, begins when that has come, and backward goes on behind it.
+- A unit's slice is copied to the device before its gather, as soon as its slot is free.
+- The optimizer's step runs on the device, portion by portion: optimizer state, and offloaded weights, are loaded before
+  the update and written back after it. The link copies in both directions at once; a disk reads and writes in turn.
+- A unit's reduced gradient is copied to the host after its reduction. If earlier micro-batches left a sum there, that
+is
+  loaded when the unit's backward begins, and the gradient is added to it. Clipping loads all gradients twice and writes
+  them once; the step loads them once more.
+- Data on disk reaches a device in two copies, each on a stream of its own; those of one unit run one after the other.
+- The input of a block, if it is offloaded, is copied to the host when it is computed, and back when backward is near.
+- If the optimizer steps in backward, the step of a unit begins when its data is loaded, and backward continues after
+it.
 """
 
 from __future__ import annotations
@@ -23,22 +26,22 @@ from shardwise.plan.offload.memory import Offloaded
 from shardwise.policy.places import Places
 
 UP, DOWN, DISK = STREAMS = ("host to device", "device to host", "disk")
-"""Streams of their own."""
+"""The streams on which copies run."""
 _GRADIENTS_UP, _GRADIENTS_DOWN = 3, 1
-"""How often gradients cross the link after backward: for their norm, to be scaled, and for the step."""
+"""How often gradients cross the link after backward: up for their norm, up and down to be scaled, up for the step."""
 
 
 class Rates(NamedTuple):
-    """Bytes a second, of one rank."""
+    """Bytes per second of one rank."""
 
     link: float
-    """One way."""
+    """Rate between host and device, in one direction."""
     disk: float
-    """Read or written."""
+    """Rate of reading or writing."""
 
 
 class HostSpan(NamedTuple):
-    """Something that one of the streams does."""
+    """One copy on one of the streams."""
 
     stream: str
     name: str
@@ -51,28 +54,28 @@ class HostSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostTask:
-    """All that is to be done, as sizes and rates."""
+    """The copies of a step, as sizes and rates."""
 
     places: Places
     rates: Rates
     on_cpu: bool
     shard_bytes: dict[str, int]
-    """By unit: this rank's slice."""
+    """By unit: bytes of this rank's slice."""
     stepped_bytes: int
-    """As of `Offloaded`."""
+    """As in `Offloaded`."""
     gathers: bool
-    """Slices are gathered; otherwise a shard group of one only brings them."""
+    """Whether slices are gathered. In a shard group of one they are only copied to the device."""
     keeps_params: bool
     unit_stepped_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Of `stepped_bytes`, by unit, where steps are taken in backward."""
+    """`stepped_bytes` by unit, if the optimizer steps in backward."""
     disk_share: float = 0.0
-    """Of `stepped_bytes`, what lies on disk."""
+    """The part of `stepped_bytes` that is on disk."""
     unit_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By unit: this rank's slice of its gradients, where those rest on the host."""
+    """By unit: bytes of this rank's slice of its gradients, if gradients are offloaded to the host."""
 
 
 def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
-    """The copies of a job. None where nothing lies elsewhere."""
+    """Return the copies of a job. None if nothing is offloaded."""
     if not moved.host_bytes + moved.disk_bytes:
         return None
     node = node_of(job.hardware)
@@ -94,24 +97,25 @@ def host_task(job: Job, facts: Facts, moved: Offloaded) -> HostTask | None:
 
 @dataclass
 class HostWork:
-    """One step of it."""
+    """The copies of a `HostTask`, simulated during one step."""
 
     task: HostTask
     spans: list[HostSpan] = field(default_factory=list)
     ends_s: dict[str, float] = field(default_factory=dict)
-    """By stream, when it is free."""
+    """By stream: when its last copy is over."""
     phase: StepPhase = StepPhase.SETUP
-    """Of what the device's host hands out."""
+    """The phase of what the host launches at the moment."""
     stepped_s: float | None = None
-    """When the optimizer's step began."""
+    """When the optimizer's step began; None before that."""
     _resident: set[str] = field(default_factory=set)
+    """Units whose slice was copied to the device."""
     _summed: set[str] = field(default_factory=set)
-    """Units that have a gradient in this step."""
+    """Units that have a gradient on the host in this step."""
     _reduced_s: float = 0.0
-    """When the unit before was reduced, and the next one's backward began."""
+    """When the last unit was reduced, which is when the next unit's backward began."""
 
     def bring(self, unit: str, ready_s: float) -> float:
-        """A unit's slice comes to its slot, which is free from `ready_s` on. When it is there."""
+        """Copy a unit's slice to its slot, which is free from `ready_s` on. Return when that is done."""
         task = self.task
         is_here = task.keeps_params and not task.gathers and unit in self._resident
         if task.places.params is None or (task.on_cpu and task.places.params == "cpu") or is_here:
@@ -120,8 +124,8 @@ class HostWork:
         return self._come(unit, ready_s, task.shard_bytes.get(unit, 0), float(task.places.params == "nvme"))
 
     def begin_sum(self, unit: str, computed_s: float) -> float:
-        """A unit's gradients are computed, and are going to be added to what earlier micro-batches left, which has been
-        on its way since the unit's backward began. When that is there."""
+        """Return when a unit's gradients can be added to the sum of earlier micro-batches. They are computed at
+        `computed_s`; the copy of that sum starts when the unit's backward begins."""
         come_s = computed_s
         if unit in self._summed:
             nbytes = self.task.unit_gradient_bytes.get(unit, 0)
@@ -131,37 +135,39 @@ class HostWork:
         return come_s
 
     def end_sum(self, unit: str, at_s: float) -> None:
-        """The sum has been waited for, and goes. Nothing waits for that."""
+        """Copy a unit's summed gradient to the host from `at_s` on. Nothing waits for that."""
         self._run(DOWN, unit, at_s, self.task.unit_gradient_bytes.get(unit, 0), self.task.rates.link)
 
     def begin_step(self, at_s: float) -> None:
-        """The optimizer's step begins; told again, it has."""
+        """Note that the optimizer's step begins. Only the first call counts."""
         self.stepped_s = at_s if self.stepped_s is None else self.stepped_s
 
     def copy(self, event: HostCopy, ready_s: float) -> tuple[float, float]:
-        """A block's input goes or comes: from when to when."""
+        """Copy a block's input to the host or back. Return when that begins and ends."""
         stream = DOWN if event.way == AWAY else UP
         end_s = self._run(stream, event.module, ready_s, event.nbytes, self.task.rates.link)
         return end_s - event.nbytes / self.task.rates.link, end_s
 
     def come_to_step(self, unit: str, ready_s: float) -> float:
-        """What a unit's step in backward needs comes. When it is there."""
+        """Load what a unit's step in backward needs. Return when it is there."""
         return self._come(unit, ready_s, self.task.unit_stepped_bytes.get(unit, 0), self.task.disk_share)
 
     def go_back(self, unit: str, stepped_s: float) -> None:
-        """A unit's step in backward is over, and what came goes back. Nothing waits for that."""
+        """Write back what a unit's step in backward has updated, from `stepped_s` on. Nothing waits for that."""
         nbytes = self.task.unit_stepped_bytes.get(unit, 0)
         if not self.task.on_cpu:
             stepped_s = self._run(DOWN, unit, stepped_s, nbytes, self.task.rates.link)
         self._run(DISK, unit, stepped_s, round(nbytes * self.task.disk_share), self.task.rates.disk)
 
     def _come(self, unit: str, ready_s: float, nbytes: int, disk_share: float) -> float:
-        """From disk, as far as it is there, and up to the device, if that has memory of its own. When it is there."""
+        """Read the part on disk, then copy everything to the device, if that has memory of its own. Return when that is
+        done."""
         read_s = self._run(DISK, unit, ready_s, round(nbytes * disk_share), self.task.rates.disk)
         return read_s if self.task.on_cpu else self._run(UP, unit, read_s, nbytes, self.task.rates.link)
 
     def finish(self, stepped_s: float) -> float:
-        """When everything is where it belongs; the device's own step is over at `stepped_s`."""
+        """Run the copies of the optimizer's step. Return when everything is written back; the device finishes its own
+        work at `stepped_s`."""
         task, began_s = self.task, self.stepped_s
         if task.unit_stepped_bytes:
             return max(stepped_s, self.ends_s.get(DOWN, 0.0), self.ends_s.get(DISK, 0.0))
@@ -170,7 +176,7 @@ class HostWork:
         on_disk = round(task.stepped_bytes * task.disk_share)
         ends_s = [stepped_s, self._run(DISK, "", began_s, 2 * on_disk, task.rates.disk)]
         gradients = sum(task.unit_gradient_bytes.values())
-        if gradients:  # the first to come went last
+        if gradients:  # the first one loaded was written last
             began_s = max(began_s, self.ends_s.get(DOWN, 0.0))
         if not task.on_cpu:
             for way, times in ((UP, _GRADIENTS_UP), (DOWN, _GRADIENTS_DOWN)):

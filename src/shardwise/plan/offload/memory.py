@@ -1,10 +1,10 @@
-"""The memory of a recorded step of which shards, gradients or optimizer state lie on the host or on disk.
+"""The memory of a recorded step whose shards, gradients or optimizer state are offloaded to the host or to disk.
 
-Nothing else of the step changes: parameters are gathered into the same slots, gradients reduced in the same ones, and
-the step is taken on the device. What comes and goes has rings of buffers on the device. Of a shard
-group of one, whose slot would otherwise be the shard itself, parameters need slots as any other's. What blocks keep on
-the host has memory there in a few sizes, which is kept from step to step. What is on a disk comes to a device through
-as much of the host as the device has of rings. docs/design/offload.md.
+Nothing else in the step changes: parameters are gathered into the same slots, gradients are reduced in the same slots,
+and the optimizer steps on the device. What is loaded and written back passes through rings of buffers on the device. In
+a shard group of one, where the slot would otherwise be the shard itself, parameters need slots as in any other group.
+Inputs of blocks on the host have memory there in a few sizes, which is reused from step to step. Data on disk reaches
+an accelerator through stages on the host, which are as large as its rings. See docs/design/offload.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.plan.dry_run.job import Job
 from shardwise.plan.dry_run.recording import ON_HOST, Allocate, Facts, Free, Recording, StepEvent, StepPhase
 
 _RING_BUFFERS = 4
-"""This and what follows are the engine's (`offload.portions`, `files.direct`), whose modules bring torch along."""
+"""This and the next two are the engine's numbers (`offload.portions`, `files.direct`), whose modules import torch."""
 _PAGE_BYTES = 4096
 _LEAST_RING_BYTES = 64 * 2**20
 _FIRST_BLOCK = -2_000_001
@@ -26,28 +26,29 @@ _FIRST_BLOCK = -2_000_001
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """A step of one rank, and what of it lies elsewhere."""
+    """A step of one rank, and the bytes of it that are not on the device."""
 
     events: tuple[StepEvent, ...]
-    """With the allocations of the device alone."""
+    """The step's events, with only the device's allocations."""
     host_bytes: int = 0
-    """Of a rank, beside an accelerator: with the stages of what is on disk. A CPU's rank has all that is not on disk
-    among the events."""
+    """Bytes on the host for a rank with an accelerator, stages for what is on disk included. For a CPU rank, everything
+    that is not on disk is in `events`."""
     disk_bytes: int = 0
     stepped_bytes: int = 0
-    """Of what lies elsewhere and comes to the step and goes back: state, and weights that are trained."""
+    """Offloaded bytes that are loaded for the optimizer's step and written back: optimizer state and trained
+    weights."""
     stepped_disk_bytes: int = 0
-    """Of those, what comes from disk."""
+    """The part of `stepped_bytes` that is on disk."""
     gradient_bytes: int = 0
-    """Reduced gradients that go when they are summed, and come to be added to, clipped and stepped with."""
+    """Reduced gradients that are written when they are summed, and loaded to be added to, clipped and for the step."""
 
 
 def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
-    """Move what the job keeps elsewhere off the device.
+    """Move what the job offloads from the device's memory to the host's or to disk.
 
     Args:
-        recording: of the job.
-        events: its step as the engine allocates in it, with everything on the device.
+        recording: the job's recording.
+        events: the step with the allocations of the job's engine, everything on the device.
     """
     job, facts = recording.job, recording.facts
     moved = job.elsewhere
@@ -92,7 +93,7 @@ def offloaded(recording: Recording, events: tuple[StepEvent, ...]) -> Offloaded:
 
 
 def _inputs_bytes(events: Iterable[StepEvent]) -> int:
-    """Of the host's memory that blocks' inputs take: of each size as many as are there at once."""
+    """Return the host memory that inputs of blocks take: for each size, as many as exist at once."""
     sizes: dict[int, int] = {}
     there: Counter[int] = Counter()
     most: Counter[int] = Counter()
@@ -107,7 +108,7 @@ def _inputs_bytes(events: Iterable[StepEvent]) -> int:
 
 
 def quarter_of(nbytes: int) -> int:
-    """What sizes of the host's memory are multiples of: a quarter of a power of two."""
+    """Return the unit to which a size of host memory is rounded up: a quarter of the largest power of two in it."""
     return 1 << max(0, nbytes.bit_length() - 3)
 
 
@@ -121,11 +122,12 @@ def _without(events: Iterable[StepEvent], kinds: Collection[str]) -> Iterator[St
 
 
 def _state_ring_bytes(job: Job, largest_bytes: int) -> int:
-    """Of a number of bytes that is asked for, what makes whole buffers, and never less than the engine takes.
+    """Return the bytes of the state ring: as `offload.ring_bytes` asks, in whole buffers, but at least what the engine
+    needs.
 
     Args:
         job: the job.
-        largest_bytes: of the largest parameter's state.
+        largest_bytes: bytes of the largest parameter's state.
     """
     least = _RING_BUFFERS * round_up(largest_bytes, _PAGE_BYTES)
     asked = None if job.offload is None else job.offload.ring_bytes
@@ -136,7 +138,7 @@ def _state_ring_bytes(job: Job, largest_bytes: int) -> int:
 
 
 def _slices(facts: Facts) -> list[int]:
-    """Bytes of each. A unit's frozen parameters and its trained ones lie in slices of their own."""
+    """Return the bytes of each slice. A unit's trained and frozen parameters have slices of their own."""
     slices = []
     for unit, nbytes in facts.unit_shard_bytes.items():
         trained = facts.unit_trained_bytes.get(unit, 0)
@@ -145,13 +147,15 @@ def _slices(facts: Facts) -> list[int]:
 
 
 def _slice_ring_bytes(sizes: Iterable[int]) -> int:
-    """Each buffer is as large as the largest slice, and there are no more of them than slices."""
+    """Return the bytes of a ring for slices. Each buffer is as large as the largest slice, and there are no more
+    buffers than slices."""
     slices = [size for size in sizes if size]
     return min(_RING_BUFFERS, len(slices)) * round_up(max(slices, default=0), _PAGE_BYTES)
 
 
 def _slots_bytes(facts: Facts, job: Job) -> int:
-    """Of gathered parameters: all of them where they stay, else so many slots of each size."""
+    """Return the bytes of gathered parameters: all of them if they stay gathered, else `job.slots` slots of each
+    size."""
     sizes = Counter(facts.unit_bytes.values())
     if job.strategy.keeps_params:
         return sum(facts.unit_bytes.values())

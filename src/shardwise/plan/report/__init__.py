@@ -1,1 +1,1 @@
-"""Answers to read: a table for a terminal, a page for a browser."""
+"""Reports of answers: a table for a terminal, a page for a browser."""

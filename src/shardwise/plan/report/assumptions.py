@@ -1,4 +1,4 @@
-"""What a forecast takes for granted, where that is from, and how far it may move the answer."""
+"""The assumptions of a forecast, their sources, and how much they may change the answer."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from shardwise.plan.simulate.forecast import CONTEXT_RANGE_BYTES, CONTEXT_SOURCE
 from shardwise.plan.simulate.roofline import ATTENTION_SHARE
 
 _SHARES = (0.47, 0.82)
-"""Of its peak that a large product reaches, on devices where it was measured: the least and the most."""
+"""The least and the most of a device's peak that a large product reached, on devices where it was measured."""
 _ATTENTION_SHARES = (0.42, 0.74)
-"""The same of fused attention, of the rate of a large product."""
+"""The same for fused attention, as parts of the rate of a large product."""
 
 
 class Assumption(NamedTuple):
-    """One thing that a forecast takes for granted."""
+    """One assumption of a forecast."""
 
     what: str
     value: str
-    """And where it is from."""
+    """The value and its source."""
     moves: str = ""
-    """How far the answer moves where it is otherwise. Nothing for what was published or asked for."""
+    """How much the answer changes if the assumption is wrong. "" for what was published or asked for."""
 
 
 def assumptions(forecast: Forecast) -> Iterator[Assumption]:
-    """Everything that a forecast takes for granted."""
+    """Yield all assumptions of a forecast."""
     job = forecast.job
     hardware = job.hardware
     yield Assumption("device", hardware.title)
@@ -54,7 +54,7 @@ def assumptions(forecast: Forecast) -> Iterator[Assumption]:
 
 
 def _of_the_host(node: Node, job: Job) -> Iterator[Assumption]:
-    """Its link and disk, as far as the job has to do with them."""
+    """Yield the assumptions about a host's link and disk, as far as the job uses them."""
     half = "half of that is twice as long"
     if not job.on_cpu:
         link = f"{node.copied_bytes_per_s / 1e9:,.0f} GB/s one way ({_source(node.link_bytes_per_s)}; "
@@ -65,7 +65,7 @@ def _of_the_host(node: Node, job: Job) -> Iterator[Assumption]:
 
 
 def range_words(hardware: Hardware) -> str:
-    """Where the range of a throughput is from, in a sentence without its end; nothing where there is none."""
+    """Return the source of the range of a throughput, as a sentence without its full stop; "" if there is no range."""
     spread = spread_of(hardware)
     if spread is None:
         return ""
@@ -82,7 +82,7 @@ def _range(hardware: Hardware) -> str:
 
 
 def _figures(job: Job) -> dict[str, tuple[Figure, str]]:
-    """By name, what the data files say, and the same in words."""
+    """Return, by name, figures from the data files, and their values in words."""
     hardware, interconnect, dtype = job.hardware, job.node_interconnect, job.compute_dtype
     figures = {
         "usable memory": (hardware.usable_bytes, f"{gib(hardware.usable_bytes.value)} GiB"),
@@ -100,7 +100,7 @@ def _figures(job: Job) -> dict[str, tuple[Figure, str]]:
 
 
 def _teras(rate: float) -> str:
-    """A rate over 1e12. A processor's is a part of one."""
+    """Format a rate in units of 1e12 per second. That of a CPU may be less than 1."""
     return f"{rate / 1e12:,.0f}" if rate >= 10e12 else f"{rate / 1e12:.2g}"
 
 
@@ -109,7 +109,7 @@ def _source(figure: Figure) -> str:
 
 
 def _products(hardware: Hardware, dtype: str) -> Assumption:
-    """The rate of a large product."""
+    """Return the assumption about the rate of a large product."""
     words = f"{_teras(hardware.sustained(dtype))} TFLOP/s in {dtype}"
     figure = hardware.matmul_flops.get(dtype)
     if figure is not None:
@@ -122,7 +122,7 @@ def _products(hardware: Hardware, dtype: str) -> Assumption:
 
 
 def _attention(hardware: Hardware) -> Assumption:
-    """The rate of fused attention."""
+    """Return the assumption about the rate of fused attention."""
     figure = hardware.attention_flops.get("flash2")
     if figure is not None:
         return Assumption("fused attention", f"{_teras(figure.value)} TFLOP/s ({_source(figure)})")
@@ -132,7 +132,7 @@ def _attention(hardware: Hardware) -> Assumption:
 
 
 def _beside(forecast: Forecast) -> Iterator[Assumption]:
-    """Memory beside the allocator."""
+    """Yield the assumptions about memory outside the allocator."""
     low, high = (gib(nbytes) for nbytes in CONTEXT_RANGE_BYTES)
     usual = {
         "context": (forecast.job.context_bytes, CONTEXT_SOURCE, f"{low} to {high} GiB have been seen"),

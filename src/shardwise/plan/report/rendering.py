@@ -21,7 +21,7 @@ from shardwise.plan.search.exploration import (
 WIDTH = 80
 _BAR = 32
 _LEAST = 1e-4
-"""Of what a GPU has: what a kind of memory must take to be named."""
+"""The part of a GPU's memory that a kind of memory must take to be shown."""
 _COLUMNS = {
     "strategy": "<",
     "batch": ">",
@@ -33,15 +33,15 @@ _COLUMNS = {
     "MFU": ">",
     "limit": "<",
 }
-"""And their sides: numbers to the right."""
+"""Columns of the table and how they are aligned: numbers to the right."""
 _SPARED = "s/step"
-"""What is left to the page where names are so long that a line would not hold it."""
+"""The column that is left out of the terminal's table if names are so long that a line would not hold it."""
 
 _NOTE = "(GiB and tokens/s of one GPU; context and NCCL are in; limit: what slows it)"
 
 
 def table_text(report: PlanReport) -> str:
-    """The whole report but the timeline and the configuration."""
+    """Return the whole report except the timeline and the configuration."""
     blocks = [f"{report.title}\n{_wrapped(report.setting)}"]
     if report.rows:
         range_ = f"Range of tokens/s: {report.range_words}." if report.range_words else ""
@@ -62,13 +62,13 @@ def table_text(report: PlanReport) -> str:
 
 
 def rows_text(exploration: Exploration) -> str:
-    """The table alone, of a search that may go on; nothing where nothing fits."""
+    """Return only the table, of a search that may go on; "" if nothing fits so far."""
     rows = shown_rows(exploration)
     return _table(rows) if rows else ""
 
 
 def seconds(value: float) -> str:
-    """With three digits."""
+    """Format seconds with three digits."""
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
@@ -86,7 +86,7 @@ def _table(rows: Iterable[Candidate]) -> str:
 
 
 def _cells(row: Candidate) -> dict[str, str]:
-    """What the table says of a configuration, by column."""
+    """Return a configuration's cells, by column."""
     job, forecast = row.job, row.forecast
     assert forecast is not None
     return {
@@ -103,7 +103,7 @@ def _cells(row: Candidate) -> dict[str, str]:
 
 
 def _breakdown(report: PlanReport) -> str:
-    """Where the best one's bytes are, as bars."""
+    """Return the memory of the best configuration by kind, as bars."""
     best = report.best
     assert best is not None
     has = available_bytes(best, report.exploration.budget_bytes)
@@ -138,11 +138,11 @@ COLOURS = {
     "context": "#4a4a4a",
     "nccl": "#707a86",
 }
-"""By kind of memory: the same in every bar."""
+"""Colours by kind of memory, the same in every bar."""
 
 
 def page_html(report: PlanReport) -> str:
-    """The page's text.
+    """Return the page.
 
     Raises:
         PlanError: jinja2, of the extra `train`, is not installed.
@@ -175,7 +175,7 @@ def page_html(report: PlanReport) -> str:
 
 
 def write_page(report: PlanReport, path: Path) -> None:
-    """Write the page. Raises PlanError where that is not possible."""
+    """Write the page. Raises PlanError if the file cannot be written."""
     try:
         path.write_text(page_html(report), encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A finished search as a report: the contents of the terminal's table and of the page."""
+"""The report of a finished search: the contents of the terminal's table and of the page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.plan.simulate.forecast import Forecast
 from shardwise.policy.strategy import Strategy
 
 SHOWN = 10
-"""Rows of the table of the best."""
+"""The number of rows in the table of the best configurations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +27,30 @@ class PlanReport:
     """The contents of one report."""
 
     title: str
-    """The model."""
+    """The model's title and its number of parameters."""
     setting: str
-    """Devices, sequence, precision: what all rows have in common."""
+    """What all rows have in common: devices, sequence, precision."""
     exploration: Exploration
     assumptions: tuple[Assumption, ...]
     range_words: str = ""
-    """Where the ranges of throughputs are from; nothing where there are none."""
+    """The source of the ranges of throughputs; "" if there are no ranges."""
     answers: tuple[str, ...] = ()
-    """To "smallest cluster that fits" and "largest batch that fits", in sentences."""
+    """Further answers in sentences, such as the smallest cluster and the largest batch that fit."""
     timeline: str = ""
-    """The best one's step, an SVG element; or nothing."""
+    """The step of the best configuration, an SVG element; or ""."""
     compares: bool = False
-    """Engines are set side by side: the best of each, and no other rows."""
+    """Whether engines are compared: then the rows are the best configuration of each, and no others."""
     config: str = ""
-    """The best one as a training configuration, TOML; or nothing."""
+    """The best configuration as a training configuration in TOML; or ""."""
 
     @property
     def best(self) -> Forecast | None:
-        """The best configuration's forecast; None where nothing fits."""
+        """The best configuration's forecast; None if nothing fits."""
         return self.exploration.best
 
     @property
     def rows(self) -> list[Candidate]:
-        """The best that fit, best first; the first of each strategy is always among them."""
+        """The best configurations that fit, best first, always with the best of each strategy."""
         rows = shown_rows(self.exploration)
         if not self.compares:
             return rows
@@ -59,19 +59,20 @@ class PlanReport:
 
     @property
     def launches_words(self) -> str:
-        """What "launches" means, where that limits a row; else nothing."""
+        """An explanation of "launches" if that limits a row; else ""."""
         if not any(row.limited_by == LAUNCHES for row in self.rows):
             return ""
         return "Launches: the host launches kernels more slowly than the GPU runs them; larger micro-batches help."
 
     @property
     def bars(self) -> list[Bar]:
-        """One for each strategy: the best of it, or what comes nearest to fitting."""
+        """A bar for each strategy: its best configuration, or the one nearest to fitting."""
         return [_bar(candidate, self.exploration.budget_bytes) for candidate in by_strategy(self.exploration)]
 
     @property
     def fallen(self) -> list[tuple[str, str]]:
-        """(configuration, why) of the nearest of every strategy that does not fit at all, or that is ruled out."""
+        """(configuration, why) for each strategy of which nothing fits, or that is ruled out. The configuration is the
+        one nearest to fitting."""
         known = by_strategy(self.exploration)
         too_large = [
             (full_name(candidate.job), candidate.limited_by)
@@ -79,7 +80,7 @@ class PlanReport:
             if candidate.verdict is not Verdict.FITS
         ]
         names = {strategy_name(candidate.job) for candidate in known}
-        for candidate in self.exploration.candidates:  # ruled out by bounds: the smallest batch says most
+        for candidate in self.exploration.candidates:  # ruled out by bounds: the smallest batch tells most
             if strategy_name(candidate.job) not in names:
                 names.add(strategy_name(candidate.job))
                 too_large.append((full_name(candidate.job), candidate.limited_by))
@@ -87,7 +88,7 @@ class PlanReport:
 
     @property
     def counts(self) -> str:
-        """How many configurations met which fate, in a sentence."""
+        """How many configurations got which verdict, in a sentence; "" if there is only one."""
         counted = dict.fromkeys(Verdict, 0)
         for candidate in self.exploration.candidates:
             counted[candidate.verdict] += 1
@@ -105,14 +106,14 @@ class PlanReport:
 
 
 def shown_rows(exploration: Exploration) -> list[Candidate]:
-    """The best that fit, best first; the first of each strategy is always among them."""
+    """Return the best configurations that fit, best first, always with the best of each strategy."""
     firsts = {id(candidate) for candidate in by_strategy(exploration) if candidate.verdict is Verdict.FITS}
     return [c for n, c in enumerate(exploration.fitting) if n < SHOWN or id(c) in firsts]
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Memory by kind of one configuration, beside the memory that the device has."""
+    """The memory of one configuration by kind, and the memory that the device has."""
 
     label: str
     parts: Mapping[str, int]
@@ -121,7 +122,7 @@ class Bar:
     has_bytes: int
     fits: bool
     tokens_per_s: float
-    """Of a GPU."""
+    """Tokens per second and GPU."""
     tokens_per_s_range: tuple[float, float] | None
 
 
@@ -140,7 +141,7 @@ def _bar(candidate: Candidate, budget_bytes: int | None) -> Bar:
 
 
 def parts(forecast: Forecast) -> dict[str, int]:
-    """What makes up `needed_bytes`, without kinds that hold nothing."""
+    """Return the parts of `needed_bytes` by kind, without kinds of 0 bytes."""
     everything = {
         **forecast.memory,
         "fragmentation": forecast.reserved_memory_bytes - forecast.peak_memory_bytes,
@@ -151,7 +152,8 @@ def parts(forecast: Forecast) -> dict[str, int]:
 
 
 def by_strategy(exploration: Exploration) -> list[Candidate]:
-    """The best candidate of every strategy and shard group: of those that fit, else of those that were forecast."""
+    """Return the best candidate of each strategy and shard group: of those that fit, else of those that were
+    forecast."""
     found: dict[str, Candidate] = {}
     for candidate in exploration.candidates:
         if candidate.forecast is not None:
@@ -160,7 +162,7 @@ def by_strategy(exploration: Exploration) -> list[Candidate]:
 
 
 def range_text(ends: tuple[float, float] | None) -> str:
-    """Both ends of a range of tokens a second, in thousands (k) where they are that large."""
+    """Format a range of tokens per second, in thousands (k) from 1000 on; "" for None."""
     if ends is None:
         return ""
     low, high = ends
@@ -171,23 +173,24 @@ def range_text(ends: tuple[float, float] | None) -> str:
 
 
 def amount(money: float) -> str:
-    """An amount of money, to the cent or to three digits, whichever is more exact."""
+    """Format an amount of money: to the cent from 1 on, below with three digits."""
     return f"{money:,.2f}" if money >= 1 else f"{money:.3g}"
 
 
 def strategy_name(job: Job) -> str:
-    """With its shard group, where it has one; and of another engine, with its name."""
+    """Return a job's strategy, with its shard group if it has one, and with the engine's name if it is another
+    engine."""
     if job.engine in {"fsdp1", "fsdp2"} and job.strategy is Strategy.NO_SHARD:
-        return "ddp"  # which both leave that to
+        return "ddp"  # both leave unsharded training to DDP
     engine = "" if job.engine == "shardwise" else f"{job.engine} "
     return engine + job.strategy.value + (f"/{job.shard_group}" if job.shard_group is not None else "")
 
 
 def full_name(job: Job) -> str:
-    """Strategy, batch and recomputation, as a row has them."""
+    """Return a job's strategy, batch and recomputation in words, as in a row."""
     return f"{strategy_name(job)}, micro-batch {batch_name(job)}, recompute {job.activation_checkpointing}"
 
 
 def batch_name(job: Job) -> str:
-    """Micro-batch, times accumulation where there is any."""
+    """Return the micro-batch, with the accumulation if there is any, such as "4x8"."""
     return str(job.micro_batch) + (f"x{job.accumulation}" if job.accumulation > 1 else "")

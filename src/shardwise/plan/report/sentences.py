@@ -1,4 +1,4 @@
-"""Answers in sentences, and as plain data."""
+"""Answers as sentences and as plain data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.policy.precision import short_dtype_name
 
 
 def more_sentence(question: Question, found: Forecast) -> str:
-    """What it would cost."""
+    """Say with which options the model would fit, and how much memory and time that takes."""
     job = found.job
     options = [] if job.offload is None else [f"--offload {job.offload.words}"]
     if job.optimizer_in_backward and not question.arguments.get("optimizer_in_backward"):
@@ -37,7 +37,7 @@ def more_sentence(question: Question, found: Forecast) -> str:
 
 
 def cost_sentence(cost: Cost, devices: int) -> str:
-    """What a step, a day and a million tokens cost."""
+    """Say what a step, a million tokens and a day cost."""
     whole = f"a day of all {devices} GPUs" if devices > 1 else "a day"
     return (
         f"At {cost.per_device_hour:g} for an hour of a GPU, a step costs {amount(cost.per_step)}, a million tokens "
@@ -46,7 +46,7 @@ def cost_sentence(cost: Cost, devices: int) -> str:
 
 
 def setting(job: Job) -> str:
-    """The settings that all jobs of a search share, in one line."""
+    """Return the settings that all jobs of a search share, in one line."""
     precision = job.precision
     dtypes = "/".join(
         short_dtype_name(name) or "as stored" for name in (precision.param, precision.reduce, precision.master)
@@ -70,7 +70,7 @@ def setting(job: Job) -> str:
 
 
 def candidate_dict(candidate: Candidate) -> dict[str, Any]:
-    """One configuration of a search, for JSON."""
+    """Return one configuration of a search as plain data, for JSON."""
     job = candidate.job
     plain: dict[str, Any] = {
         **sharding_dict(job),
@@ -92,18 +92,18 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
 
 
 def sharding_dict(job: Job) -> dict[str, Any]:
-    """What tells families of configurations apart, for JSON."""
+    """Return strategy and shard group as plain data, for JSON."""
     return {"strategy": job.strategy.value, "shard_group": job.shard_group}
 
 
 def gpus_and_nodes(job: Job) -> str:
-    """Such as "16 GPUs on 2 nodes"."""
+    """Return a job's devices in words, such as "16 GPUs on 2 nodes"."""
     gpus = f"{job.world_size} GPU{'s' if job.world_size > 1 else ''}"
     return gpus if job.nodes == 1 else f"{gpus} on {job.nodes} nodes"
 
 
 def count(parameters: int) -> str:
-    """Such as "8.03 B"."""
+    """Format a number of parameters, such as "8.03 B"."""
     for size, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if parameters >= size:
             return f"{parameters / size:.2f} {name}"

@@ -1,1 +1,1 @@
-"""Which configuration is best: what to try, in how many processes."""
+"""The search for the best configuration: which ones to try, and in how many processes."""

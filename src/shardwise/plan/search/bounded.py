@@ -1,8 +1,8 @@
-"""A search that forecasts little: bounds rule most configurations out, and the largest batch of the rest is bisected.
+"""A search with few forecasts: bounds rule out most configurations, and the largest batch of the others is bisected.
 
 A *column* is all batches of one strategy, shard group and kind of recomputation. The strategy that shards most comes
-first, because the bounds of all others follow from it. Columns of one round do not know of each other, so that what a
-search finds depends neither on the number of processes nor on their speed.
+first, because the bounds of all others follow from it. Columns of one round do not use each other's forecasts, so the
+result of a search depends neither on the number of processes nor on their speed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from shardwise.plan.search.space import Family
 from shardwise.policy.strategy import Strategy
 
 _STARTS = 2
-"""Batches that are forecast before the bounds of a kind of recomputation are believed; from micro-batch 2 on the
-recordings of others are made from theirs."""
+"""Batches that are forecast before the bounds of a kind of recomputation are trusted. From the recordings of two
+batches, both from micro-batch 2 on, those of the other batches are made (`scaling`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Columns of a family, one after the other; each knows of those before it."""
+    """Columns of a family, searched one after the other; each uses the forecasts of those before it."""
 
     family: Family
     modes: tuple[str, ...]
 
     def run(self, evaluate: Evaluate, knowledge: Knowledge, objective: Objective) -> Iterator[Candidate]:
-        """Every configuration with its verdict. `knowledge` learns."""
+        """Yield every configuration with its verdict, and add the forecasts to `knowledge`."""
         for mode in self.modes:
             for batches in _chains(self.family.batches):
                 jobs = [self.family.job(mode, *batch) for batch in batches]
@@ -46,10 +46,10 @@ class Task:
 
 
 def rounds(families: Sequence[Family]) -> Iterator[list[Task]]:
-    """The tasks of a search; each round may know of what the ones before it found.
+    """Yield the tasks of a search, round by round; a round may use what the rounds before it found.
 
     Args:
-        families: of one setting: they differ in strategy and shard group alone.
+        families: of one setting: they differ only in strategy and shard group.
     """
     lean = leanest(families)
     modes = lean.modes
@@ -60,19 +60,19 @@ def rounds(families: Sequence[Family]) -> Iterator[list[Task]]:
 
 
 def leanest(families: Sequence[Family]) -> Family:
-    """The one of the strategy that shards most."""
+    """Return the family of the strategy that shards most."""
     return max(families, key=_leanness)
 
 
 def least_job(families: Sequence[Family]) -> Job:
-    """The job that needs the least memory, as far as one can tell without a forecast."""
+    """Return the job that needs the least memory, as far as that can be told without a forecast."""
     family = leanest(families)
     mode = next((mode for mode in ("offload", "full") if mode in family.modes), family.modes[-1])
     return family.job(mode, *min(family.batches))
 
 
 def by_setting(families: Sequence[Family]) -> list[list[Family]]:
-    """Families that differ in strategy and shard group alone, together."""
+    """Group the families that differ only in strategy and shard group."""
     groups: dict[object, list[Family]] = {}
     for family in families:
         alike = replace(family.base, strategy=Strategy.NO_SHARD, shard_group=None, reshard_after_forward=None)
@@ -86,8 +86,9 @@ def _leanness(family: Family) -> tuple[int, bool, bool]:
 
 
 def _chains(batches: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Batches in runs that need the more memory the further they are: those of one accumulation; or, where each has its
-    own, those that accumulate (gradients wait besides) and the one that does not."""
+    """Split batches into chains along which memory grows: one chain for each accumulation. If every batch has another
+    accumulation (they follow from a global batch), one chain for those that accumulate, which hold accumulated
+    gradients as well, and one for the batch that does not."""
     alone = len({accumulation for _, accumulation in batches}) == len(batches)
     chains: dict[int, list[tuple[int, int]]] = {}
     for micro_batch, accumulation in sorted(batches):
@@ -98,18 +99,19 @@ def _chains(batches: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 @dataclass
 class _Column:
     jobs: list[Job]
-    """The smallest micro-batch first."""
+    """Sorted by micro-batch, the smallest first."""
     evaluate: Evaluate
     knowledge: Knowledge
     objective: Objective
     found: dict[int, Candidate] = field(default_factory=dict)
-    """By place among the jobs."""
+    """The configurations judged from a forecast, by index in `jobs`."""
 
     def search(self) -> Iterator[Candidate]:
-        """Bisect: `low` is the last place that fits, `high` the last that may."""
+        """Yield every job of the column with its verdict, by bisection: `low` is the last index known to fit, `high`
+        the last that may fit."""
         without = self._without_recomputation()
         low, high = without, len(self.jobs) - 1
-        best = self.knowledge.best_tokens_per_s  # of others: its own largest that fits is this column's best
+        best = self.knowledge.best_tokens_per_s  # of other columns: in this one, the largest that fits is best
         beaten = ""
         while True:
             high = max([low, *(n for n in range(low + 1, high + 1) if self._may_fit(n))])
@@ -135,8 +137,8 @@ class _Column:
                 yield Candidate(job, Verdict.SLOWER, None, beaten if place > low else "a larger micro-batch fits")
 
     def _without_recomputation(self) -> int:
-        """The last place that is known to fit when nothing is recomputed, which is faster; -1 for none. As the grid
-        has it."""
+        """Return the index of the last job that is known to fit without recomputation, which is faster; -1 if there is
+        none. `explore_family` has the same rule."""
         if self.objective is not Objective.TOKENS_PER_S or not self.jobs[0].recomputation.every:
             return -1
         fitting = [forecast.job for forecast in self.knowledge.fitting]
@@ -147,8 +149,12 @@ class _Column:
         return self.knowledge.least_bytes(self.jobs[place]) <= self.knowledge.has_bytes
 
     def _next(self, low: int, high: int) -> int:
-        """Where to look next: the last place that fits if a place not forecast needs as much more than its bound as the
-        nearest that was; the last that may fit where there is none."""
+        """Return the index to forecast next.
+
+        While fewer than `_STARTS` are forecast under a kind of recomputation that was unknown: the smallest micro-batch
+        above 1. Before any other first forecast: `high`. Otherwise the last index that fits if its need exceeds its
+        bound by as much as that of the forecast nearest to `high` did; `low + 1` if none does.
+        """
         mode = self.jobs[0].activation_checkpointing
         if len(self.found) < _STARTS and (self.found or not self.knowledge.knows(mode)):
             starts = [n for n in range(low + 1, high + 1) if self.jobs[n].micro_batch > 1]
@@ -163,7 +169,7 @@ class _Column:
         return fitting[-1] if fitting else low + 1
 
     def _beaten(self, places: range, best: float) -> str:
-        """Why none of these places can win; nothing where one can."""
+        """Return why none of the jobs at these indices can be the best; "" if one may be."""
         if self.objective is not Objective.TOKENS_PER_S:
             return ""
         most = max(self.knowledge.most_tokens_per_s(self.jobs[place]) for place in places)

@@ -1,4 +1,4 @@
-"""Forecasts of many jobs of one model, with as few dry runs as that takes."""
+"""Forecasts of many jobs of one model with as few dry runs as possible."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardwise.plan.simulate.kept_forecasts import keep_forecast, kept_forecast
 from shardwise.plan.simulate.scaling import SMALLEST, scaled
 
 STEADY = 3
-"""Micro-batches of a step after which nothing new happens."""
+"""The number of micro-batches from which on each takes as much time and memory as the one before it."""
 _KEPT = 2
-"""Recordings of a kind that are kept to make others from."""
+"""The number of recordings of a kind that are kept, to make others from."""
 
 
 class Evaluator:
-    """Forecasts jobs of one model. A job that differs from two recorded ones in its micro-batch alone is not recorded:
+    """Forecasts jobs of one model. A job that differs from two recorded ones only in its micro-batch is not recorded:
     its recording is made from theirs (`scaling`)."""
 
     def __init__(self, source: ModelSource, scale: bool = True) -> None:
@@ -32,13 +32,13 @@ class Evaluator:
         self._scale = scale
         self._kind: Job | None = None
         self._kept: list[Recording] = []
-        """Of jobs of this kind."""
+        """Recordings of jobs of this kind."""
         self.recorded = 0
-        """Dry runs so far."""
+        """The number of recordings not made from others so far."""
 
     def __call__(self, job: Job) -> Forecast:
-        """A job's forecast, without the events that it was read off: of hundreds they would fill the memory. Kept
-        from one question to the next."""
+        """Return a job's forecast without the recorded events, because those of hundreds of jobs would fill the memory.
+        Forecasts are stored on disk from one question to the next."""
         found = kept_forecast(self._source, job, self._scale)
         if found is None:
             whole = self.whole(job)
@@ -47,9 +47,9 @@ class Evaluator:
         return found
 
     def whole(self, job: Job) -> Forecast:
-        """A job's forecast, events and timeline included.
+        """Return a job's forecast, events and timeline included.
 
-        From the third on, every micro-batch of a step holds as much and takes as long as the one before it. So longer
+        From the third on, every micro-batch of a step takes as much memory and time as the one before it. So longer
         accumulations are forecast from steps of two and three micro-batches, and have the timeline of three.
         """
         if job.accumulation <= STEADY or not self._scale:
@@ -58,13 +58,13 @@ class Evaluator:
         return _longer(two, three, job)
 
     def recording(self, job: Job) -> Recording:
-        """A job's recording, made from others where that is exact.
+        """Return a job's recording, made from others where that is exact.
 
         Raises:
             PlanError: the model cannot be built or run dry.
         """
         kind = replace(job, micro_batch=1)
-        if kind != self._kind:  # a search takes one kind after the other; old recordings are only in the way
+        if kind != self._kind:  # a search takes one kind after the other: recordings of the last are not needed
             self._kind, self._kept = kind, []
         kept = self._kept
         if self._scale and len(kept) == _KEPT:
@@ -79,7 +79,7 @@ class Evaluator:
 
 
 def _longer(two: Forecast, three: Forecast, job: Job) -> Forecast:
-    """The forecast of a longer accumulation: each further micro-batch adds as much as the third."""
+    """Return the forecast of a longer accumulation, in which each further micro-batch adds as much as the third."""
     more = job.accumulation - STEADY
     step_time_s = three.step_time_s + more * (three.step_time_s - two.step_time_s)
     faster = job.accumulation / STEADY * three.step_time_s / step_time_s

@@ -1,4 +1,4 @@
-"""Search: which configurations fit, which of them is best, the bottleneck of each, and why the others do not fit."""
+"""Verdicts of a search: which configurations fit, which is best, what limits each, and why the others do not fit."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from shardwise.plan.simulate.forecast import Forecast
 Evaluate = Callable[[Job], Forecast]
 
 WAITING_SHARE = 0.2
-"""Of a step that waits for the network, the host's copies or its launches, from which on that is what holds a
-configuration back."""
+"""A configuration is limited by the network, by host copies or by launches if it waits for that more than this share of
+a step."""
 LAUNCHES = "launches"
 
 
 LARGEST_CLUSTER_NODES = 4096
-"""Where the search for a cluster gives up."""
+"""The most nodes that the search for a cluster tries."""
 
 
 class Objective(enum.Enum):
-    """By which configurations are ordered."""
+    """The criterion by which configurations are ordered."""
 
     TOKENS_PER_S = "tokens_per_s"
-    """The most tokens a second and GPU."""
+    """The most tokens per second and GPU."""
     MEMORY = "memory"
     """The least memory."""
     MICRO_BATCH = "micro_batch"
-    """The largest micro-batch, then the most tokens a second."""
+    """The largest micro-batch, then the most tokens per second."""
 
     @classmethod
     def parse(cls, value: Objective | str) -> Objective:
-        """A member from itself or its name. Raises PlanError."""
+        """Return the member of this name, or the member itself. Raises PlanError for an unknown name."""
         if isinstance(value, cls):
             return value
         names = [member.value for member in cls]
@@ -44,7 +44,8 @@ class Objective(enum.Enum):
         return cls(value)
 
     def key(self, forecast: Forecast) -> tuple[float, ...]:
-        """Smaller is better; ties go to what needs less memory."""
+        """Return the sort key of a forecast: smaller is better. Ties go to the one that needs less memory; when ordered
+        by memory, to the faster one."""
         if self is Objective.MEMORY:
             return (needed_bytes(forecast), -forecast.tokens_per_s_per_gpu)
         speed = (-forecast.tokens_per_s_per_gpu, needed_bytes(forecast))
@@ -56,9 +57,9 @@ class Verdict(enum.Enum):
 
     FITS = "fits"
     TOO_LARGE = "too large"
-    """The forecast needs more than there is."""
+    """The forecast needs more memory than the GPU or a node's host has."""
     IMPLIED = "too large, as a smaller batch is"
-    """Not forecast: a smaller micro-batch holds more live bytes than there are, and a larger one never holds fewer."""
+    """Not forecast: a smaller micro-batch already has more live bytes than fit, and a larger one never has fewer."""
     SLOWER = "slower"
     """Not forecast: another that fits is known to be faster."""
 
@@ -70,10 +71,10 @@ class Candidate:
     job: Job
     verdict: Verdict
     forecast: Forecast | None
-    """None where the verdict follows without one."""
+    """None if the verdict follows without one."""
     limited_by: str
-    """The bottleneck (memory, network, host, launches, compute), or why it is not among the fitting ones, as a
-    sentence."""
+    """The bottleneck (memory, network, host, launches or compute) of one that fits; for the others, a phrase that says
+    why they do not fit or are slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,28 +84,28 @@ class Exploration:
     candidates: tuple[Candidate, ...]
     """Those that fit first, best first; then those that do not, the nearest first; then those not forecast."""
     budget_bytes: int | None
-    """Of one GPU, for everything; None: the device's usable bytes."""
+    """Memory of one GPU, for everything. None: the device's usable bytes."""
     left_out: tuple[tuple[Job, str], ...] = ()
-    """As `SearchSpace.left_out`."""
+    """Like `SearchSpace.left_out`."""
 
     @property
     def fitting(self) -> list[Candidate]:
-        """Best first."""
+        """The configurations that fit, best first."""
         return [candidate for candidate in self.candidates if candidate.verdict is Verdict.FITS]
 
     @property
     def best(self) -> Forecast | None:
-        """The best configuration's forecast; None where nothing fits."""
+        """The best configuration's forecast; None if nothing fits."""
         return self.fitting[0].forecast if self.fitting else None
 
 
 def needed_bytes(forecast: Forecast) -> int:
-    """Everything that a GPU must have: reserved bytes, the device's context, NCCL's buffers."""
+    """Return the bytes that a GPU must have in all: reserved bytes, the device's context and NCCL's buffers."""
     return forecast.reserved_memory_bytes + forecast.context_bytes + forecast.nccl_bytes
 
 
 def available_bytes(forecast: Forecast, budget_bytes: int | None = None) -> int:
-    """Bytes that a GPU has for `needed_bytes`: its usable bytes, or the budget where that is less."""
+    """Return the bytes that a GPU has for `needed_bytes`: its usable bytes, or the budget if that is less."""
     return forecast.usable_bytes if budget_bytes is None else min(budget_bytes, forecast.usable_bytes)
 
 
@@ -113,9 +114,9 @@ def explore_family(
 ) -> Iterator[Candidate]:
     """Judge a family's configurations one after the other, and forecast only those that need it.
 
-    Two rules, both exact, spare forecasts. Live bytes do not fall when the micro-batch grows, so nothing
-    larger fits where live bytes alone exceed the budget. Recomputation adds kernels to the same order of events, so it
-    is never faster than the same batch without it; the search for speed leaves it out where that fits.
+    Two exact rules save forecasts. Live bytes do not fall when the micro-batch grows, so once live bytes alone exceed
+    the budget, nothing larger fits. Recomputation adds kernels to the same order of events, so it is never faster than
+    the same batch without it: if that batch fits, a search for speed does not forecast the recomputing one.
     """
     fitting: set[tuple[int, int]] = set()
     for mode in family.modes:
@@ -137,7 +138,7 @@ def explore_family(
 
 
 def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
-    """Whether a forecast fits, and its bottleneck."""
+    """Return the verdict on a forecast: whether it fits, and its bottleneck or why it does not."""
     needs, has = needed_bytes(forecast), available_bytes(forecast, budget_bytes)
     if needs > has:
         return Candidate(forecast.job, Verdict.TOO_LARGE, forecast, why_too_large(forecast, has))
@@ -156,7 +157,7 @@ def judge(forecast: Forecast, budget_bytes: int | None) -> Candidate:
 
 
 def why_too_large(forecast: Forecast, has_bytes: int) -> str:
-    """The bytes needed, the bytes available and the kind of memory that takes most, in words."""
+    """Return, in words, the bytes needed, the bytes available and the kind of memory that takes most."""
     kind, largest = max(forecast.memory.items(), key=lambda item: item[1])
     needs = needed_bytes(forecast)
     return f"needs {gib(needs)} of {gib(has_bytes)} GiB, of which {gib(largest)} for {MEMORY_WORDS[kind]}"
@@ -176,11 +177,12 @@ MEMORY_WORDS = {
     "context": "GPU context",
     "nccl": "NCCL buffers",
 }
-"""Kinds of memory as people are told of them. The last three are beside what lives in the allocator."""
+"""Names of kinds of memory for users. The last three are not blocks that live in the allocator."""
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: int | None) -> Exploration:
-    """Put candidates in order. Memory is the bottleneck of one whose next larger micro-batch does not fit."""
+    """Put candidates in order. One that was limited by compute is limited by memory if a larger batch of its family
+    does not fit."""
     everything = [(candidate, family_key(candidate.job)) for candidate in candidates]
     larger_fails = {key for candidate, key in everything if candidate.verdict in (Verdict.TOO_LARGE, Verdict.IMPLIED)}
     largest: dict[tuple[object, ...], int] = {}
@@ -204,7 +206,8 @@ def ranked(candidates: Iterable[Candidate], objective: Objective, budget_bytes: 
 
 
 def nothing_fits(exploration: Exploration) -> PlanError:
-    """The error for a search without a single configuration that fits: what came nearest, and what would help."""
+    """Return the error for a search in which nothing fits: it names the configuration nearest to fitting and what would
+    help."""
     nearest = next(candidate for candidate in exploration.candidates if candidate.forecast is not None)
     forecast, job = nearest.forecast, nearest.job
     assert forecast is not None
@@ -217,7 +220,7 @@ def nothing_fits(exploration: Exploration) -> PlanError:
 
 
 def ways_out(job: Job) -> str:
-    """What to change where a job does not fit, as far as the job itself shows."""
+    """Return, in words, what to change so that a job may fit, as far as the job itself shows."""
     ways = []
     if job.micro_batch > 1:
         ways.append("a smaller micro-batch")
@@ -229,10 +232,10 @@ def ways_out(job: Job) -> str:
 
 
 def largest_micro_batch(evaluate: Evaluate, job: Job, budget_bytes: int | None = None) -> Forecast | None:
-    """The largest micro-batch with which a job fits: doubled until it does not, then bisected.
+    """Find the largest micro-batch with which a job fits: double it until it does not fit, then bisect.
 
     Returns:
-        Its forecast; None where not even one sequence fits.
+        Its forecast; None if not even one sequence fits.
     """
 
     def with_batch(size: int) -> Forecast | None:
@@ -247,22 +250,24 @@ def largest_micro_batch(evaluate: Evaluate, job: Job, budget_bytes: int | None =
 def smallest_cluster(
     evaluate: Evaluate, job: Job, budget_bytes: int | None = None, may_fit: Callable[[Job], bool] = lambda job: True
 ) -> Forecast | None:
-    """The fewest GPUs on which a job fits: one, which needs no communicator; then more of a node, then whole nodes.
+    """Find the fewest GPUs on which a job fits: one, which needs no communicator; then more of a node, then whole
+    nodes.
 
     Args:
-        job: its `gpus_per_node` is a full node; its `nodes`, its `shard_group` and a number of ranks to reshard to are
-            not looked at.
-        budget_bytes: of one GPU, for everything. None: the device's usable bytes.
-        may_fit: False where a job is known not to fit, which is then not forecast.
+        job: its `gpus_per_node` is a full node. Its `nodes`, its `shard_group` and a `reshard_after_forward` that is a
+            number of ranks are ignored.
+        budget_bytes: memory of one GPU, for everything. None: the device's usable bytes.
+        may_fit: returns False for a job that is known not to fit; it is then not forecast.
 
     Returns:
-        The forecast there; None where `LARGEST_CLUSTER_NODES` nodes are too few.
+        The forecast on that cluster; None if `LARGEST_CLUSTER_NODES` nodes are too few.
     """
     full = job.gpus_per_node
     resharding = job.reshard_after_forward if isinstance(job.reshard_after_forward, bool) else None
 
     def with_size(size: int) -> Forecast | None:
-        """What fits there. Sizes count GPUs up to a full node, nodes beyond it."""
+        """Return the forecast at this size, or None if it does not fit. Up to a full node, sizes count GPUs; from there
+        on each adds a node."""
         nodes, gpus = (1, size) if size <= full else (size - full + 1, full)
         smaller = replace(job, nodes=nodes, gpus_per_node=gpus, shard_group=None, reshard_after_forward=resharding)
         return _fitting(evaluate(smaller), budget_bytes) if may_fit(smaller) else None
@@ -279,7 +284,7 @@ def smallest_cluster(
 
 
 def describe(job: Job) -> str:
-    """A job in a few words: strategy, batch, recomputation."""
+    """Describe a job in a few words: strategy, batch, recomputation."""
     group = f" in groups of {job.shard_group}" if job.shard_group is not None else ""
     steps = f" x {job.accumulation}" if job.accumulation > 1 else ""
     mode = job.activation_checkpointing
@@ -295,7 +300,7 @@ RECOMPUTES = {
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in GiB, with as many digits as are of interest."""
+    """Format bytes as GiB: one digit after the point, four for less than 0.1 GiB."""
     size = nbytes / 2**30
     return f"{size:,.1f}" if size >= 0.1 or not size else f"{size:.4f}"
 
@@ -303,7 +308,15 @@ def gib(nbytes: float) -> str:
 def _bisect(
     low: int, high: int, best: Forecast | None, fitting: Callable[[int], Forecast | None], fits_below: bool
 ) -> Forecast | None:
-    """The forecast of the last size that fits, where one of `low` and `high` does. `best` is the one known so far."""
+    """Return the forecast of the size that fits next to one that does not.
+
+    Args:
+        low: fits if `fits_below`, otherwise does not.
+        high: the opposite.
+        best: the forecast of the end that fits; None if that is size 0.
+        fitting: returns the forecast at a size, or None if it does not fit.
+        fits_below: whether sizes fit up to some size (a batch) or from some size on (a cluster).
+    """
     while high - low > 1:
         middle = (low + high) // 2
         found = fitting(middle)
@@ -323,13 +336,14 @@ def _is_hopeless(forecast: Forecast, budget_bytes: int | None) -> bool:
 
 
 def _implies(smaller: Job, larger: Job) -> bool:
-    """Whether live bytes of one batch bound those of another from below: accumulated gradients stay from the second
-    micro-batch on, so a job that accumulates says nothing about one that does not."""
+    """Whether the live bytes of `smaller` are a lower bound of those of `larger`. Accumulated gradients are held from
+    the second micro-batch on, so a job that accumulates is no bound for one that does not."""
     return smaller.micro_batch <= larger.micro_batch and (smaller.accumulation == 1 or larger.accumulation > 1)
 
 
 def family_key(job: Job) -> tuple[object, ...]:
-    """What jobs have in common that differ in their batches alone. A device may be an object that cannot be hashed."""
+    """Return a key that is the same for jobs that differ only in their batches. The GPU goes in by name, because a
+    device may be an object that cannot be hashed."""
     alike = (getattr(job, field.name) for field in fields(job) if field.name not in _APART)
     return (str(getattr(job.gpu, "name", job.gpu)), *alike)
 

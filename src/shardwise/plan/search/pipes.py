@@ -1,7 +1,7 @@
-"""Processes that answer messages, and the two pipes to each.
+"""Processes that answer messages, with two pipes to each.
 
-A process is a program of its own, not a fork of the caller, which may have threads and process groups. Where several
-start at once, they are forks of one such program (Linux only), which imports for all of them and does nothing else.
+A process is a new program, not a fork of the caller, which may have threads and process groups. If several start at
+once, they are forks of one such program (Linux only), which only does the imports for all of them.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
 _FORKS = sys.platform == "linux"
-"""Elsewhere system libraries do not outlive a fork."""
+"""Whether processes may be forks. Not on other platforms, where system libraries do not survive a fork."""
 
 
 _ENDS_S = 5.0
-"""After which a process that was told to end is killed."""
+"""Seconds after which a process that was told to end is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipePair:
-    """The caller's end."""
+    """The caller's end of the two pipes to a process."""
 
     process: subprocess.Popen[bytes]
-    """The one that answers, or the one that it was forked from, which ends as it does."""
+    """The process that answers, or the one that it was forked from, which ends with the same status if a fork fails."""
     messages: IO[bytes]
     answers: IO[bytes]
 
     def ask(self, message: Any) -> Any:
-        """The answer to a message, both picklable. Raises EOFError where the process is gone."""
+        """Send a message and return the answer, both picklable. Raises EOFError if the process is gone."""
         send(self.messages, message)
         return pickle.load(self.answers)
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it is doing."""
         self.process.terminate()
         for end in (self.messages, self.answers):
             with suppress(BrokenPipeError):
                 end.close()
         try:
             self.process.wait(_ENDS_S)
-        except subprocess.TimeoutExpired:  # code of the user's may handle the signal
+        except subprocess.TimeoutExpired:  # user code may handle the signal
             self.process.kill()
             self.process.wait()
 
 
 def send(end: IO[bytes], message: Any) -> None:
-    """Write a message; where nobody reads it any more, reading the answer raises."""
+    """Write a message. Does not raise if nobody reads it any more: reading the answer does."""
     with suppress(BrokenPipeError):
         pickle.dump(message, end)
         end.flush()
@@ -62,9 +62,9 @@ def start(program: str, first: Any, count: int) -> list[PipePair]:
     """Start processes.
 
     Args:
-        program: the module that they import; it calls `serve` in its function `main`.
-        first: what `serve` gives to its `prepare`, picklable.
-        count: how many.
+        program: the module that they import; its function `main` calls `serve`.
+        first: the first message, picklable, which `serve` passes to its `prepare`.
+        count: the number of processes.
     """
     if count > 1 and not _FORKS:
         return [pair for _ in range(count) for pair in start(program, first, 1)]
@@ -88,16 +88,16 @@ def start(program: str, first: Any, count: int) -> list[PipePair]:
 def serve(
     ends: Sequence[tuple[int, int]], prepare: Callable[[Any], None], answering: Callable[[Any], Callable[[Any], Any]]
 ) -> NoReturn:
-    """Be the processes: answer what comes through each pair of pipes until it closes.
+    """Run in the started program: answer the messages of each pair of pipes, in a process for each, until it closes.
 
     Args:
-        ends: file descriptors: of messages, of answers.
-        prepare: called once with what the caller sent first.
-        answering: called in each process with the same; returns what answers a message. Where that raises, the
-            exception is the answer.
+        ends: file descriptors of each pair: of messages, of answers.
+        prepare: called once with the caller's first message.
+        answering: called in each process with the same message; returns the function that answers messages. If that
+            raises, the exception is the answer.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the caller says what is to be said
-    os.dup2(2, 1)  # what is imported may print
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C: the caller reports it
+    os.dup2(2, 1)  # imported code may print: keep the caller's stdout clean
     first = pickle.load(sys.stdin.buffer)
     prepare(first)
     if len(ends) == 1:
@@ -127,7 +127,7 @@ def _close(ends: Any) -> None:
 
 
 def _leave(forks: Sequence[int], status: int) -> NoReturn:
-    """End with what was forked, as that did which ended with this status."""
+    """Kill all forks and end this process with the given status; with the same signal if it is negative."""
     for fork in forks:
         with suppress(ProcessLookupError):
             os.kill(fork, signal.SIGKILL)
@@ -135,7 +135,7 @@ def _leave(forks: Sequence[int], status: int) -> NoReturn:
         with suppress(ChildProcessError):
             os.waitpid(fork, 0)
     if status < 0:
-        with suppress(OSError):  # of SIGKILL
+        with suppress(OSError):  # SIGKILL has no handler to set
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(max(status, 0))
@@ -155,5 +155,5 @@ def _answer(messages: int, answers: int, answer: Callable[[Any], Any]) -> NoRetu
             try:
                 pickle.dump(found, target)
                 target.flush()
-            except BrokenPipeError:  # nobody waits for it
+            except BrokenPipeError:  # nobody waits for the answer
                 os._exit(1)

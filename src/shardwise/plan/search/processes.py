@@ -1,7 +1,8 @@
 """Forecasts in several processes.
 
-Where the machine has met the model before, each process starts when the first forecast is asked of it that was not
-kept; else all start at once, as forks of one that imports while the caller does (`pipes`).
+If the machine has met the model before (`ModelSource.is_met`), each process starts when it is first asked for a
+forecast that is not stored. Otherwise all start at once, as forks of one that imports at the same time as the caller
+(`pipes`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ T = TypeVar("T")
 
 
 class Forecasters:
-    """Forecasts jobs, and runs tasks that do, several at a time, each with one process behind it. A context manager."""
+    """Forecasts jobs, and runs several tasks that forecast at a time, each with a process of its own. A context
+    manager."""
 
     def __init__(self, model: ModelLike, processes: int = 1) -> None:
         """
         Args:
-            model: for more than one process picklable: a name, a path or a dict.
-            processes: at most so many. With one, everything runs in the caller's.
+            model: must be picklable if there are several processes: a name, a path or a dict.
+            processes: the most processes. With one, everything runs in the caller's process.
         """
         self._model = model
         self._workers: list[_Worker] = (
@@ -52,21 +54,21 @@ class Forecasters:
             worker.end()
 
     def __call__(self, job: Job, scale: bool = True) -> Forecast:
-        """A job's forecast without events, its recording made from others' if `scale`."""
+        """Return a job's forecast without events. Its recording may be made from others if `scale`."""
         return self._workers[0](job, scale)
 
     def run(self, tasks: Sequence[Callable[[Evaluate], T]], scale: bool = True) -> list[T]:
         """Run tasks.
 
         Args:
-            tasks: called with what forecasts a job; the first are started first.
+            tasks: each is called with a function that forecasts a job. They are started in order.
             scale: whether recordings may be made from others.
 
         Returns:
             What the tasks return, in their order.
 
         Raises:
-            Whatever a task raises; PlanError where a process dies without an answer.
+            Whatever a task raises; PlanError if a process dies without an answer.
         """
         idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
@@ -76,7 +78,7 @@ class Forecasters:
             worker = idle.get()
             try:
                 return task(partial(worker, scale=scale))
-            finally:  # a dead one too: forecasting with it raises, where waiting for one that lives might never end
+            finally:  # a dead one too: using it raises, while waiting for a live one might never end
                 idle.put(worker)
 
         if len(self._workers) == 1:
@@ -100,11 +102,11 @@ class _Worker:
         return self._evaluators[scale](job)
 
     def end(self) -> None:
-        """Nothing was started."""
+        """Do nothing: no process was started."""
 
 
 class _Process(_Worker):
-    """The caller's end of a process of its own."""
+    """Forecasts in another process; this is the caller's end."""
 
     def __init__(self, model: ModelLike) -> None:
         self._model = model
@@ -114,7 +116,8 @@ class _Process(_Worker):
 
     @property
     def is_certain(self) -> bool:
-        """Whether a forecast will be asked of it for certain."""
+        """Whether the process will certainly be asked for a forecast: the machine has not met the model, so none is
+        stored."""
         return not self._source.is_met
 
     def __call__(self, job: Job, scale: bool) -> Forecast:
@@ -142,14 +145,14 @@ class _Process(_Worker):
 
 
 def main(ends: Sequence[tuple[int, int]]) -> None:
-    """The processes' end. The first message is the model, all others are jobs and whether to scale."""
+    """Run in the processes: answer messages. The first is the model, all others are (job, whether to scale)."""
     own_process()
     serve(ends, _import_for, _answering)
 
 
 def _import_for(model: ModelLike) -> None:
-    """Import what forecasts of a model need, before the first is asked for."""
-    with suppress(Exception):  # the caller says it, or the first job does
+    """Import what forecasts of a model need, before the first one is asked for."""
+    with suppress(Exception):  # the caller meets the same error, or the first job does
         _ = resolve(model).attention
         from shardwise.plan.dry_run import step  # noqa: F401 - takes long
 

@@ -25,18 +25,18 @@ COMPARED = {
     "deepspeed": ("deepspeed", Strategy.FULL_SHARD),
     "shardwise": ("shardwise", Strategy.FULL_SHARD),
 }
-"""By name, (engine, strategy) of what a plan can set side by side."""
+"""(engine, strategy) by the name under which a plan can compare them."""
 
 
 class Effort(enum.Enum):
     """How much of a search is forecast."""
 
     QUICK = "quick"
-    """The strategy that shards most, and what bounds leave of it."""
+    """Only the strategy that shards most, and only what bounds do not rule out."""
     USUAL = "usual"
-    """What bounds leave: the same winner as the whole grid's."""
+    """What bounds do not rule out: finds the same best configuration as the whole grid."""
     THOROUGH = "thorough"
-    """The whole grid, but for what follows from smaller batches."""
+    """The whole grid, except for what follows from smaller batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +45,34 @@ class Question:
 
     model: ModelLike
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """As for `space.families`."""
+    """As for `search_space`."""
     global_batch: int | None = None
     budget_bytes: int | None = None
-    """Of one GPU, for everything; None: the device's usable bytes."""
+    """Memory of one GPU, for everything. None: the device's usable bytes."""
     objective: Objective = Objective.TOKENS_PER_S
     effort: Effort = Effort.USUAL
     workers: int = 1
-    """Processes that forecast."""
+    """The number of processes that forecast."""
     compare: tuple[str, ...] = ()
-    """Of `COMPARED`: each one's best, side by side, in place of a search over strategies."""
+    """Names in `COMPARED`. If there are any, the best configuration of each is found, instead of a search over
+    strategies."""
     smallest_cluster: bool = False
-    """Also ask how few GPUs would do."""
+    """Whether to find the fewest GPUs that suffice, too."""
     largest_batch: bool = False
-    """Also ask how large a micro-batch would fit."""
+    """Whether to find the largest micro-batch that fits, too."""
 
 
 def space_of(question: Question) -> SearchSpace:
-    """All of them, for sequences and attention that the model has: its code may be loaded to learn that. Raises
-    PlanError and ConfigError as `asked_space`, and where the model has not what was asked for."""
+    """Return all configurations that a question spans, with a sequence length and attention that suit the model, whose
+    code may be loaded for that. Raises PlanError and ConfigError as `asked_space`, and if the model does not support
+    what was asked for."""
     asked_space(question)
     return _space(question, suited_to(resolve(question.model), question.arguments))
 
 
 def asked_space(question: Question) -> SearchSpace:
-    """As many, before anything is loaded. Raises PlanError and ConfigError for arguments that cannot be."""
+    """Return as many configurations as `space_of`, without loading the model. Raises PlanError and ConfigError for
+    invalid arguments."""
     space = _space(question, question.arguments)
     for family in space.families:
         _ = family.base.hardware, family.base.node_interconnect
@@ -87,14 +90,14 @@ def _searched(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
 
 
 def _quick(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
-    """Of each setting the strategy that shards most alone."""
+    """Return, for each setting, only the configurations of the strategy that shards most."""
     families = _searched(question, arguments).families
     return SearchSpace(tuple(leanest(alike) for alike in by_setting(families)), ())
 
 
 def _side_by_side(question: Question, arguments: Mapping[str, Any]) -> SearchSpace:
-    """The configurations of everything that is compared. Raises PlanError for an unknown name, or where strategy or
-    engine are given besides."""
+    """Return the configurations of everything that is compared. Raises PlanError for an unknown name, or if an engine,
+    strategy or shard group is given too."""
     families: list[Family] = []
     for name in question.compare:
         if name not in COMPARED:

@@ -30,14 +30,14 @@ from shardwise.plan.search.space import Family, SearchSpace
 from shardwise.plan.simulate.forecast import Forecast
 
 PARALLEL_FROM = 4
-"""Configurations from which on it pays to start processes."""
+"""The number of configurations from which on starting processes pays off."""
 BOUNDED_FROM = 12
-"""Configurations from which on bounds spare some of them."""
+"""The number of configurations from which on bounds save forecasts."""
 SCALED_FROM = 2
-"""Batches of a family that are always recorded."""
+"""A family with more batches than this may have forecasts from recordings made from others."""
 
 Progress = Callable[[int, int, Candidate], None]
-"""Told (configurations done, configurations in all, the one just judged) of a search, perhaps from several threads."""
+"""Called with (configurations done, configurations in all, the one just judged), perhaps from several threads."""
 
 
 def search(
@@ -53,18 +53,18 @@ def search(
 
     Args:
         model: as for `forecast`.
-        budget_bytes: of one GPU, context and NCCL included; None: the device's usable bytes.
+        budget_bytes: memory of one GPU, context and NCCL included. None: the device's usable bytes.
         objective: "tokens_per_s", "memory" (least first) or "micro_batch" (largest first).
         global_batch: sequences of a step over all ranks; accumulation follows from it.
         workers: processes that forecast; more than one needs a model that has a name or is a dict.
-        arguments: of `forecast`. A value fixes one, a list gives the choices. Where `strategy`, `shard_group`,
-            `micro_batch`, `activation_checkpointing` or `accumulation` is left out it is searched.
+        arguments: of `forecast`. A value fixes an argument, a list gives the choices. Where `strategy`, `shard_group`,
+            `micro_batch`, `activation_checkpointing` or `accumulation` is left out, it is searched.
 
     Returns:
-        Never empty. The first has its timeline; the others' events were not kept.
+        At least one forecast. The first has its timeline; the others have no events.
 
     Raises:
-        PlanError: nothing fits, or the model cannot be planned; the message names the way out.
+        PlanError: nothing fits, or the model cannot be planned; the message says what to change.
         ConfigError: an invalid argument.
     """
     parsed = Objective.parse(objective)
@@ -83,8 +83,8 @@ def explore(question: Question, progress: Progress | None = None) -> Exploration
 
 
 def forecasters_of(question: Question) -> Forecasters:
-    """One process where few configurations are asked for, or where the model has no name to tell another process.
-    Raises PlanError and ConfigError as `asked_space`."""
+    """Return `Forecasters` with `question.workers` processes; with one if there are few configurations, or if the model
+    is a callable, which has no name to tell another process. Raises PlanError and ConfigError as `asked_space`."""
     alone = asked_space(question).size < PARALLEL_FROM or callable(question.model)
     return Forecasters(question.model, 1 if alone else question.workers)
 
@@ -92,7 +92,8 @@ def forecasters_of(question: Question) -> Forecasters:
 def explore_with(
     question: Question, whole: SearchSpace, forecasters: Forecasters, progress: Progress | None
 ) -> Exploration:
-    """Search `whole`, which the question spans, with processes that are there."""
+    """Search `whole`, the configurations that the question spans, with existing processes. If the best forecast came
+    from a recording made from others and a dry run does not confirm it, search again with dry runs alone."""
     exploration = _explored(question, whole, partial(forecasters.run, scale=True), progress)
     scales = any(len(family.batches) > SCALED_FROM for family in whole.families)
     if not scales or _is_confirmed(exploration, forecasters):
@@ -123,11 +124,11 @@ def _explored(
 
 
 Run = Callable[[list[Callable[[Evaluate], Iterator[Candidate]]]], list[list[Candidate]]]
-"""Runs tasks that are given what forecasts a job; returns what each finds."""
+"""Runs tasks, each of which is called with a function that forecasts a job; returns the candidates that each finds."""
 
 
 def _grid(question: Question, families: tuple[Family, ...], run: Run) -> list[Candidate]:
-    """Every configuration that a smaller one does not rule out; the largest families are started first."""
+    """Forecast every configuration that a smaller batch does not rule out. The largest families are started first."""
 
     def task(family: Family, evaluate: Evaluate) -> Iterator[Candidate]:
         return explore_family(family, evaluate, question.budget_bytes, question.objective)
@@ -138,7 +139,7 @@ def _grid(question: Question, families: tuple[Family, ...], run: Run) -> list[Ca
 
 
 def _bounded(question: Question, families: tuple[Family, ...], run: Run) -> list[Candidate]:
-    """The configurations that may be the best."""
+    """Forecast only configurations that may be the best."""
     found: list[Candidate] = []
     for alike in by_setting(families):
         known = Knowledge(question.budget_bytes)
@@ -158,7 +159,7 @@ def _bounded(question: Question, families: tuple[Family, ...], run: Run) -> list
 
 
 def _with_least(question: Question, families: tuple[Family, ...], found: list[Candidate], run: Run) -> list[Candidate]:
-    """Where nothing fits, the job that needs least is forecast too: it is what people are told of."""
+    """If nothing fits, forecast the job of each setting that needs least memory too, because users are shown it."""
 
     def task(job: Job, evaluate: Evaluate) -> Iterator[Candidate]:
         yield judge(evaluate(job), question.budget_bytes)
@@ -170,12 +171,12 @@ def _with_least(question: Question, families: tuple[Family, ...], found: list[Ca
 
 
 def _is_confirmed(exploration: Exploration, forecasters: Forecasters) -> bool:
-    """Whether the best one, recorded by itself, gives the same forecast as in the search."""
+    """Whether a dry run of the best configuration gives the same forecast as in the search."""
     best = exploration.best
     if best is None:
         return True
     short = replace(best.job, accumulation=min(best.job.accumulation, STEADY))
     alone = forecasters(short, scale=False)
-    if short != best.job:  # of a long accumulation only its memory is comparable with a short one's
+    if short != best.job:  # only the memory of a short accumulation is that of a longer one
         return alone.memory == best.memory
     return alone.to_dict() == best.to_dict()

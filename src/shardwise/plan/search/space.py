@@ -14,7 +14,7 @@ from shardwise.policy.recomputation import Recomputation
 from shardwise.policy.strategy import Strategy
 
 LARGEST_MICRO_BATCH = 64
-"""Where a search stops by itself; `largest_micro_batch` goes on."""
+"""The largest micro-batch that a search tries on its own; `largest_micro_batch` goes on."""
 _SEARCHED = ("strategy", "shard_group", "micro_batch", "activation_checkpointing", "accumulation")
 """Arguments that are searched where they are left out."""
 _MODES = ("none", "selective-ops", "every-2", "full")
@@ -22,21 +22,21 @@ _MODES = ("none", "selective-ops", "every-2", "full")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Jobs that differ in their batches and in what they recompute, and in nothing else."""
+    """Jobs that differ only in their batches and in what they recompute."""
 
     base: Job
     modes: tuple[str, ...]
-    """Kinds of activation checkpointing, "none" first where it is one of them."""
+    """Kinds of activation checkpointing; "none" is first if it is one of them."""
     batches: tuple[tuple[int, int], ...]
     """(micro-batch, accumulation), the smallest micro-batch first."""
 
     def job(self, mode: str, micro_batch: int, accumulation: int) -> Job:
-        """One of its jobs."""
+        """Return one of the family's jobs."""
         return replace(self.base, activation_checkpointing=mode, micro_batch=micro_batch, accumulation=accumulation)
 
     @property
     def size(self) -> int:
-        """Configurations in it."""
+        """The number of configurations."""
         return len(self.modes) * len(self.batches)
 
 
@@ -47,25 +47,25 @@ class SearchSpace:
     families: tuple[Family, ...]
     """At least one."""
     left_out: tuple[tuple[Job, str], ...]
-    """(job without the conflicting argument, reason) of strategies that the other arguments rule out."""
+    """(job without the conflicting argument, reason) for each strategy that the other arguments rule out."""
 
     @property
     def size(self) -> int:
-        """Configurations."""
+        """The number of valid configurations."""
         return sum(family.size for family in self.families)
 
 
 def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) -> SearchSpace:
-    """Every configuration that a search looks at.
+    """Return every configuration that a search considers.
 
     Args:
-        arguments: of `sw.plan.forecast`. One value fixes a field; a list of values gives the choices; where
-            `strategy`, `shard_group`, `micro_batch`, `activation_checkpointing` or `accumulation` is absent or None, it
-            is searched. Other fields may be lists too.
+        arguments: of `sw.plan.forecast`. One value fixes a field, a list of values gives the choices. Where `strategy`,
+            `shard_group`, `micro_batch`, `activation_checkpointing` or `accumulation` is absent or None, it is
+            searched. Other fields may be lists too.
         global_batch: sequences of a step over all ranks; accumulation follows from it.
 
     Raises:
-        PlanError: the batch cannot be divided; the message names the nearest that can.
+        PlanError: the batch cannot be divided; the message names the nearest ones that can.
         ConfigError: an invalid value, or one that no strategy allows.
     """
     choices = {name: _values(name, value) for name, value in arguments.items() if value is not None}
@@ -89,7 +89,7 @@ def search_space(arguments: Mapping[str, Any], global_batch: int | None = None) 
 
 
 def _values(name: str, value: Any) -> tuple[Any, ...]:
-    """The choices that an argument spells: a list or tuple of them, else itself."""
+    """Return the choices that an argument gives: those of a list or tuple, else the value itself."""
     if not isinstance(value, list | tuple):
         return (value,)
     if not value:
@@ -107,26 +107,26 @@ def _modes(asked: Iterable[str] | None) -> tuple[str, ...]:
 def _shardings(
     base: Job, strategies: Sequence[Strategy | str] | None, groups: Sequence[int | None] | None
 ) -> list[tuple[Strategy, int | None]]:
-    """(strategy, shard group) in the order of what they shard."""
+    """Return the (strategy, shard group) pairs to search."""
     if strategies is None and base.world_size == 1:
-        frees = base.offload is not None and base.offload.params is not None  # what was gathered
+        frees = base.offload is not None and base.offload.params is not None  # full_shard frees gathered slots
         strategies = (Strategy.FULL_SHARD,) if frees else (Strategy.NO_SHARD,)
     asked = [Strategy.parse(strategy) for strategy in (strategies or tuple(Strategy))]
     takes_groups = [strategy for strategy in asked if strategy.sharded and strategy.replicated]
     if groups is not None and strategies is None:
-        asked = takes_groups  # a shard group was asked for
+        asked = takes_groups  # because a shard group was asked for
     found: list[tuple[Strategy, int | None]] = []
     for strategy in asked:
         if strategy in takes_groups:
             own: Sequence[int | None] = groups or _groups(base)
             found += [(strategy, group) for group in (own or ([None] if strategies else []))]
-        else:  # a group beside strategies that take none is an error of the job's
+        else:  # if no strategy takes a group, Job raises for it
             found.append((strategy, groups[0] if groups and not takes_groups else None))
     return found
 
 
 def _groups(base: Job) -> list[int]:
-    """Shard groups worth a look: parts of a node where there is one, else whole nodes; never all ranks."""
+    """Return the shard groups to search: parts of a node if there is only one, else whole nodes; never all ranks."""
     smallest = 2 if base.nodes == 1 else base.gpus_per_node
     sizes = [smallest * 2**k for k in range(base.world_size.bit_length())]
     return [size for size in sizes if 1 < size < base.world_size and base.world_size % size == 0]
@@ -135,8 +135,8 @@ def _groups(base: Job) -> list[int]:
 def _batches(
     base: Job, micro_batches: Sequence[int] | None, accumulations: Sequence[int] | None, global_batch: int | None
 ) -> tuple[tuple[int, int], ...]:
-    """(micro-batch, accumulation) pairs, the smallest micro-batch first. Where backward takes steps, none accumulates
-    but those that were asked for, which the job refuses."""
+    """Return (micro-batch, accumulation) pairs, the smallest micro-batch first. If the optimizer steps in backward,
+    only pairs asked for explicitly accumulate, and `Job` rejects those."""
     if base.optimizer_in_backward and accumulations is None:
         accumulations = (1,)
     if global_batch is None:
@@ -174,14 +174,14 @@ def _divided(global_batch: int, whole: int, words: str) -> int:
 
 
 def precision_of(words: str) -> Precision:
-    """A precision from what people call it.
+    """Return the precision that has this common name.
 
     Args:
         words: "bf16" or "fp16" (compute in it; gradients, masters and optimizer state in fp32), "fp32", "bf16-true"
             (bf16 throughout), or param/reduce/master such as "bf16/bf16/fp32", where "stored" is each parameter's own.
 
     Raises:
-        PlanError: another number of parts. ConfigError: a dtype that there is not.
+        PlanError: not one or three parts. ConfigError: an unknown dtype.
     """
     if words == "bf16-true":
         return Precision(param="bf16", reduce="bf16", master="bf16")

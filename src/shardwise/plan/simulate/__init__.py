@@ -1,1 +1,1 @@
-"""From recorded events to memory and time."""
+"""Simulates memory and time from recorded events."""

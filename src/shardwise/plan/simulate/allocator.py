@@ -1,8 +1,8 @@
-"""A step's allocations added up: live bytes, and the bytes that a caching allocator reserves for them.
+"""A step's memory: live bytes, and the bytes that a caching allocator reserves for them.
 
 CUDA's caching allocator (PyTorch's c10/cuda/CUDACachingAllocator.cpp) asks the driver for segments and cuts blocks out
-of them; a freed block joins its free neighbours and waits for the next request. What it reserves is the sum of its
-segments, which is more than ever lived at once, because a request fits into one free block or into none.
+of them; a freed block is joined with its free neighbours and reused by a later request. The reserved bytes are the sum
+of the segments. That is more than the most live bytes, because a request must fit into one free block.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _SMALL_BYTES = MIB
 """Requests up to this come from the small pool."""
 _SMALL_SEGMENT_BYTES = 2 * MIB
 _MIDDLE_BYTES = 10 * MIB
-"""Requests below this get a segment of a fixed size, to be shared."""
+"""Requests below this get a segment of a fixed size, which they share."""
 _MIDDLE_SEGMENT_BYTES = 20 * MIB
 _ROUND_SEGMENT_BYTES = 2 * MIB
-"""Larger ones get a segment of their own, rounded up to this."""
+"""Larger requests get a segment of their own, rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment of a step at which most bytes live."""
+    """The moment of a step with the most live bytes."""
 
     nbytes: int
-    """Each block rounded up as the device's allocator rounds."""
+    """Live bytes, with each block rounded up as the device's allocator rounds."""
     kinds: dict[str, int]
-    """Adds up to `nbytes`."""
+    """Live bytes by kind; they add up to `nbytes`."""
     phase: str
     module: str
     """fqn of the module that asked for the block with which the peak was reached; "" outside of modules."""
 
 
 def peak_of(events: Iterable[StepEvent], round_bytes: int = ROUND_BYTES) -> Peak:
-    """The most bytes that live at once."""
+    """Return the moment with the most live bytes."""
     live: dict[int, tuple[str, int]] = {}
     kinds: Counter[str] = Counter()
     peak = Peak(0, {}, "setup", "")
@@ -57,7 +57,7 @@ def peak_of(events: Iterable[StepEvent], round_bytes: int = ROUND_BYTES) -> Peak
                 highest = total
                 peak = Peak(total, kinds, event.phase.value, event.module)
         elif isinstance(event, Free):
-            if peak.kinds is kinds:  # this is the peak so far: keep it; a growing count is never copied
+            if peak.kinds is kinds:  # keep the counts of the peak so far; growing counts are never copied
                 kinds = Counter(kinds)
             kind, nbytes = live.pop(event.block)
             kinds[kind] -= nbytes
@@ -66,12 +66,12 @@ def peak_of(events: Iterable[StepEvent], round_bytes: int = ROUND_BYTES) -> Peak
 
 
 class Segments(enum.Enum):
-    """How the allocator takes memory from the driver."""
+    """How the allocator gets memory from the driver."""
 
     FIXED = "fixed"
-    """A segment keeps the size it was made with: the default."""
+    """A segment keeps its size: the default."""
     EXPANDABLE = "expandable"
-    """One per pool and stream, which grows: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
+    """One segment for each pool and stream, which grows: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 
 
 def reserved_bytes(
@@ -81,26 +81,26 @@ def reserved_bytes(
     streams: Mapping[int, int] | None = None,
     late: Collection[int] = (),
 ) -> int:
-    """The most that CUDA's caching allocator holds for a step's events.
+    """Return the most bytes that CUDA's caching allocator reserves for a step's events.
 
     Args:
-        events: of a step that is repeated: the second pass starts with the segments that the first one left.
-        segments: how it takes memory.
-        capacity_bytes: of the device, for the allocator: before it asks for more than that, it gives back segments
-            that are wholly free. None: no limit.
-        streams: by block, the stream that it was asked for on, where that is not the one that computes. Streams
-            reuse their own blocks alone.
-        late: blocks that another stream still reads when they are freed. The host runs ahead, so they are not there
-            yet for the next request of their kind, only for the one after.
+        events: of a step that is run twice: the second pass starts with the segments that the first one left.
+        segments: how the allocator gets memory from the driver.
+        capacity_bytes: the device's memory for the allocator. Before the allocator asks for more than that, it returns
+            segments that are wholly free to the driver. None: no limit.
+        streams: by block, the stream on which it was requested, if that is not the compute stream. A stream reuses
+            only its own blocks.
+        late: blocks that another stream still reads when they are freed. The host runs ahead, so they cannot be reused
+            by the next request of their kind, only by the one after.
 
     Returns:
-        Bytes; more than `capacity_bytes` where even that does not fit.
+        Bytes; more than `capacity_bytes` if the step does not fit into that.
     """
     allocator = CachingAllocator(segments, capacity_bytes)
     repeated = list(events)
     on = streams or {}
     kinds = {event.block: event.kind for event in repeated if isinstance(event, Allocate) and event.block in late}
-    awaited: dict[str, _Block] = {}  # by kind: freed, and still read
+    awaited: dict[str, _Block] = {}  # by kind: freed, but still read
     for time in range(2):
         held: dict[int, _Block] = {}
         for event in repeated:
@@ -124,7 +124,7 @@ def reserved_bytes(
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A piece of a segment, with its neighbours there."""
+    """A piece of a segment, with its neighbours in the segment."""
 
     address: int
     nbytes: int
@@ -146,9 +146,9 @@ class _Pool:
     keys: list[tuple[int, int]] = field(default_factory=list)
     """(bytes, address) of the free blocks, ascending."""
     free: dict[int, _Block] = field(default_factory=dict)
-    """By address."""
+    """The free blocks by address."""
     last: _Block | None = None
-    """Of the expandable segment."""
+    """The last block of the expandable segment."""
 
     def put(self, block: _Block) -> None:
         block.free = True
@@ -161,7 +161,7 @@ class _Pool:
         del self.free[block.address]
 
     def best(self, nbytes: int) -> _Block | None:
-        """The smallest free block that is large enough, the lowest among equals."""
+        """Return the smallest free block that is large enough, among equals the one at the lowest address."""
         position = bisect_left(self.keys, (nbytes, -1))
         return self.free[self.keys[position][1]] if position < len(self.keys) else None
 
@@ -175,12 +175,12 @@ class CachingAllocator:
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
         self.kept: set[int] = set()
-        """Blocks of a step that outlive it."""
+        """Blocks that were allocated in a step and outlive it."""
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._next_address = 0
 
     def allocate(self, nbytes: int, stream: int = 0) -> _Block:
-        """A block for a request of `nbytes`."""
+        """Return a block for a request of `nbytes`."""
         nbytes = max(ROUND_BYTES, -(-nbytes // ROUND_BYTES) * ROUND_BYTES)
         small = nbytes <= _SMALL_BYTES
         pool = self._pools.setdefault((stream, small), _Pool(small))
@@ -195,7 +195,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: _Block) -> None:
-        """Give a block back; it joins its free neighbours."""
+        """Free a block and join it with its free neighbours."""
         pool = block.pool
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
@@ -216,7 +216,7 @@ class CachingAllocator:
         return block
 
     def _grow(self, pool: _Pool, nbytes: int) -> _Block:
-        """Map more of the pool's segment, after what is free at its end."""
+        """Extend the pool's segment and return its last block: the new memory joined with what is free before it."""
         last = pool.last
         page = _SMALL_SEGMENT_BYTES if pool.small else _MIDDLE_SEGMENT_BYTES
         missing = nbytes - (last.nbytes if last is not None and last.free else 0)
@@ -241,7 +241,8 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _give_back(self) -> None:
-        """Segments that are wholly free; of expandable ones whole pages inside free blocks are not followed."""
+        """Return segments that are wholly free to the driver. Free pages of expandable segments are not returned here,
+        unlike in the real allocator."""
         for pool in self._pools.values():
             for block in list(pool.free.values()):
                 if block.before is None and block.after is None and block is not pool.last:

@@ -1,7 +1,7 @@
 """Seconds of a step that another compiler made, from its matrix products and its collectives.
 
-Neither the order of events nor the other kernels are known, so there are two ends: products and collectives beside one
-another, and one after another.
+Neither the order of events nor the other kernels are known, so the result is a range: from products and collectives
+that overlap completely to products and collectives one after another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.plan.simulate.roofline import DEFAULT
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective of one array, and how often a step has it."""
+    """A collective of one array, and how often it runs in a step."""
 
     op: str
     """all_gather, reduce_scatter or all_reduce."""
@@ -23,32 +23,32 @@ class Sent:
     """shard or replicate."""
     ranks: int
     nbytes: int
-    """Of the whole buffer."""
+    """Bytes of the whole buffer."""
     times: int
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of one step."""
+    """The seconds of one step."""
 
     products_s: float
     collectives_s: float
     bytes_sent: float
-    """By one rank."""
+    """Bytes that one rank sends."""
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The shortest and the longest that products and collectives take together."""
+        """The shortest and the longest time that products and collectives take together."""
         return max(self.products_s, self.collectives_s), self.products_s + self.collectives_s
 
 
 def seconds(product_flops: float, dtype: str, sent: Iterable[Sent], cluster: Cluster) -> Seconds:
-    """How long one rank of a cluster takes.
+    """Return how long a step takes on one rank of a cluster.
 
     Args:
-        product_flops: operations of its matrix products; a multiply-add is two.
-        dtype: that they are computed in: bf16, fp16 or fp32.
-        sent: its collectives.
+        product_flops: operations of the rank's matrix products; a multiply-add counts as two.
+        dtype: the dtype of the products: bf16, fp16 or fp32.
+        sent: the rank's collectives.
         cluster: the devices.
     """
     sent = list(sent)

@@ -1,7 +1,7 @@
-"""What is under way when a collective begins and while it runs: kernels that fill the device, others on its links.
+"""What delays a collective: a kernel that fills the device when it begins, and other collectives on its links.
 
-Both are known only when the step has been put on streams, so it is put there again with what was found, until nothing
-changes (`timeline.simulate`).
+Both are known only after a step was simulated, so it is simulated again with what was found, until nothing changes
+(`simulation.simulate`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 SAME_S = 1e-7
-"""Times that differ by less are the same."""
+"""Times that differ by less count as equal."""
 
 
 class Busy(NamedTuple):
-    """A kernel on the stream that computes."""
+    """A kernel on the compute stream."""
 
     start_s: float
     end_s: float
     wave_s: float
-    """Between two moments at which it has given up all its processors; 0 where its blocks are short."""
+    """Seconds between two moments at which the kernel has given up all its processors; 0 if its thread blocks are
+    short."""
 
 
 class TimedCollective(NamedTuple):
@@ -37,16 +38,16 @@ class TimedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class Contention:
-    """What an earlier pass found."""
+    """The contention that an earlier pass found."""
 
     kernels: Sequence[Busy] = ()
-    """In order."""
+    """Kernels that fill the device, in order."""
     shared_s: Mapping[int, float] = field(default_factory=dict)
-    """By collective: how much longer it takes beside others on its links."""
+    """By number of a collective: how many seconds longer it takes because it shares its links."""
 
     def room_s(self, ready_s: float) -> float:
-        """When a collective that could begin at `ready_s` finds processors. Its blocks have priority over those of the
-        kernel that runs, which has none to give until a wave of its own is over."""
+        """Return the time at which a collective that could begin at `ready_s` gets processors. Its thread blocks have
+        priority over those of the running kernel, but that gives up no processor until a wave of its own is over."""
         position = bisect_right(self.kernels, ready_s, key=lambda kernel: kernel.start_s) - 1
         if position < 0:
             return ready_s
@@ -58,8 +59,9 @@ class Contention:
 
 
 def sharing(transfers: Sequence[TimedCollective]) -> dict[int, float]:
-    """By collective: how much longer it takes beside those of other communicators on its links, each of which has an
-    equal part of them while both run: as long as half of the time that they share."""
+    """Return, by number of a collective, how much longer it takes because collectives of other communicators share its
+    links. While two run at once each has half of the links, so each takes longer by half of the time that they
+    overlap."""
     found: dict[int, float] = {}
     under_way: list[TimedCollective] = []
     for one in sorted(transfers, key=lambda transfer: transfer.start_s):

@@ -1,4 +1,4 @@
-"""A job's memory and time, from its recorded step."""
+"""The forecast of a job's memory and time from its recorded step."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from shardwise.policy.kinds import KINDS
 
 MIB = 2**20
 CONTEXT_BYTES = 512 * MIB
-"""Of a CUDA context with the kernels of torch, cuBLAS and NCCL loaded; outside the allocator."""
+"""Memory of a CUDA context with the kernels of torch, cuBLAS and NCCL loaded; outside the allocator."""
 CONTEXT_SOURCE = (
     "assumed: some 300 MiB since CUDA 11.7, over 1 GiB before; https://github.com/pytorch/pytorch/issues/107667"
 )
 CONTEXT_RANGE_BYTES = (300 * MIB, 1024 * MIB)
-"""What `CONTEXT_SOURCE` tells of."""
+"""The range that `CONTEXT_SOURCE` reports."""
 NCCL_BYTES = 688 * MIB
-"""Of the buffers of one communicator; outside the allocator."""
+"""Memory of the buffers of one communicator; outside the allocator."""
 NCCL_SOURCE = "688 MiB a communicator, as measured on A100s: https://github.com/NVIDIA/nccl/issues/964"
 _WORKSPACES = {"h100": 32 * MIB, "h200": 32 * MIB, "b200": 32 * MIB}
-"""cuBLAS's own, of one stream and thread, by the beginning of the device's name: 32 MiB from Hopper on, otherwise
-8.1 (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp). Inside the allocator."""
+"""Bytes of cuBLAS's workspace for one stream and thread, by the beginning of the device's name: 32 MiB from Hopper on,
+otherwise `_WORKSPACE_BYTES`, 8.1 MiB (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp). Inside the allocator."""
 _WORKSPACE_BYTES = 8320 * 1024
 _WORKSPACE_THREADS = 2
-"""Forward's and backward's."""
+"""Threads with a workspace: that of forward and that of backward."""
 
 
 _HOUR_S = 3600
@@ -56,25 +56,26 @@ _DAY_HOURS = 24
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a job, in the currency of the price. Devices are paid for as long as the job has them, busy or not."""
+    """The cost of a job, in the currency of the price. Devices are paid for as long as the job has them, busy or
+    not."""
 
     per_device_hour: float
-    """The price."""
+    """The price of one device for an hour."""
     per_step: float
-    """Of all devices."""
+    """Cost of a step on all devices."""
     per_million_tokens: float
     per_day: float
-    """Of all devices."""
+    """Cost of a day of all devices."""
 
 
 def cost_of(per_device_hour: float, devices: int, step_time_s: float, tokens_per_step: float) -> Cost:
-    """The cost of a job.
+    """Return the cost of a job.
 
     Args:
-        per_device_hour: the price.
-        devices: of the job.
+        per_device_hour: the price of one device for an hour.
+        devices: the number of the job's devices.
         step_time_s: seconds of a step.
-        tokens_per_step: over all devices.
+        tokens_per_step: tokens of a step over all devices.
     """
     per_step = per_device_hour * devices * step_time_s / _HOUR_S
     return Cost(
@@ -93,55 +94,56 @@ class Forecast:
     parameters: int
     """Elements of all parameters, global."""
     peak_memory_bytes: int
-    """The most bytes that live at once, rounded as the device's allocator rounds: "allocated"."""
+    """The most live bytes, rounded as the device's allocator rounds: PyTorch's "allocated"."""
     reserved_memory_bytes: int
-    """Bytes that the caching allocator takes from the device for that."""
+    """Bytes that the caching allocator takes from the device for them: PyTorch's "reserved"."""
     context_bytes: int
-    """Beside it: the CUDA context."""
+    """Bytes of the CUDA context, outside the allocator."""
     nccl_bytes: int
-    """Beside it: the buffers of communicators."""
+    """Bytes of the communicators' buffers, outside the allocator."""
     usable_bytes: int
-    """What the device has for a program, all of the above together."""
+    """Bytes that the device has for a program: reserved memory, context and NCCL's buffers together."""
     memory: dict[str, int]
     """Bytes at the peak by kind, every kind of `sw.memory`; adds up to `peak_memory_bytes`."""
     peak_at: tuple[str, str]
-    """(phase, fqn of the module) of the peak."""
+    """(phase, fqn of the module) at the peak."""
     step_time_s: float
     tokens_per_s_per_gpu: float
     mfu: float
-    """6 N + 12 L d s operations a token over the dense peak of the compute dtype; N without the experts that a
-    token is not sent to."""
+    """Model FLOPs utilisation: 6 N + 12 L d s operations per token over the dense peak of the compute dtype; N without
+    the experts that a token is not sent to."""
     compute_s: float
-    """Time of a step in which kernels run, one after another."""
+    """Seconds of a step in which the compute stream runs kernels."""
     exposed_comm_s: float
-    """Time of a step in which computation stands still for communication."""
+    """Seconds of a step in which computation waits for communication."""
     exposed_offload_s: float
-    """Time of a step in which computation stands still for copies from and to host and disk."""
+    """Seconds of a step in which computation waits for copies from and to host and disk."""
     copies_s: float
-    """Time that these copies take ahead of the optimizer's step, in the busier direction: no step is through sooner."""
+    """Seconds that these copies take before the optimizer's step, in the busier direction: a lower bound of the time
+    until then."""
     step_copies_s: float
-    """Of `exposed_offload_s`: in the optimizer's step, where nothing is left to hide copies behind."""
+    """The part of `exposed_offload_s` in the optimizer's step, where copies overlap with no computation."""
     host_bytes_per_rank: int
-    """In host memory, pinned, of what is offloaded there. Of a CPU's rank it is in `memory`."""
+    """Pinned host memory for what is offloaded there. On a CPU rank it is part of `memory`."""
     disk_bytes_per_rank: int
     bytes_sent_per_rank: int
-    """In a step."""
+    """Bytes that a rank sends in a step."""
     flops_per_rank: int
-    """Executed in a step, recomputation included."""
+    """Operations executed in a step, recomputation included."""
     price_per_hour: float | None
-    """Of one device: the job's, else the hardware data's, else unknown."""
+    """Price of one device: the job's, else that of the hardware data; None if neither is known."""
     recording: Recording
-    """The step that all of this was read off."""
+    """The recorded step that the forecast was made from."""
 
     @property
     def fits(self) -> bool:
-        """Whether everything together is less than the device has, and the host's part less than that has."""
+        """Whether the device's memory suffices, and the host's for what is offloaded there."""
         on_device = self.reserved_memory_bytes + self.context_bytes + self.nccl_bytes
         return on_device <= self.usable_bytes and self.host_bytes_per_node <= self.host_has_bytes
 
     @property
     def late_s(self) -> float:
-        """Time of a step in which computation stands still because the host has not launched what comes next."""
+        """Seconds of a step in which computation waits because the host has not launched the next kernel."""
         return self.step_time_s - self.compute_s - self.exposed_comm_s - self.exposed_offload_s
 
     @property
@@ -156,20 +158,20 @@ class Forecast:
 
     @property
     def host_has_bytes(self) -> float:
-        """Memory of a node's host; infinite where the device is found in hosts of all sizes."""
+        """Memory of a node's host; infinite if the device is sold in hosts of any size."""
         has = node_of(self.job.hardware).memory_bytes
         return inf if has is None else has.value
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float] | None:
-        """Where tokens a second of a GPU may lie: as far from the forecast as most published runs were from theirs
-        (`plan.hardware.spread`). None where nothing comparable was published."""
+        """The range in which tokens per second and GPU are expected: most published runs were as close to their
+        forecasts (`plan.hardware.spread`). None if nothing comparable was published."""
         spread = spread_of(self.job.hardware)
         return None if spread is None else spread.around(self.tokens_per_s_per_gpu)
 
     @property
     def cost(self) -> Cost | None:
-        """Of the run, where a device's price is known."""
+        """The cost of the job; None if the price of a device is not known."""
         if self.price_per_hour is None:
             return None
         devices = self.job.world_size
@@ -178,7 +180,7 @@ class Forecast:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When everything of the step runs. Raises PlanError for a forecast that a search did not keep events of."""
+        """When everything in the step runs. Raises PlanError if the forecast has no events, like most of a search's."""
         if not self.recording.events:
             raise PlanError(
                 "a search keeps the events of its best alone: ask sw.plan.forecast(model, ...) for this job"
@@ -190,8 +192,8 @@ class Forecast:
         return write_trace(self.timeline, path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: every field but the recording, the range of tokens a second, the job's choices, whether
-        it fits, and its cost."""
+        """Return plain data, for JSON: every field but the recording, the range of tokens per second, the job's
+        choices, whether it fits, and its cost."""
         own = {"job", "recording", "price_per_hour"}
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         plain["peak_at"] = {"phase": self.peak_at[0], "module": self.peak_at[1]}
@@ -204,15 +206,15 @@ class Forecast:
 def forecast(model: ModelLike, **arguments: Any) -> Forecast:
     """Forecast the memory and speed of training a model, without a GPU.
 
-    The real engine is run dry for one rank, where that was not done before (`recorded`); memory and time are simulated
-    from its recording.
+    The real engine runs dry for one rank, unless a recording is stored (`recorded`); memory and time are simulated from
+    that recording.
 
     Args:
         model: a packaged shape's name, the path of a config.json or Hugging Face directory, a transformers
             configuration as a dict with its "model_type", "module:function", or a callable that builds an nn.Module
             (called on the meta device).
-        arguments: fields of `Job`, by name. `seq_len` is the model's longest where that is shorter than usual,
-            unless it is given.
+        arguments: fields of `Job`, by name. If `seq_len` is not given and the model's longest sequence is shorter than
+            the default, it is the model's longest.
 
     Raises:
         PlanError: an unknown model or device, a model that cannot be run dry, or sequences too long for it.
@@ -224,7 +226,7 @@ def forecast(model: ModelLike, **arguments: Any) -> Forecast:
 
 
 def _signature() -> inspect.Signature:
-    """The model, then every field of a job: what `help` and editors show."""
+    """Return the signature that `help` and editors show: the model, then every field of a job."""
     model = inspect.signature(forecast).parameters["model"]
     choices = [choice.replace(kind=choice.KEYWORD_ONLY) for choice in inspect.signature(Job).parameters.values()]
     return inspect.Signature([model, *choices], return_annotation="Forecast")
@@ -234,10 +236,10 @@ forecast.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def forecast_of(recording: Recording) -> Forecast:
-    """The forecast for a recorded step.
+    """Return the forecast for a recorded step.
 
     Raises:
-        PlanError: no such device or interconnect.
+        PlanError: an unknown device or interconnect.
     """
     job, facts = recording.job, recording.facts
     hardware = job.hardware
@@ -282,7 +284,7 @@ def forecast_of(recording: Recording) -> Forecast:
 
 
 def nccl_bytes_of(job: Job) -> int:
-    """Bytes of the buffers of a job's communicators."""
+    """Return the bytes of the buffers of a job's communicators."""
     if job.nccl_bytes is not None:
         return job.nccl_bytes
     groups = sum(ranks > 1 for ranks in (job.shard_ranks, job.replicas)) * (2 if job.separate_reductions else 1)
@@ -290,7 +292,8 @@ def nccl_bytes_of(job: Job) -> int:
 
 
 def _idle_params(recording: Recording) -> int:
-    """Parameters of experts that a token is not sent to: grouped products hold them and do not compute with them."""
+    """Return the number of parameters of experts that a token is not sent to: grouped products hold them but do not
+    compute with them."""
     tokens = recording.facts.sequence * recording.job.micro_batch
     idle = 0.0
     for event in recording.events:
@@ -301,7 +304,7 @@ def _idle_params(recording: Recording) -> int:
 
 
 def price_of(job: Job) -> float | None:
-    """Of one device for an hour: the job's, else the hardware data's, else unknown."""
+    """Return the price of one device for an hour: the job's, else that of the hardware data, else None."""
     listed = job.hardware.price_per_hour
     return job.price_per_hour if job.price_per_hour is not None or listed is None else listed.value
 

@@ -1,4 +1,4 @@
-"""Forecasts kept from one question to the next, without the events that they were read off."""
+"""Forecasts stored on disk from one question to the next, without the recorded events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIELDS = [known.name for known in fields(Forecast) if known.name not in _APART]
 
 
 def kept_forecast(source: ModelSource, job: Job, scaled: bool) -> Forecast | None:
-    """A job's forecast without events, if it was made before.
+    """Return a job's forecast without events, if one is stored; else None.
 
     Args:
         source: the model.
@@ -38,7 +38,7 @@ def kept_forecast(source: ModelSource, job: Job, scaled: bool) -> Forecast | Non
 
 
 def keep_forecast(source: ModelSource, forecast: Forecast, scaled: bool) -> None:
-    """Keep a forecast. Arguments as for `kept_forecast`."""
+    """Store a forecast. Arguments as for `kept_forecast`."""
     name = _name(source, forecast.job, scaled)
     if name is not None:
         plain: dict[str, Any] = {field: getattr(forecast, field) for field in _FIELDS}
@@ -46,8 +46,8 @@ def keep_forecast(source: ModelSource, forecast: Forecast, scaled: bool) -> None
 
 
 def _name(source: ModelSource, job: Job, scaled: bool) -> str | None:
-    """For everything that a forecast depends on: the recording, and what recordings do not know of. Not for the price,
-    which is multiplied with at the end."""
+    """Return a file name made from everything that a forecast depends on: the recording, and what recordings do not
+    depend on. The price is left out, because it is applied when a forecast is read. None if nothing can be stored."""
     recording = None if files.cache_directory() is None else recording_name(source, job)
     if recording is None:
         return None

@@ -1,8 +1,8 @@
-"""Model FLOPs utilisation: the operations that a model's formula asks for, over those that the device could have done.
+"""Model FLOPs utilisation: the operations that a formula gives for a model, over those that the device could have done.
 
-The field counts differently. Here every parameter is counted and attention in full, as if nothing were masked:
-6 N + 12 L d s operations a token (Chowdhery and others, 2022, appendix B; forward once, backward twice), over the dense
-peak of the compute dtype. Recomputed operations do not count, nor do experts that a token is not sent to.
+There are several definitions (`DEFINITIONS`). The default counts every parameter, and attention as if nothing were
+masked: 6 N + 12 L d s operations per token (Chowdhery and others, 2022, appendix B; forward once, backward twice), over
+the dense peak of the compute dtype. Recomputed operations do not count, nor do experts that a token is not sent to.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ class Dimensions:
     """The sizes of a model that the formulas need."""
 
     parameters: int
-    """All that a token meets, tied ones once: of a mixture of experts, its share of the experts."""
+    """Parameters that a token is computed with, tied ones counted once. In a mixture of experts, only the experts that
+    a token is sent to."""
     embeddings: int
-    """Parameters of input embeddings: looked up, not multiplied. 0 where they are tied to the head."""
+    """Parameters of input embeddings, which are looked up, not multiplied. 0 if they are tied to the head."""
     layers: int
-    """With attention."""
+    """The number of layers with attention."""
     width: int
-    """Heads times their size."""
+    """The number of heads times their size."""
 
 
 DEFINITIONS: dict[str, Callable[[Dimensions, int], float]] = {
@@ -36,12 +37,12 @@ DEFINITIONS: dict[str, Callable[[Dimensions, int], float]] = {
     ),
     "6n": lambda model, seq_len: 6 * model.parameters,
 }
-"""Operations a token by name: palm is the one above; causal counts half of attention; torchtitan leaves the input
-embeddings out (no-embeddings); 6n leaves attention out."""
+"""Operations per token, by name of the definition: palm is the one above; causal counts half of attention;
+no-embeddings leaves the input embeddings out, as torchtitan does; 6n leaves attention out."""
 
 
 def flops_per_token(model: Dimensions, seq_len: int, definition: str = "palm") -> float:
-    """Operations a token, forward and backward. Raises PlanError for an unknown definition."""
+    """Return the operations per token, forward and backward. Raises PlanError for an unknown definition."""
     if definition not in DEFINITIONS:
         raise PlanError(
             f"unknown definition of MFU {definition!r}{did_you_mean(definition, DEFINITIONS)}; "
@@ -51,13 +52,13 @@ def flops_per_token(model: Dimensions, seq_len: int, definition: str = "palm") -
 
 
 def mfu(tokens_per_s: float, model: Dimensions, seq_len: int, peak_flops: float, definition: str = "palm") -> float:
-    """Model FLOPs utilisation of one device.
+    """Return the model FLOPs utilisation of one device.
 
     Args:
-        tokens_per_s: of this device.
-        model: its dimensions.
+        tokens_per_s: tokens per second of this device.
+        model: the model's dimensions.
         seq_len: tokens of a sequence.
-        peak_flops: dense peak of the compute dtype, operations a second.
+        peak_flops: dense peak of the compute dtype, operations per second.
         definition: one of `DEFINITIONS`.
     """
     return tokens_per_s * flops_per_token(model, seq_len, definition) / peak_flops

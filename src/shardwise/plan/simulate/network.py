@@ -1,9 +1,9 @@
-"""Seconds that a collective takes: a latency for every hop and bytes over the narrowest link (alpha-beta).
+"""Seconds of a collective: a latency for every hop, and bytes over the rate of the narrowest link (alpha-beta model).
 
-A ring passes every byte of the buffer through every rank but one's, so an all_gather or reduce_scatter of S bytes over
-n ranks takes S (n-1)/n over the rate of its slowest link, and a hop's latency n-1 times. NCCL runs as many rings as a
-node has adapters, so between nodes the slowest link is all of a node's adapters together, shared by the groups that
-use them at once. (Thakur, Rabenseifner and Gropp, 2005; NCCL's src/graph/tuning.cc.)
+In a ring every byte of the buffer is sent by all ranks but one, so an all_gather or reduce_scatter of S bytes over
+n ranks takes S (n-1)/n over the rate of its slowest link, plus n-1 times the latency of a hop. NCCL runs as many rings
+as a node has adapters, so between nodes the slowest link is all of a node's adapters together, shared by the groups
+that use them at once. (Thakur, Rabenseifner and Gropp, 2005; NCCL's src/graph/tuning.cc.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shardwise.plan.hardware.devices import Hardware, Interconnect, Points
 
 REPLICATE = "replicate"
-"""The group whose ranks are a shard group's size apart; the ranks of every other group are consecutive."""
+"""The group whose ranks are a shard group's size apart. The ranks of every other group are consecutive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,29 +24,29 @@ class GroupTopology:
 
     ranks: int
     nodes: int
-    """That they are on."""
+    """The number of nodes that the ranks are on."""
     groups_per_node: int
-    """Such groups, with ranks on one node, that communicate at once."""
+    """The number of such groups that have ranks on a node and communicate at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices, nodes and what links them."""
+    """The devices, the nodes and the links between them."""
 
     hardware: Hardware
     interconnect: Interconnect
     gpus_per_node: int
     nodes: int
     link_efficiency: float = 1.0
-    """Part of a link's rate that a collective of large buffers reaches."""
+    """The part of a link's rate that collectives of large buffers reach."""
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self.gpus_per_node * self.nodes
 
     def place(self, group: str, ranks: int) -> GroupTopology:
-        """The nodes that a group of so many ranks spans, with ranks numbered node by node."""
+        """Return how a group of so many ranks is spread over nodes. Ranks are numbered node by node."""
         if group != REPLICATE:
             nodes = -(-ranks // self.gpus_per_node)
             return GroupTopology(ranks, nodes, max(1, self.gpus_per_node // ranks))
@@ -55,17 +55,17 @@ class Cluster:
         return GroupTopology(ranks, max(1, ranks // here), min(apart, self.gpus_per_node))
 
     def links(self, group: str, ranks: int) -> str:
-        """Those that a group of so many ranks communicates over, and shares with others at the same time."""
+        """Return the name of the links that a group of so many ranks uses; groups with the same name share them."""
         return "between nodes" if self.place(group, ranks).nodes > 1 else "within a node"
 
     def seconds(self, op: str, nbytes: int, group: str, ranks: int) -> float:
-        """Seconds of one collective.
+        """Return the seconds of one collective.
 
         Args:
             op: all_gather, reduce_scatter, all_reduce or all_to_all.
-            nbytes: of the whole buffer; of an all_to_all what this rank sends.
+            nbytes: bytes of the whole buffer; for an all_to_all, bytes that this rank sends.
             group: shard, replicate or secondary.
-            ranks: in the group.
+            ranks: the number of ranks in the group.
         """
         if ranks == 1:
             return 0.0
@@ -81,7 +81,7 @@ class Cluster:
         return 2 * once + min(2 * self._ring_latency_s(placed), 2 * self._tree_latency_s(placed))
 
     def bytes_per_s(self, placed: GroupTopology) -> float:
-        """Of the narrowest link of a group's rings."""
+        """Return the rate of the narrowest link of a group's rings."""
         link = self.hardware.link_bytes_per_s.value
         if placed.nodes > 1:
             link = min(link, self.interconnect.bytes_per_s.value / placed.groups_per_node)
@@ -101,7 +101,8 @@ class Cluster:
 
 
 def bytes_sent(op: str, nbytes: int, ranks: int) -> float:
-    """Bytes that each rank sends in a collective of a buffer of `nbytes`; of an all_to_all those are given."""
+    """Return the bytes that each rank sends in a collective of a buffer of `nbytes`; for an all_to_all that is
+    `nbytes`."""
     if op == "all_to_all":
         return nbytes
     return nbytes * _passes(ranks) * (2 if op == "all_reduce" else 1)
@@ -112,7 +113,8 @@ def _passes(ranks: int) -> float:
 
 
 def measured_seconds(points: Points, nbytes: float) -> float:
-    """Seconds at a size between measured ones: linear in the bytes; as the smallest below, in proportion beyond."""
+    """Return the seconds at a size from measured ones: interpolated linearly between them, constant below the smallest,
+    proportional to the bytes above the largest."""
     if nbytes <= points[0][0]:
         return points[0][1]
     for (low, at_low), (high, at_high) in itertools.pairwise(points):

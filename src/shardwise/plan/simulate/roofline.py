@@ -1,8 +1,8 @@
-"""Seconds that a kernel takes: operations over a rate or bytes over a rate, whichever is longer.
+"""Seconds of a kernel: operations over a rate or bytes over a rate, whichever takes longer.
 
-Rates are those of the hardware's data; programs reach a part of them, `Efficiency`: five numbers, the same for
-every device, model and engine. A matrix product also pays for its shape: its tiles are dealt out to the processors in
-waves, the last of which is rarely full, and a short inner dimension does not amortise filling and draining a tile.
+The rates are those of the hardware data. Programs reach a part of them, `Efficiency`: five numbers, the same for every
+device, model and engine. A matrix product also pays for its shape: its tiles run on the processors in waves, the last
+of which is rarely full, and a short inner dimension does not amortise filling and draining a tile's pipeline.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ class Efficiency:
     """The part of published rates that programs reach; `docs/design/planning-time.md` describes the choice."""
 
     matmul: float = 0.83
-    """Of the rate of a large product, at shapes that fill the device."""
+    """Part of the rate of a large product, at shapes that fill the device."""
     attention: float = 0.90
-    """Of the published rate of a fused attention kernel."""
+    """Part of the published rate of a fused attention kernel."""
     memory: float = 0.90
-    """Of memory bandwidth, by kernels that only move bytes."""
+    """Part of the memory bandwidth that kernels which only move bytes reach."""
     links: float = 0.85
-    """Of a link's rate, by collectives beside computation."""
+    """Part of a link's rate that collectives reach while kernels compute."""
     fusion: float = 0.30
-    """Part of the bytes of pointwise kernels that a compiler's fusion leaves."""
+    """Part of the bytes moved by pointwise kernels that remains when a compiler fuses them."""
 
 
 DEFAULT = Efficiency()
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.7))
 """(rows, columns, rate relative to the best) of the tiles that a library picks from."""
 _FILL = 128
-"""Inner-dimension steps that filling and draining a tile's pipeline cost."""
+"""Cost of filling and draining a tile's pipeline, in elements of the inner dimension."""
 _SPLITS = (1, 2, 4, 8)
-"""Ways to share a tile's inner dimension between processors, where there are few tiles."""
+"""The numbers of processors that may share a tile's inner dimension, if there are few tiles."""
 ATTENTION_SHARE = 0.42
-"""Of the rate of a large product that fused attention reaches, on devices where nobody has published it."""
+"""Part of the rate of a large product that fused attention reaches, on devices for which nobody has published it."""
 _ATTENTION_FILL = 256
-"""Tokens of a sequence that a fused kernel's half-masked and first tiles cost."""
+"""Cost of a fused kernel's half-masked and first tiles, in tokens of a sequence."""
 _ATTENTION_BLOCK = 128
-"""Queries of one block of a fused kernel."""
+"""Queries of one thread block of a fused kernel."""
 KERNEL_S = 2.5e-6
 """The shortest kernel, and the gap to the next (CUDA's launch latency in a stream that is kept full)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Kernels' seconds on one device."""
+    """The seconds of kernels on one device."""
 
     hardware: Hardware
     efficiency: Efficiency = DEFAULT
     compiled: bool = False
-    """Pointwise kernels are fused."""
+    """Whether pointwise kernels are fused."""
     attention: str = "flash2"
     """The generation of the fused attention kernel."""
 
     def seconds(self, kernel: Kernel) -> float:
-        """Seconds of one kernel, the gap to the next included."""
+        """Return the seconds of one kernel, the gap to the next included."""
         if self.hardware.measured is not None:
             return self._measured_seconds(kernel)
         left = self._left(kernel)
@@ -75,8 +75,13 @@ class Roofline:
         return moving + KERNEL_S * left
 
     def wave_s(self, kernel: Kernel, seconds: float) -> float:
-        """Of its seconds, those between two moments at which a kernel that fills the device gives all its processors
-        up: a wave of tiles, or of fused attention's blocks. 0 for kernels of short blocks."""
+        """Return the seconds between two moments at which a kernel that fills the device gives up all its processors:
+        one wave of tiles, or of the thread blocks of fused attention. 0 for kernels of short blocks.
+
+        Args:
+            kernel: the kernel.
+            seconds: how long it takes in all.
+        """
         if kernel.matmul is None or kernel.kind is KernelKind.MEMORY:
             return 0.0
         processors = int(self.hardware.processors.value)
@@ -86,7 +91,8 @@ class Roofline:
         return seconds / math.ceil(batch * math.ceil(queries / _ATTENTION_BLOCK) / processors)
 
     def _left(self, kernel: Kernel) -> float:
-        """The part of a kernel that fusion leaves. Optimizers and hooks, which work in place, are not compiled."""
+        """Return the part of a kernel's time that remains after fusion. The optimizer and kernels of hooks, which work
+        in place, are not compiled."""
         outside = kernel.phase is StepPhase.OPTIMIZER or kernel.name.endswith("_")
         fused = self.compiled and kernel.kind is KernelKind.MEMORY and not outside
         return self.efficiency.fusion if fused else 1.0
@@ -106,7 +112,7 @@ class Roofline:
         if kernel.kind is KernelKind.MEMORY or not rates or not kernel.flops:
             return moving + measured.operation_s
         computing = kernel.flops / interpolated(rates, kernel.flops)
-        # On a CPU, memory that is new has to be mapped first, and nothing computes meanwhile.
+        # On a CPU new memory has to be mapped first, and nothing computes meanwhile.
         together = max(computing, moving) if self.hardware.overlaps else computing + moving
         return together + measured.operation_s
 
@@ -119,16 +125,16 @@ def _curve(measured: Measured, kernel: Kernel) -> Points:
 
 
 def tiled_flops(shape: tuple[int, int, int, int], processors: int) -> float:
-    """Operations that a product (batch, m, n, k) is as long as: with the padding of tiles and of the last wave.
+    """Return the operations of a product (batch, m, n, k), including the padding of tiles and of the last wave.
 
-    The library picks the best of its tiles; a product that fills the device counts 2 b m n k and little more.
+    The library picks the best of its tiles. A product that fills the device counts little more than 2 b m n k.
     """
     return _tiling(shape, processors)[0]
 
 
 @lru_cache(maxsize=4096)
 def _tiling(shape: tuple[int, int, int, int], processors: int) -> tuple[float, int]:
-    """The operations that the best tiling is as long as, and its waves."""
+    """Return the operations, padding included, and the number of waves of the best tiling."""
     batch, m, n, k = shape
     best = math.inf, 1
     for rows, columns, rate in _TILES:
@@ -141,7 +147,8 @@ def _tiling(shape: tuple[int, int, int, int], processors: int) -> tuple[float, i
 
 
 def interpolated(points: Points, size: float) -> float:
-    """A rate at a size between measured ones, linear in the size's logarithm; as at the ends beyond them."""
+    """Return the rate at a size, interpolated between measured sizes linearly in the size's logarithm; constant beyond
+    the smallest and the largest."""
     sizes = [point[0] for point in points]
     at = bisect_left(sizes, size)
     if at == 0:

@@ -1,8 +1,8 @@
-"""Recordings of larger batches from those of smaller ones, where that is exact.
+"""Makes the recordings of larger batches from those of smaller ones, where that is exact.
 
-The same operations run on every batch, and every tensor that has the batch among its dimensions grows by as many bytes
-and operations with every sequence. So two recordings determine a third, if they hold the same events. One sequence is
-no help: operations that skip dimensions of size one make it another recording.
+The same operations run on every batch, and tensors with a batch dimension grow by the same number of bytes and
+operations with every sequence. So two recordings with the same events determine a third. A recording of one sequence
+cannot be used: operations skip dimensions of size one, so its events differ.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from shardwise.plan.dry_run.recording import Allocate, HostCopy, Kernel, Recording, StepEvent
 
 SMALLEST = 2
-"""Micro-batches from which on recordings can be compared."""
+"""The smallest micro-batch whose recording can be compared with others."""
 
 
 def scaled(first: Recording, second: Recording, micro_batch: int) -> Recording | None:
-    """What recording the same job with another micro-batch would give.
+    """Return the recording of the same job with another micro-batch.
 
     Args:
-        first: of a smaller micro-batch, `SMALLEST` or more.
-        second: of a larger one.
-        micro_batch: the one that is wanted.
+        first: the recording of a smaller micro-batch, `SMALLEST` or more.
+        second: the recording of a larger one.
+        micro_batch: the micro-batch that is wanted.
 
     Returns:
-        None where the two are not the same events, or do not grow evenly.
+        None if the two do not have the same events, or if sizes do not grow linearly in whole numbers.
     """
     line = _LinearFit(first.job.micro_batch, second.job.micro_batch, micro_batch)
     alike = replace(first.job, micro_batch=micro_batch) == replace(second.job, micro_batch=micro_batch)
@@ -39,11 +39,11 @@ def scaled(first: Recording, second: Recording, micro_batch: int) -> Recording |
 
 
 class _Different(Exception):
-    """Two recordings differ by more than their sizes."""
+    """Two recordings differ in more than their sizes."""
 
 
 class _LinearFit:
-    """Whole numbers on a straight line over the micro-batch."""
+    """Extrapolates whole numbers that depend linearly on the micro-batch."""
 
     def __init__(self, first: int, second: int, wanted: int) -> None:
         self.first = first
@@ -64,11 +64,11 @@ _GROWING: dict[type[StepEvent], tuple[str, ...]] = {
     HostCopy: ("nbytes",),
     Kernel: ("flops", "bytes_moved"),
 }
-"""Fields of events that grow with the micro-batch; besides a kernel's `matmul`."""
+"""Fields of events that grow with the micro-batch, by type. A kernel's `matmul` does too."""
 
 
 def _grown(one: StepEvent, other: StepEvent, line: _LinearFit) -> StepEvent:
-    """The event at the wanted micro-batch. Raises _Different unless both recordings give the same one."""
+    """Return the event at the wanted micro-batch. Raises _Different unless both recordings give the same one."""
     if one == other:
         return one
     if type(one) is not type(other):

@@ -1,19 +1,19 @@
-"""A recorded step put on streams: when every kernel and every collective runs, and what waits for what.
+"""Simulates a recorded step on streams: when every kernel and every collective runs, and what waits for what.
 
-A host hands work out in recorded order, one operation after the other, and runs ahead of the device until it waits: for
-the other hosts (`Exchange`), or for the device (`HostWait`). The device has a stream that computes and, for each group,
-one on which this rank's slices are written, one for gathers and one for reductions. A kernel begins when it has been
-handed out and the one before it is over. So does a collective, and besides:
+The host launches work in recorded order, one operation after the other. It runs ahead of the device until it waits for
+the other hosts (`Exchange`) or for the device (`HostWait`). The device has a compute stream and, for each group, one
+stream that writes this rank's slice into the gather buffer, one for gathers and one for reductions. A kernel begins
+when it was launched and the one before it is over. So does a collective, with these conditions:
 
-- a gather's slices are written when its buffer has been released and the shards were written (`Fence`), and it begins
-  when they are;
-- a reduction begins when the kernels handed out before it are over (they made its gradients) and, over replicas, when
-  the unit's reduce_scatter is;
-- collectives of one communicator run one after another, in the order in which they were handed out. Those of different
-  ones run beside each other and share the links (`contention.py`);
-- where a kernel has all processors, a collective waits until a wave of its blocks is over (`contention.py`).
+- the slice of a gather is written when its buffer has been released and the shards have been written (`Fence`); the
+  gather begins when that is done;
+- a reduction begins when the kernels launched before it are over (they computed its gradients) and, over replicas, when
+  the unit's reduce_scatter is over;
+- collectives of one communicator run one after another, in the order in which they were launched. Those of different
+  communicators run at the same time and share the links (`contention.py`);
+- while a kernel has all processors, a collective waits until a wave of its thread blocks is over (`contention.py`).
 
-A `Wait` holds the stream that computes, never the host. A CPU rank does everything itself, in order.
+A `Wait` blocks the compute stream, never the host. A CPU rank does everything itself, in order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shardwise.plan.simulate.roofline import Roofline
 from shardwise.plan.simulate.timeline import COMPUTE, INPUT, SLICE, STEP, UNIT_STEP, Span, Stall, Timeline
 
 _MOST_PASSES = 16
-"""Each halves, at least, what contention is still off."""
+"""The most passes. Each at least halves the error of the contention found so far."""
 
 
 def simulate(
@@ -56,16 +56,16 @@ def simulate(
     separate_reductions: bool = False,
     host: HostTask | None = None,
 ) -> Timeline:
-    """When everything of a recorded step runs.
+    """Return when everything in a recorded step runs.
 
     Args:
-        events: of one step, in the order in which the host came to them.
-        roofline: seconds of kernels.
-        cluster: seconds of collectives.
-        slots: gathered units that have room at once, of any size: a gather waits until the one so many before it has
-            been released.
-        separate_reductions: reductions have a communicator of their own.
-        host: what host and disk have to do for what is offloaded there.
+        events: of one step, in the order in which the host reached them.
+        roofline: gives the seconds of kernels.
+        cluster: gives the seconds of collectives.
+        slots: the number of units, of any size, that may be gathered at once: a gather waits until the one `slots`
+            gathers before it has been released.
+        separate_reductions: whether reductions have a communicator of their own.
+        host: the copies from and to host and disk that offloading needs. None if nothing is offloaded.
     """
     timed = [event for event in events if isinstance(event, _TIMED)]
     known: dict[int, tuple[float, float]] = {}
@@ -91,7 +91,7 @@ def _alike(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
 
 @dataclass
 class _Log:
-    """What came of the events so far."""
+    """The results of the events so far."""
 
     late_s: float = 0.0
     flops: int = 0
@@ -102,7 +102,7 @@ class _Log:
     transfers: list[TimedCollective] = field(default_factory=list)
 
     def stall(self, what: str, start_s: float, end_s: float, unit: str) -> None:
-        """Nothing was computed for want of something of a unit's, if so."""
+        """Record that computation waited from `start_s` to `end_s` for something of a unit, if that is any time."""
         if end_s > start_s:
             self.stalls.append(Stall(start_s, end_s, unit, what))
 
@@ -114,34 +114,37 @@ class _Simulation:
     slots: int
     separate_reductions: bool
     contention: Contention
-    """As far as it is known."""
+    """The contention found by the pass before."""
     known: dict[int, tuple[float, float]]
-    """By identity of a kernel: its seconds and those of a wave of its blocks."""
+    """By identity of a kernel: its seconds and those of a wave of its thread blocks."""
     work: HostWork | None
-    """What host and disk do beside the device."""
+    """The copies from and to host and disk. None if nothing is offloaded."""
     host_s: float = 0.0
+    """When the host has launched everything so far."""
     compute_s: float = 0.0
-    """When the stream that computes comes to its end."""
+    """When the compute stream has finished everything so far."""
     log: _Log = field(default_factory=_Log)
     streams: dict[str, float] = field(default_factory=dict)
-    """When each of the others comes to its end."""
+    """When each of the other streams has finished everything so far."""
     communicators: dict[str, float] = field(default_factory=dict)
-    """When the last collective of each is over."""
+    """When the last collective of each communicator is over."""
     slices: dict[str, list[Kernel]] = field(default_factory=dict)
-    """By stream: what writes the slices of its next gather."""
+    """By stream: the kernels that write the slice of its next gather."""
     written_s: dict[str, float] = field(default_factory=dict)
     """By group: when the shards that it gathers from were written."""
     over: dict[int, Span] = field(default_factory=dict)
-    """By number of a collective: what is last on its stream until it can be waited for."""
+    """By number of a collective or copy: the span at whose end a wait for it is over. For a reduction that may be a
+    kernel behind it on its stream."""
     last: dict[str, tuple[int, Span]] = field(default_factory=dict)
-    """By stream: its last collective."""
+    """By stream: its last reduction."""
     gathered: deque[str] = field(default_factory=deque)
     """Units in the order of their gathers, the last `slots` of them."""
     released_s: dict[str, float] = field(default_factory=dict)
+    """By unit: when its gathered parameters were last released."""
     scattered: dict[str, int] = field(default_factory=dict)
-    """By unit: its reduce_scatter, until it is reduced over replicas."""
+    """By unit: the number of its reduce_scatter, until it is reduced over replicas."""
     held_s: dict[int, float] = field(default_factory=dict)
-    """By number of a gather: how long its slice was on its way from the host."""
+    """By number of a gather: how long it waited for its slice to be copied from host or disk."""
 
     def take(self, event: StepEvent | HostWait) -> None:
         if self.work is not None:
@@ -186,7 +189,7 @@ class _Simulation:
         self._hand_out(usual_host().compiled_operation_s if self.roofline.compiled else usual_host().operation_s)
         if not kernel.stream or not self.roofline.hardware.overlaps:
             self._compute(kernel)
-        elif kernel.stream in self.last:  # behind a reduction, and part of it
+        elif kernel.stream in self.last:  # follows a reduction and belongs to it
             number, _ = self.last[kernel.stream]
             self.over[number] = self._run(kernel, kernel.stream, self.host_s)
         else:
@@ -204,7 +207,7 @@ class _Simulation:
         )
 
     def _run(self, kernel: Kernel, stream: str, ready_s: float) -> Span:
-        """On another stream."""
+        """Run a kernel on another stream than the compute stream."""
         start_s = self.contention.room_s(max(ready_s, self.streams.get(stream, 0.0)))
         end_s = self.streams[stream] = start_s + self._seconds(kernel)[0]
         span = Span(stream, kernel.name, kernel.module, kernel.phase, start_s, end_s, kernel.bytes_moved)
@@ -241,7 +244,7 @@ class _Simulation:
         self.over[event.number] = Span(event.way, INPUT, event.module, event.phase, start_s, end_s, event.nbytes)
 
     def _beside(self, event: Collective, seconds: float) -> Span:
-        """On a stream of its own, and on its communicator."""
+        """Run a collective on a stream of its own and on its communicator."""
         stream = event.stream
         communicator = stream if self.separate_reductions else event.group
         free_s = max(self.streams.get(stream, 0.0), self.communicators.get(communicator, 0.0))
@@ -262,7 +265,7 @@ class _Simulation:
         return span
 
     def _ready_s(self, event: Collective) -> float:
-        """When a collective was handed out, its input is complete and its output buffer is free."""
+        """Return when a collective has been launched, its input is complete and its output buffer is free."""
         if event.op == "all_gather":
             ready_s = max(self.host_s, self._room_s(event.unit), self.written_s.get(event.group, 0.0))
             if self.work is not None:
@@ -275,7 +278,7 @@ class _Simulation:
         return max(self.host_s, self.compute_s, self.over[scattered].end_s if scattered is not None else 0.0)
 
     def _room_s(self, unit: str) -> float:
-        """When the buffer of the gather `slots` before this one was free again."""
+        """Return when the buffer of the gather `slots` gathers before this one is free again; note this gather."""
         before = self.gathered.popleft() if len(self.gathered) >= self.slots else None
         self.gathered.append(unit)
         return 0.0 if before is None else self.released_s.get(before, 0.0)
@@ -284,7 +287,7 @@ class _Simulation:
 
     def _wait(self, event: Wait) -> None:
         span = self.over.get(event.number)
-        if span is None:  # issued before the recorded step: long over
+        if span is None:  # launched before the recorded step: long over
             return
         if span.end_s > self.compute_s:
             self.log.late_s += max(0.0, min(self.host_s, span.end_s) - self.compute_s)
@@ -317,17 +320,18 @@ class _Simulation:
             self.work.go_back(event.unit, self.compute_s)
 
     def _come(self, unit: str) -> None:
-        """Of a group of one: a slice whose slot has not been another's since is still there."""
+        """Wait for the slice of a unit in a group of one rank. It is still there if no other unit took its slot
+        since."""
         if unit not in self.gathered:
             self._wait_for_slice(unit)
 
     def _wait_for_slice(self, unit: str) -> None:
-        """Computation goes on when the unit's slice has come."""
+        """Let computation wait until the unit's slice has been copied to the device."""
         assert self.work is not None
         self._wait_for(SLICE, self.work.bring(unit, self._room_s(unit)), unit)
 
     def _wait_for(self, what: str, come_s: float, unit: str) -> None:
-        """Computation goes on at `come_s`, when something of the unit's is there."""
+        """Let computation wait until `come_s`, when something of the unit is there."""
         self.log.stall(what, self.compute_s, come_s, unit)
         self.compute_s = max(self.compute_s, come_s)
 

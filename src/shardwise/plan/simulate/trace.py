@@ -1,4 +1,4 @@
-"""A simulated step as a file to look at: a trace for Perfetto or chrome://tracing, or a drawing."""
+"""Writes a simulated step to a file: a trace for Perfetto or chrome://tracing, or a drawing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_trace(timeline: Timeline, path: Path | str) -> Path:
     """Write a step's timeline: `.json` for Perfetto (https://ui.perfetto.dev) or chrome://tracing, `.svg` drawn.
 
     Raises:
-        PlanError: another suffix, or a folder that is not there.
+        PlanError: another suffix, or the file cannot be written.
     """
     path = check_format(Path(path))
     text = json.dumps(chrome_trace(timeline)) if path.suffix == ".json" else draw(timeline)
@@ -39,14 +39,15 @@ def write_trace(timeline: Timeline, path: Path | str) -> Path:
 
 
 def check_format(path: Path) -> Path:
-    """The path of a trace to write. Raises PlanError for any suffix but .json and .svg."""
+    """Return the path. Raises PlanError for any suffix but .json and .svg."""
     if path.suffix not in (".json", ".svg"):
         raise PlanError(f"{path}: a trace is written as .json (Perfetto, chrome://tracing) or drawn as .svg")
     return path
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, object]:
-    """The timeline in Chrome's trace event format: a thread for each stream and one for waits, microseconds."""
+    """Return the timeline in Chrome's trace event format: a thread for each stream and one for waits, in
+    microseconds."""
     threads = {stream: number for number, stream in enumerate(timeline.streams, start=1)}
     waits = len(threads) + 1
     events: list[dict[str, object]] = [
@@ -78,7 +79,7 @@ def _complete(name: str, thread: int, what: Span | Stall, category: str) -> dict
 
 
 def draw(timeline: Timeline) -> str:
-    """The timeline as an SVG: a lane for each stream, colours for phases, red where computation waits."""
+    """Return the timeline as an SVG: a lane for each stream, colours for phases, red where computation waits."""
     end_s = timeline.step_time_s or 1.0
     lanes = timeline.streams
     height = TOP + LANE * (len(lanes) + 1) + 40
@@ -98,7 +99,7 @@ def draw(timeline: Timeline) -> str:
 
 
 class _Rectangle(NamedTuple):
-    """Spans of one colour with nothing but a hair between them."""
+    """Consecutive spans of one colour, drawn as one: the gaps between them are too small to see."""
 
     label: str
     colour: str
@@ -149,7 +150,7 @@ def _axis(end_s: float, y: int) -> list[str]:
     parts = [f'<line x1="{LEFT}" y1="{y}" x2="{WIDTH - 20}" y2="{y}" stroke="currentColor"/>']
     for tick in range(TICKS + 1):
         at_s = end_s * tick / TICKS
-        x, anchor = (WIDTH - 4.0, "end") if tick == TICKS else (_x(at_s, end_s), "middle")  # the last ends inside
+        x, anchor = (WIDTH - 4.0, "end") if tick == TICKS else (_x(at_s, end_s), "middle")  # the last label ends inside
         parts.append(
             f'<text x="{x:.1f}" y="{y + 18}" text-anchor="{anchor}" fill="currentColor">{at_s * 1e3:.4g} ms</text>'
         )

@@ -1,1 +1,1 @@
-"""The recorded step as FSDP1, FSDP2 or DeepSpeed would run it: its memory and its order."""
+"""The recorded step as FSDP1, FSDP2 or DeepSpeed would run it: its memory and the order of its events."""

@@ -6,8 +6,9 @@
 | its operands | | read twice (for the scale, to cast) and written | the weight arrives cast |
 | a block's gathers, and what is gathered | 2 bytes an element | 2 | 1 |
 
-Blocks are modules with a number in their name; the head and the embedding are none. Products with a dimension that is
-no multiple of 16 are left alone. Source: torchao/float8 (float8_linear.py, fsdp_utils.py; README, "dynamic scaling").
+Blocks are modules with a number in their name, which the head and the embedding have not. Products with a dimension
+that is no multiple of 16 stay as they are. Source: torchao/float8 (float8_linear.py, fsdp_utils.py; README, "dynamic
+scaling").
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from shardwise.plan.dry_run.recording import Collective, Kernel, KernelKind, Ste
 
 _PRODUCTS = frozenset({"mm", "addmm"})
 _ALIGNED = 16
-"""Elements that every dimension of an 8-bit product is a multiple of."""
+"""Every dimension of an 8-bit product is a multiple of this."""
 _BYTES = 2 + 2 + 1
-"""That casting an element moves: read for the scale, read again, written."""
+"""Bytes moved to cast an element: read for the scale, read again, written."""
 GATHERS = "gathers"
 
 
 def in_float8(events: Iterable[StepEvent], float8: str | None) -> Iterable[StepEvent]:
-    """The events of a step whose linear layers compute in 8 bits. `float8` as `Job.float8`."""
+    """Return the events of a step with linear layers that compute in 8 bits. `float8` is `Job.float8`."""
     return events if float8 is None else _in_float8(events, float8 == GATHERS)
 
 
 def is_of_a_block(name: str) -> bool:
-    """Whether a module or unit lies in one of several equal blocks."""
+    """Whether a module or unit is in a numbered block."""
     return any(part.isdecimal() for part in name.split("."))
 
 
@@ -52,8 +53,9 @@ def _is_a_linear_layers(kernel: Kernel) -> bool:
 
 
 def _casting(product: Kernel, gathers: bool) -> Kernel:
-    """One kernel for the casts of a product's operands. A recording does not say which of them is the weight: two of a
-    layer's three products have it, so where weights arrive cast two thirds of a second operand are left out."""
+    """Return one kernel for the casts of a product's two operands. A recording does not say which operand is the
+    weight. Two of a layer's three products (forward and both of backward) have it, so if weights arrive cast, two
+    thirds of the second operand are left out."""
     assert product.matmul is not None
     batch, m, n, k = product.matmul
     first, second = batch * m * k, batch * k * n

@@ -1,4 +1,5 @@
-"""Recordings as if blocks were compiled: what they keep for backward (`dry_run.compilation`) for their activations."""
+"""Recordings as if blocks were compiled: their activations are replaced by what a compiled block saves for backward
+(`dry_run.compilation`)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from shardwise.plan.dry_run.recording import Allocate, Free, Recording, StepEven
 
 
 def with_kept_blocks(recording: Recording) -> Recording:
-    """The recording with one block of memory for everything that a compiled block keeps for its backward, in place of
-    the activations that its operations would keep one by one. The recording itself where nothing is compiled."""
+    """Return the recording with one block of memory for everything that a compiled block saves for its backward,
+    instead of the activations that its operations would save one by one; the recording itself if nothing is
+    compiled."""
     if not recording.facts.kept_bytes:
         return recording
     return replace(recording, events=tuple(_with_kept_blocks(recording)))
@@ -19,8 +21,8 @@ def with_kept_blocks(recording: Recording) -> Recording:
 
 def _with_kept_blocks(recording: Recording) -> Iterator[StepEvent]:
     kept_bytes = recording.facts.kept_bytes
-    inside: dict[str, list[int]] = {}  # by compiled block in its forward: activations so far
-    held: dict[str, int] = {}  # by compiled block: the one block that stands for them
+    inside: dict[str, list[int]] = {}  # by compiled block, during its forward: activations so far
+    held: dict[str, int] = {}  # by compiled block: the one block of memory that replaces them
     gone: set[int] = set()
     numbers = itertools.count(-1_000_001, -1)
     for event in recording.events:
@@ -30,7 +32,7 @@ def _with_kept_blocks(recording: Recording) -> Iterator[StepEvent]:
                     yield Free(held.pop(event.unit))
             elif event.what == "gather":
                 inside[event.unit] = []
-            else:  # activations live until backward, so all that came inside still live
+            else:  # activations live until backward, so all that were allocated inside still live
                 blocks = inside.pop(event.unit)
                 gone.update(blocks)
                 yield from map(Free, blocks)

@@ -1,20 +1,20 @@
-"""The memory of a recorded step under another engine: its buffers in place of shardwise's slots and gradient shards.
+"""The memory of a recorded step under another engine: its buffers instead of shardwise's slots and gradient shards.
 
-What each engine allocates, and when, is read off its published source once; nothing is fitted to measurements.
+What each engine allocates, and when, was read in its published source; nothing is fitted to measurements.
 
 | engine | gathered | gradients | reduction | source |
 |---|---|---|---|---|
-| fsdp1 | one flat buffer; the next unit's is prefetched in backward | kept until the unit is through, then joined in one flat one | cast of it, if reduced in another dtype | torch/distributed/fsdp/_runtime_utils.py, _flat_param.py |
-| fsdp2 | the gather's buffer and a copy as parameters; the next unit's buffer is prefetched in backward | kept until the unit is through | a flat copy in the reduced dtype, until the next unit's | torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py |
-| deepspeed | parameters; those that are soon used again stay | into buckets, then this rank's part, kept in the compute dtype; fp32 part by part at the step | two buckets | deepspeed/runtime/zero/stage3.py, partitioned_param_coordinator.py |
+| fsdp1 | one flat buffer; the next unit's is prefetched in backward | kept until the unit's backward is over, then joined in one flat buffer | cast of that, if reduced in another dtype | torch/distributed/fsdp/_runtime_utils.py, _flat_param.py |
+| fsdp2 | the gather's buffer and a copy as parameters; the next unit's buffer is prefetched in backward | kept until the unit's backward is over | a flat copy in the reduce dtype, until the next unit's | torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py |
+| deepspeed | parameters; those that are soon used again stay | copied into buckets; this rank's part is kept in the compute dtype and cast to fp32 one sub-group at a time in the step | two buckets | deepspeed/runtime/zero/stage3.py, partitioned_param_coordinator.py |
 
 `no_shard` under fsdp1 and fsdp2 is DistributedDataParallel (torch/nn/parallel/distributed.py,
-torch/csrc/distributed/c10d/reducer.cpp): every parameter's gradient is there twice, in a bucket for good and as `.grad`
-until the step, both in the parameters' own dtype; where that is not the compute dtype, casts are kept for backward as
-autocast does.
+torch/csrc/distributed/c10d/reducer.cpp): every parameter's gradient is held twice, permanently in a bucket and as
+`.grad` until the step, both in the parameters' own dtype. If that is not the compute dtype, casts of parameters are
+kept for backward, as autocast does.
 
-In all three the root's parameters, once gathered, stay until its backward is over, and (fsdp2, as torchtitan sets it) so
-do those of the last unit.
+In all three engines the root's parameters, once gathered, stay until its backward is over; in fsdp2, as torchtitan sets
+it, so do those of the last unit.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from shardwise.plan.simulate.other_engines.kept_blocks import with_kept_blocks
 from shardwise.policy.strategy import Strategy
 
 _COMPUTE, _GATHER, _REDUCE = 0, 1, 2
-"""Streams."""
+"""The streams on which blocks are allocated."""
 _SLOTS = frozenset({"gathered_slots", "reduce_slots"})
 _LIVE_NUMEL = 1_000_000_000
-"""DeepSpeed: parameters that stay gathered at most (`max_live_parameters`, `max_reuse_distance`)."""
+"""DeepSpeed: the most parameters that stay gathered (`max_live_parameters`, `max_reuse_distance`)."""
 _BUCKET_NUMEL = 50_000_000
 """DeepSpeed: elements of a reduce bucket (`reduce_bucket_size` "auto" of its integrations is the width squared)."""
 _SUBGROUP_NUMEL = 1_000_000_000
-"""DeepSpeed: elements that the optimizer steps at once (`sub_group_size`)."""
+"""DeepSpeed: elements that the optimizer updates at once (`sub_group_size`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAllocations:
-    """A recorded step with the allocations of the job's engine; its collectives stay as they were recorded."""
+    """A recorded step with the allocations of the job's engine; its collectives stay as recorded."""
 
     events: tuple[StepEvent, ...]
     streams: Mapping[int, int] = field(default_factory=dict)
-    """By block, the stream that it is asked for on, where that is not the one that computes."""
+    """By block, the stream on which it is requested, if that is not the compute stream."""
     late: Collection[int] = ()
     """Blocks that another stream still reads when they are freed (`record_stream`)."""
 
 
 def engine_allocations(recording: Recording) -> EngineAllocations:
-    """The recorded step as the job's engine would allocate in it."""
+    """Return the recorded step with the allocations that the job's engine would make."""
     engines: dict[str, Callable[[Recording], _EngineReplay]] = {
         "fsdp1": _Fsdp1,
         "fsdp2": _Fsdp2,
@@ -69,7 +69,7 @@ def engine_allocations(recording: Recording) -> EngineAllocations:
 
 @dataclass
 class _EngineReplay:
-    """Replays a step with an engine's own allocations. Subclasses override the moments of a unit's life."""
+    """Replays a step with another engine's allocations. Subclasses override what is done at each moment of the step."""
 
     gathers_on: ClassVar[int] = _COMPUTE
     """The stream on which parameters are allocated."""
@@ -79,17 +79,17 @@ class _EngineReplay:
     recording: Recording
     out: list[StepEvent] = field(default_factory=list)
     gradients: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """By unit: blocks of gradients that have come, and wait."""
+    """By unit: blocks of gradients that are computed but not reduced yet."""
     parameters: dict[str, int] = field(default_factory=dict)
     """By unit: the block of its gathered parameters."""
     grad_shards: list[int] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
-    """Units as forward wants them."""
+    """Units in the order in which forward needs them."""
     streams: dict[int, int] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
     _next: int = -1000
     _kept: set[int] = field(default_factory=set)
-    """Gradients that shardwise would have freed."""
+    """Blocks of gradients whose recorded Free is left out, because the engine frees them at another time."""
     phase: StepPhase = StepPhase.SETUP
     module: str = ""
 
@@ -147,10 +147,10 @@ class _EngineReplay:
     # Moments that subclasses override -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Blocks that live always."""
+        """Allocate the blocks that live for the whole step."""
 
     def gather(self, unit: str) -> None:
-        """A unit's parameters are wanted."""
+        """Allocate a unit's parameters, which are needed now, unless they are gathered already."""
         if unit not in self.parameters:
             self.parameters[unit] = self.take(self.param_bytes(unit), "gathered_slots", self.gathers_on)
 
@@ -161,23 +161,23 @@ class _EngineReplay:
         return not unit or keeps
 
     def end_forward(self) -> None:
-        """The root's forward is over."""
+        """Called when the root's forward is over."""
 
     def leave_backward(self, unit: str) -> None:
-        """A unit's backward is over."""
+        """Called when a unit's backward is over."""
         self.drop_parameters(unit)
 
     def reduce(self, unit: str) -> None:
-        """A unit has all its gradients."""
+        """Called when a unit has all its gradients."""
 
     def end_backward(self) -> None:
-        """Reductions are over."""
+        """Called when all reductions are over."""
 
     def step(self) -> None:
-        """The optimizer begins."""
+        """Called when the optimizer's step begins."""
 
     def end(self) -> None:
-        """Gradients are given up."""
+        """Free the gradient shards."""
         for block in self.grad_shards:
             self.give(block)
         self.grad_shards.clear()
@@ -204,7 +204,8 @@ class _EngineReplay:
             self.give(block)
 
     def keep_shard(self, unit: str) -> None:
-        """This rank's part of a unit's gradients, from its first reduction on until the step."""
+        """Allocate this rank's part of a unit's gradients, which lives from its first reduction until after the
+        step."""
         if len(self.grad_shards) < len(self.recording.facts.unit_bytes):
             nbytes = self.recording.facts.unit_shard_bytes[unit]
             self.grad_shards.append(self.take(nbytes, "grad_shards", self.reduces_on))
@@ -217,7 +218,7 @@ class _EngineReplay:
         return self.recording.facts.unit_reduce_bytes[unit]
 
     def before(self, unit: str) -> str | None:
-        """The unit that backward wants after `unit`."""
+        """Return the unit that backward needs after `unit`; None after the last."""
         if not unit:
             return self.order[-1] if self.order else None
         position = self.order.index(unit) if unit in self.order else 0
@@ -231,7 +232,8 @@ class _Fsdp1(_EngineReplay):
     reduces_on = _REDUCE
 
     def drop_parameters(self, unit: str) -> None:
-        """The compute stream may still read them: `limit_all_gathers` lets two be in memory."""
+        """Free a unit's parameters, marked as late: the compute stream may still read them, and `limit_all_gathers`
+        lets those of two units be in memory."""
         if unit in self.parameters:
             self.late.add(self.parameters[unit])
         super().drop_parameters(unit)
@@ -243,7 +245,7 @@ class _Fsdp1(_EngineReplay):
             super().gather(ahead)
 
     def reduce(self, unit: str) -> None:
-        flat = self.take(self.param_bytes(unit), "reduce_slots")  # the views' gradients, joined by autograd
+        flat = self.take(self.param_bytes(unit), "reduce_slots")  # autograd joins the gradients of the views
         self.late.add(flat)
         self.drop_gradients(unit)
         self.drop_parameters(unit)
@@ -262,9 +264,9 @@ class _Fsdp2(_EngineReplay):
 
     def begin(self) -> None:
         self.landing: dict[str, int] = {}
-        """By unit: the buffer of its gather."""
+        """By unit: the buffer that its gather writes."""
         self.deferred: int | None = None
-        """The last gather's buffer in forward, kept until the next one's is copied out."""
+        """In forward, the last gather's buffer, kept until the next one is copied out."""
         self.reducing: int | None = None
 
     def gather(self, unit: str) -> None:
@@ -312,7 +314,7 @@ class _Ddp(_EngineReplay):
         self.take(sum(self.recording.facts.unit_shard_bytes.values()), "reduce_slots")
 
     def gather(self, unit: str) -> None:
-        """A cast, where one is needed: otherwise modules compute with the parameters themselves."""
+        """Allocate a cast of the parameters, if one is needed. Otherwise modules compute with the parameters."""
         if self.param_bytes(unit) != self.recording.facts.unit_shard_bytes[unit]:
             super().gather(unit)
 
@@ -325,7 +327,7 @@ class _Ddp(_EngineReplay):
 
 
 class _DeepSpeed(_EngineReplay):
-    """ZeRO as DeepSpeed does it: a copy in the compute dtype beside fp32 (or other) masters."""
+    """DeepSpeed's ZeRO: a copy in the compute dtype beside masters in fp32 (or another dtype)."""
 
     def begin(self) -> None:
         job, facts = self.recording.job, self.recording.facts
@@ -337,7 +339,7 @@ class _DeepSpeed(_EngineReplay):
         for _ in range(2):
             self.take(_BUCKET_NUMEL * self.itemsize, "reduce_slots")
         self.live: list[str] = []
-        """Units that were left gathered, the one longest unused first."""
+        """Units that stayed gathered. Nothing adds to it yet."""
 
     def gather(self, unit: str) -> None:
         if self.resident:
@@ -347,9 +349,10 @@ class _DeepSpeed(_EngineReplay):
             self.live.remove(unit)
 
     def stays(self, unit: str) -> bool:
-        """Soon used again: at most so many parameters are used before it is. Where activations are kept, torch's own
-        linear layer keeps its weight's transpose with them, and so the memory that was gathered; DeepSpeed's, which
-        takes its place in what `deepspeed.zero.Init` builds, does not (deepspeed/runtime/zero/linear.py)."""
+        """Whether a unit stays gathered after its forward: if it is soon used again, after at most `_LIVE_NUMEL`
+        parameters. If activations are kept (`keeps_gathered_weights`), every unit does: torch's linear layer saves its
+        weight's transpose for backward, and with it the gathered memory. DeepSpeed's linear layer, which replaces it in
+        models built in `deepspeed.zero.Init`, does not (deepspeed/runtime/zero/linear.py)."""
         job = self.recording.job
         if job.keeps_gathered_weights and job.activation_checkpointing == "none":
             return True
@@ -361,7 +364,7 @@ class _DeepSpeed(_EngineReplay):
         self.drop_gradients(unit)
 
     def step(self) -> None:
-        """Gradients of one sub-group in the masters' dtype at a time."""
+        """Allocate and free the gradients of one sub-group in the masters' dtype, if that is not the compute dtype."""
         numel = sum(self.recording.facts.unit_shard_bytes.values()) // self.master_itemsize
         if self.master_itemsize != self.itemsize:
             self.give(self.take(min(numel, _SUBGROUP_NUMEL) * self.master_itemsize, "temporaries"))

@@ -1,19 +1,20 @@
-"""A recorded step in the order in which another engine would hand it out, from that engine's published design.
+"""A recorded step in the order in which another engine would launch it, from that engine's published design.
 
 | | shardwise, as recorded | fsdp1 | fsdp2 | deepspeed |
 |---|---|---|---|---|
-| hands out a gather | a unit ahead | when the unit is called; backward: a unit ahead | as fsdp1 | a unit ahead |
-| which the device begins | when its slot, one of three, is free | as recorded; the host waits for the release before the last (`limit_all_gathers`) | after the copy out of the gather before the one before; backward: of the one before | as recorded |
-| what arrives | is computed with where it arrived | as shardwise | is copied out by the stream that computes | as fsdp2 |
-| before it, own slices are | cast to where they go | as shardwise | cast, then copied | as shardwise |
-| gradients are copied in | as they come, 16 MiB and more at a time | as shardwise | once, when all are there | as shardwise |
-| the stream that computes waits for a reduction | before its slot, one of two, is used again | when backward ends | before the next one's gradients are copied in | when backward ends |
-| hosts | exchange what they did | | | |
+| the host launches a gather | a unit ahead | when the unit is called; in backward a unit ahead | as fsdp1 | a unit ahead |
+| the device begins it | when its slot, one of three, is free | as recorded; the host waits for the last release but one (`limit_all_gathers`) | after the copy-out of the last gather but one; in backward of the last gather | as recorded |
+| gathered parameters | are used in place | as shardwise | are copied out on the compute stream | as fsdp2 |
+| own slices are, before the gather | cast into its buffer | as shardwise | cast, then copied | as shardwise |
+| gradients are copied in | as they come, at least 16 MiB at a time | as shardwise | at once, when all are there | as shardwise |
+| the compute stream waits for a reduction | before its slot, one of two, is used again | when backward ends | before the next one's gradients are copied in | when backward ends |
+| hosts | exchange messages | do not | do not | do not |
 
 Sources: torch/distributed/fsdp/_runtime_utils.py (`_unshard`, `_post_backward_final_callback`), _limiter_utils.py;
 _fully_shard/_fsdp_param_group.py (`wait_for_unshard`, `post_backward`, `finalize_backward`), _fsdp_collectives.py
-(`foreach_all_gather`, `foreach_all_gather_copy_out`, `foreach_reduce`); deepspeed/runtime/zero/stage3.py (`overlap_comm`),
-partition_parameters.py (`AllGatherCoalescedHandle.wait`). That FSDP1 casts gradients beside computation is left out.
+(`foreach_all_gather`, `foreach_all_gather_copy_out`, `foreach_reduce`); deepspeed/runtime/zero/stage3.py
+(`overlap_comm`), partition_parameters.py (`AllGatherCoalescedHandle.wait`). That FSDP1 casts gradients beside
+computation is left out.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from shardwise.plan.dry_run.recording import (
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """The host goes on when the device has released the unit. Of other engines: shardwise's host waits for none."""
+    """The host waits until the device has released the unit. Only in other engines: shardwise's host does not wait."""
 
     unit: str
 
 
 Events = Iterable[StepEvent | HostWait]
-# Copies that engines make themselves have names that end as those of operations in place: no compiler fuses them.
+# Copies that engines make have names that end in "_" like those of in-place operations, so that none counts as fused.
 
 
 def ordered_as(engine: str, events: Iterable[StepEvent]) -> Iterator[StepEvent | HostWait]:
-    """The events of a step as `engine` (shardwise, fsdp1, fsdp2, deepspeed) would hand them out."""
+    """Return the events of a step in the order of `engine` (shardwise, fsdp1, fsdp2, deepspeed)."""
     ordered: Events = events
     for change in _CHANGES[engine]:
         ordered = change(ordered)
@@ -55,14 +56,15 @@ def ordered_as(engine: str, events: Iterable[StepEvent]) -> Iterator[StepEvent |
 
 
 def _without_exchanges(events: Events) -> Iterator[StepEvent | HostWait]:
-    """Nor do they settle: their streams are ordered by the waits for gathers."""
+    """Leave out exchanges between hosts and fences of kind "settled": other engines order their streams by the waits
+    for gathers."""
     for event in events:
         if not isinstance(event, Exchange) and not (isinstance(event, Fence) and event.what == "settled"):
             yield event
 
 
 def _waiting_once(events: Events) -> Iterator[StepEvent | HostWait]:
-    """For reductions, when backward is over."""
+    """Move all waits for reductions to the end of backward."""
     reductions: set[int] = set()
     open_waits: list[Wait] = []
     for event in events:
@@ -80,7 +82,7 @@ def _waiting_once(events: Events) -> Iterator[StepEvent | HostWait]:
 
 
 def _gathering_when_called(events: Events) -> Iterator[StepEvent | HostWait]:
-    """In forward a gather, and what writes its slices, is handed out where it is waited for."""
+    """In forward, launch a gather and the kernels that write its slice only when the gather is waited for."""
     held: list[Kernel | Collective] = []
     for event in events:
         if isinstance(event, Kernel | Collective) and _gathers_in_forward(event):
@@ -93,7 +95,7 @@ def _gathering_when_called(events: Events) -> Iterator[StepEvent | HostWait]:
                 number = handed_out.number if isinstance(handed_out, Collective) else None
                 yield handed_out
         elif isinstance(event, Kernel | Collective) and event.phase is not StepPhase.FORWARD:
-            yield from held  # predicted, for backward
+            yield from held  # predicted for backward
             held.clear()
         yield event
     yield from held
@@ -105,7 +107,7 @@ def _gathers_in_forward(event: Kernel | Collective) -> bool:
 
 
 def _limited(events: Events) -> Iterator[StepEvent | HostWait]:
-    """The host waits until the device has released the last unit but one that it was told to release."""
+    """Before a gather, let the host wait until the device has released the unit of the last release but one."""
     released: list[str] = []
     for event in events:
         if isinstance(event, Collective) and event.op == "all_gather" and event.ranks > 1 and len(released) > 1:
@@ -116,7 +118,7 @@ def _limited(events: Events) -> Iterator[StepEvent | HostWait]:
 
 
 def _copied_out(events: Events) -> Iterator[StepEvent | HostWait]:
-    """After the wait for a gather, a kernel that reads and writes all of it."""
+    """After the wait for a gather, add a kernel that copies all of it."""
     gathers: dict[int, Collective] = {}
     for event in events:
         yield event
@@ -132,8 +134,9 @@ def _copy(gather: Collective, name: str, share: float = 1.0, stream: str = "") -
 
 
 def _released_by_copies(events: Events) -> Iterator[StepEvent | HostWait]:
-    """What FSDP2's gathers wait for: in forward the copy out of the last but one, in backward that of the last. Of the
-    three slots a gather takes that of the third before it, so that is what a copy releases."""
+    """Replace releases by those of FSDP2, whose gathers wait for a copy-out: in forward for that of the last gather but
+    one, in backward for that of the last. With three slots a gather waits until the unit three gathers before it is
+    released, so a copy-out releases the unit for which the right gather waits."""
     units: list[str] = []
     for event in events:
         if isinstance(event, UnitMark) and event.what == "release":
@@ -147,7 +150,7 @@ def _released_by_copies(events: Events) -> Iterator[StepEvent | HostWait]:
 
 
 def _copied_in(events: Events) -> Iterator[StepEvent | HostWait]:
-    """Slices are cast and then copied into the gather's buffer."""
+    """Before a gather, add a kernel that copies the cast slice into its buffer."""
     for event in events:
         if isinstance(event, Collective) and event.op == "all_gather" and event.ranks > 1:
             yield _copy(event, "copy_in_", 1 / event.ranks, slices_of(event.group))
@@ -155,7 +158,7 @@ def _copied_in(events: Events) -> Iterator[StepEvent | HostWait]:
 
 
 def _reducing_whole(events: Events) -> Iterator[StepEvent | HostWait]:
-    """A unit's gradients are copied in together, once the reduction before is over."""
+    """Copy a unit's gradients in with one kernel, after the reduction before is over."""
     copied, before = 0, None
     for event in events:
         if isinstance(event, Kernel) and event.name == "_foreach_copy_" and event.phase is StepPhase.BACKWARD:
@@ -184,4 +187,4 @@ _CHANGES: dict[str, tuple[Callable[[Events], Iterator[StepEvent | HostWait]], ..
     ),
     "deepspeed": (_without_exchanges, _waiting_once, _copied_out),
 }
-"""By engine, one after another."""
+"""The changes of each engine, applied one after another."""
