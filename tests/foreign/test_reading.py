@@ -92,7 +92,11 @@ def test_deepspeed() -> None:
 
 def test_what_is_auto_is_left_open() -> None:
     found = read_deepspeed(AUTO, "ds.json")
-    assert (found.strategy, found.compute, found.offload) == ("shard_grad_op", None, {"optimizer": "cpu", "gradients": "cpu"})
+    assert (found.strategy, found.compute, found.offload) == (
+        "shard_grad_op",
+        None,
+        {"optimizer": "cpu", "gradients": "cpu"},
+    )
     assert found.train == {"schedule": "constant"}
     assert "optimizer.params.lr" in found.open
     assert "gradient_clipping" in found.open

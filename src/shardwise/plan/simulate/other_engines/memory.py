@@ -338,15 +338,10 @@ class _DeepSpeed(_EngineReplay):
         self.take(compute if job.strategy.keeps_grads else compute // ranks, "grad_shards")
         for _ in range(2):
             self.take(_BUCKET_NUMEL * self.itemsize, "reduce_slots")
-        self.live: list[str] = []
-        """Units that stayed gathered. Nothing adds to it yet."""
 
     def gather(self, unit: str) -> None:
-        if self.resident:
-            return
-        super().gather(unit)
-        if unit in self.live:
-            self.live.remove(unit)
+        if not self.resident:
+            super().gather(unit)
 
     def stays(self, unit: str) -> bool:
         """Whether a unit stays gathered after its forward: if it is soon used again, after at most `_LIVE_NUMEL`
