@@ -34,7 +34,7 @@ import json, os, signal
 
 kill = json.loads(os.environ.get("KILL", "{}"))
 if kill and os.environ.get("RANK") == str(kill["rank"]):
-    from tests.checkpoint.file_changes import Death, watching
+    from tests.checkpoint.publish.file_changes import Death, watching
 
     def look(change):
         if str(change).startswith(kill["change"]):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 def _verdicts(kind: str, work: Path, **options: Any) -> list[dict[str, Any]]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
-    command = [sys.executable, "-m", "tests.checkpoint.crash_lab", kind, str(work), json.dumps(options)]
+    command = [sys.executable, "-m", "tests.checkpoint.publish.crash_lab", kind, str(work), json.dumps(options)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -34,7 +34,7 @@ def _verdicts(kind: str, work: Path, **options: Any) -> list[dict[str, Any]]:
     ids=str,
 )
 def test_a_kill_at_every_change(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Of equal calls in a row at the first and the last; `python -m tests.checkpoint.crash_lab` has every one."""
+    """At the first and last of equal calls in a row; `python -m tests.checkpoint.publish.crash_lab` has every one."""
     verdicts = _verdicts(kind, tmp_path, thorough=False, **options)
     assert [verdict for verdict in verdicts if verdict["problems"]] == []
     calls = {verdict["hit"].split()[3] for verdict in verdicts}

@@ -21,8 +21,8 @@ from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.process.ranks import Ranks
-from tests.checkpoint.disk_model import Disk, Survives
-from tests.checkpoint.file_changes import Change, watching
+from tests.checkpoint.publish.disk_model import Disk, Survives
+from tests.checkpoint.publish.file_changes import Change, watching
 from tests.checkpoint.states import step
 from tests.engine.rig import Net, adamw
 from tests.ranks import RankPools

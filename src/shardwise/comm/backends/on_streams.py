@@ -8,7 +8,7 @@ the gather before is still under way. What orders memory is events, never `recor
 allocator sees every block free at the moment the engine says so. `current_stream()` is taken at each call.
 
 Not run on a GPU by its author yet. That streams and events leave no access unordered is checked without one
-(`tests/engine/test_stream_order.py`), and so are dtypes, coalescing and training by a double of NCCL's process group
+(`tests/engine/devices/test_stream_order.py`), and so are dtypes, coalescing and training by a double of NCCL's process group
 (`tests/comm/nccl_double.py`).
 
 Unlike on CPUs, the order of a sum is the backend's, and terms narrower than fp32 are added in their own dtype.

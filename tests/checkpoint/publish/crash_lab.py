@@ -1,6 +1,6 @@
 """Runs of two real ranks that save every step, killed where one is told, and started again.
 
-    python -m tests.checkpoint.crash_lab KIND DIRECTORY   # one line of JSON for each kill; KIND: of KINDS, or "moments"
+    python -m tests.checkpoint.publish.crash_lab KIND DIRECTORY   # a line of JSON a kill; KIND: of KINDS, or "moments"
 
 A lab is a process that has imported everything and forks the ranks of each run, so that a run takes a fraction of a
 second. What the ranks do is what the trainer does: `Checkpoints.resume`, then a step and `Checkpoints.save` in turn.
@@ -42,7 +42,7 @@ from shardwise.train.config.schema import CheckpointConfig
 from shardwise.train.data.order import Position
 from shardwise.train.output.checkpoints import Checkpoints
 from shardwise.train.process.ranks import Ranks
-from tests.checkpoint.file_changes import Change, Death, watching
+from tests.checkpoint.publish.file_changes import Change, Death, watching
 from tests.checkpoint.states import step
 from tests.engine.rig import adamw
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.checkpoint.file_changes import Change
+from tests.checkpoint.publish.file_changes import Change
 
 
 @dataclass(frozen=True)
