@@ -1,1 +1,1 @@
-"""The command line: parse, start the ranks, report how they ended. No logic of training lives here."""
+"""The command line: parse arguments, start the ranks, report how they ended. It contains no training logic."""

@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         arguments: the command line without the program's name.
 
     Returns:
-        The exit status. A mistake of the user's has been printed as one line.
+        The exit status. A user's mistake has been printed as one line.
     """
     debug = "--debug" in arguments
     try:
@@ -128,7 +128,7 @@ def inspect(
 
 
 def _inspect_checkpoint(what: str, overrides: Sequence[str], quick: bool, tensors: bool) -> int:
-    """The status is 1 where it is damaged."""
+    """Print what a checkpoint or a run holds; return exit status 1 if it is damaged."""
     from shardwise import checkpoint
     from shardwise.cli.inspect_checkpoint import reading, report
     from shardwise.cli.progress import Progress
@@ -213,8 +213,8 @@ def bench(context: typer.Context) -> int:
 
 
 def _usage_line(error: Exception) -> str | None:
-    """The message of a command line that does not parse."""
-    usage_error = typer.BadParameter.__mro__[1]  # the parser's own class, which typer does not export
+    """Return the message if the error is that the command line could not be parsed; else None."""
+    usage_error = typer.BadParameter.__mro__[1]  # the base class of the parser's errors, which typer does not export
     if not isinstance(error, usage_error):
         return None
     message = getattr(error, "format_message", error.__str__)()

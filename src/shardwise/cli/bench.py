@@ -1,4 +1,4 @@
-"""`shardwise bench`: runs the comparison with other engines that lies in the source tree, not in the package."""
+"""`shardwise bench`: runs the comparison with other engines, which is in the source tree but not in the package."""
 
 import os
 import subprocess
@@ -12,10 +12,10 @@ SCRIPT = Path("benchmarks") / "peers.py"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the comparison in a process of its own; returns its exit status.
+    """Run the comparison in another process; return its exit status.
 
     Raises:
-        UserError: shardwise was not installed from a source tree and the working directory is none.
+        UserError: shardwise was not installed from a source tree, and the working directory is not one.
     """
     environment = {**os.environ, "SHARDWISE_COMMAND": "shardwise bench"}
     command = [sys.executable, str(find_script()), *arguments]
@@ -23,10 +23,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def find_script() -> Path:
-    """The script in the tree that an editable install points to, or in the working directory.
+    """Return the path of the script in the source tree of an editable install, or else in the working directory.
 
     Raises:
-        UserError: it is in neither.
+        UserError: the script is in neither.
     """
     tree = Path(__file__).resolve().parents[3]
     for root in (tree, Path.cwd()):

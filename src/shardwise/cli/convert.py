@@ -1,4 +1,4 @@
-"""`shardwise convert`: its result in words."""
+"""The report of `shardwise convert`."""
 
 from shardwise.checkpoint import Converted
 from shardwise.tables import format_bytes
@@ -15,12 +15,12 @@ _SHOWN = 6
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 file", "2 files"."""
+    """Return a number with its noun: "1 file", "2 files"."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def report(target: str, converted: Converted) -> str:
-    """A few lines: kinds, sizes, and what there was no place for."""
+    """Return a few lines: kinds, sizes, and the names of what the target format cannot hold."""
     optimizer = "no optimizer"
     if converted.optimizer_parameters is not None:
         optimizer = f"optimizer state of {counted(converted.optimizer_parameters, 'parameter')}"

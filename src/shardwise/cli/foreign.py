@@ -1,4 +1,4 @@
-"""Configurations of other libraries, for `shardwise convert` and `shardwise plan --from`, which takes ours too."""
+"""Configurations of other libraries, for `shardwise convert` and for `shardwise plan --from`, which also takes ours."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _DISPLACES = {
     "compare": (*_SHARDING, "offload", "optimizer_in_backward"),
     "engine": ("offload", "optimizer_in_backward"),
 }
-"""By option: what of the file it leaves no room for."""
+"""For each option of the command line: the settings of the file that it overrides."""
 
 
 def is_configuration(source: str) -> bool:
-    """Whether a name is that of such a file, and of no checkpoint."""
+    """Return whether a name is that of another library's configuration file rather than of a checkpoint."""
     return Path(source).suffix.lower() in SUFFIXES and not Path(source).is_dir()
 
 
 def convert(source: str, target: str | None, given: Mapping[str, object]) -> None:
-    """Write our configuration for one of another library's; what is different in it is said beside it.
+    """Convert another library's configuration to ours. Differences are printed, and noted in the file's comments.
 
     Args:
         source: the file.
-        target: a TOML file, which must not exist; None = standard output.
-        given: options of `shardwise convert` by name: they are for checkpoints.
+        target: the TOML file to write, which must not exist; None = standard output.
+        given: the other options of `shardwise convert`, by name. They are for checkpoints, so none may be set.
 
-    Raises ConfigError: the file is no such configuration, or the target cannot be written.
+    Raises ConfigError: such an option is set, the file is not such a configuration, or the target cannot be written.
     """
     for name, value in given.items():
         if value:
@@ -65,9 +65,10 @@ def convert(source: str, target: str | None, given: Mapping[str, object]) -> Non
 
 
 def with_settings(options: Options) -> Options:
-    """Options of `shardwise plan` with what the file of `--from` says, where the command line says nothing itself.
+    """Return the options of `shardwise plan`, filled in from the file of `--from`. Options that the command line sets,
+    and what they override (`_DISPLACES`), are not taken from the file. Prints what was taken.
 
-    Raises ConfigError: the file cannot be read. PlanError: it asks for nothing that can be planned.
+    Raises ConfigError: the file cannot be read. PlanError: it names an unknown device, or ranks that do not divide.
     """
     if options.foreign is None:
         return options
@@ -116,7 +117,8 @@ def _text(number: int | None) -> str | None:
 
 
 def _tell(source: Path, settings: ForeignSettings | None, taken: Mapping[str, object]) -> None:
-    """On standard error: standard output may be JSON. `settings`: of another library's."""
+    """Print on standard error what was taken from the file; standard output may be JSON. `settings`: those of another
+    library's file, None for one of ours."""
     library = "shardwise" if settings is None else settings.library
     said = ", ".join(map(_said, taken.items())) or "nothing to plan with"
     print(f"{source} ({library}): {said}", file=sys.stderr)

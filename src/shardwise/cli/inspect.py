@@ -1,4 +1,4 @@
-"""`shardwise inspect`: the units of a configuration's model, as rank 0 of the asked number of ranks would hold them."""
+"""`shardwise inspect`: the units of a configuration's model, as rank 0 of the configured ranks would hold them."""
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,13 @@ from shardwise.train.run.directory import RunDirectory
 
 
 def table(config: Config) -> str:
-    """The table of `sw.describe`, from one process: torch's fake process group stands for the other ranks.
+    """Return the table of `sw.describe`, from one process: torch's fake process group stands in for the other ranks.
+
+    Weights are not read, and no whole model is built. The strategy "auto" is settled by a plan, and an unset
+    `param_dtype` by this machine's device or the checkpoint; lines above the table say what was chosen.
 
     Args:
-        config: fitted to its ranks (`Config.for_ranks`). Weights are not read, and no whole model is built. A plan
-            settles the strategy "auto", and this device a dtype that is left open; both are said above the table.
+        config: fitted to its ranks (`Config.for_ranks`).
     """
     world_size = config.parallel.ranks
     assert world_size != "auto"
@@ -38,7 +40,8 @@ def table(config: Config) -> str:
 
 
 def _settled(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, str]:
-    """As training does, but for the measurements that it takes of a CPU first."""
+    """Replace the strategy "auto" as training does, but without measuring CPUs first; return the configuration and the
+    line to print."""
     hardware = hardware_here(config, ranks.device)
     config, outlook = auto.choose(config, text, ranks, hardware)
     measured = ranks.device.type == "cpu" and config.parallel.hardware is None

@@ -1,4 +1,4 @@
-"""`shardwise inspect CHECKPOINT`: its report, for a terminal of 80 columns."""
+"""The report of `shardwise inspect CHECKPOINT`, for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILES_SHOWN = 12
 
 
 def report(found: Inspection | Partial | InspectedRun, every_tensor: bool = False) -> str:
-    """The lines to print."""
+    """Return the text to print about a checkpoint, a partial one or a run."""
     if isinstance(found, Partial):
         return "\n".join(_partial(found))
     if isinstance(found, InspectedRun):
@@ -28,7 +28,7 @@ def report(found: Inspection | Partial | InspectedRun, every_tensor: bool = Fals
 
 
 def reading(done: int, total: int) -> str:
-    """How far the reading is, in words."""
+    """Return the progress of reading, in words."""
     return f"reading {format_bytes(done)} of {format_bytes(total)}"
 
 
@@ -61,7 +61,7 @@ def _tensors(found: Inspection, every_tensor: bool) -> list[str]:
 
 
 def _runs(groups: Iterable[ModuleTensors]) -> list[list[ModuleTensors]]:
-    """Groups that differ in their number alone, together."""
+    """Join consecutive groups that differ only in the number at the end of their prefix, such as blocks."""
     found: list[list[ModuleTensors]] = []
     for group in groups:
         before = found[-1][-1] if found else None
@@ -109,7 +109,7 @@ def _optimizer(found: Inspection) -> list[str]:
 
 
 def _told(key: str, value: Any) -> bool:
-    """Options that are off say nothing."""
+    """Return whether to show an option of a parameter group: options that are None or False are left out."""
     return key != "fqns" and value is not None and value is not False
 
 
@@ -181,7 +181,7 @@ def _columns(rows: Sequence[Sequence[str]], right: tuple[int, ...]) -> list[str]
 
 
 def _middle(text: str, width: int) -> str:
-    """Names differ at their ends."""
+    """Shorten a text in its middle, keeping more of its end, where names differ."""
     if len(text) <= width:
         return text
     front = (width - 3) // 3
@@ -193,5 +193,5 @@ def _cut(text: str, width: int) -> str:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    """Broken at spaces, with `indent` from the second line on; a path stays whole, so that it can be copied."""
+    """Wrap a text at spaces and indent all lines after the first. Paths stay whole, so that they can be copied."""
     return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""The console script: runs the commands where the `train` extra is installed, else prints how to install it."""
+"""The console script: runs the commands if the `train` extra is installed, else prints how to install it."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from typing import NoReturn
 from shardwise.cli.process.exit import Exit, end, missing_extra
 
 _LEAVE_MEMORY = frozenset({"plan"})
-"""Commands that hold nothing at their end but memory."""
+"""Commands that hold only memory when they end, so that the process may exit without releasing it."""
 
 
 def main() -> NoReturn:
@@ -31,7 +31,8 @@ def main() -> NoReturn:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """End at once: a KeyboardInterrupt can get lost in an import. Whoever has ranks to look after handles it first."""
+    """End the process at once, because a KeyboardInterrupt can be swallowed in an import. Commands that have started
+    ranks install a handler of their own."""
     os._exit(Exit.INTERRUPTED)
 
 

@@ -1,4 +1,4 @@
-"""`shardwise train` with JAX, in this process, which has all devices of the machine; and `shardwise plan` with it."""
+"""`shardwise train` on JAX, in this process, which has all devices of the machine; and `shardwise plan` for JAX."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def train(config: Config) -> Exit:
-    """Train. Returns how it ended; a UserError is the caller's to print.
+    """Train on JAX. Returns the exit status; the caller must print a UserError.
 
-    Raises ModuleNotFoundError, which names what to install, without JAX.
+    Raises ModuleNotFoundError, which names the missing module, if JAX is not installed.
     """
     outlive_readers()
     for number in ending_signals():
-        signal.signal(number, signal.default_int_handler)  # the trainer hears it, and may save
+        signal.signal(number, signal.default_int_handler)  # replaced during the training loop, so that it can save
     try:
         from shardwise.train.on_jax.trainer import run
 
@@ -43,38 +43,39 @@ def train(config: Config) -> Exit:
 
 PRECISIONS = {"fp32": ("float32", None, "fp32"), "bf16": ("float32", "bfloat16", "bf16")}
 PRECISIONS["bf16-true"] = ("bfloat16", None, "bf16")
-"""By name: JAX's dtypes of parameters and of the loss, and the dtype of products."""
+"""By name of a precision: JAX's dtype of parameters, JAX's dtype of the loss (None: the parameters'), and the dtype of
+matrix products in the hardware files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What `shardwise plan --backend jax` is asked."""
+    """A question to `shardwise plan --backend jax`."""
 
     model: str
     cluster: Cluster
     settings: Sequence[Mapping[str, Any]]
-    """Fields of a `Job`, one for each program."""
+    """For each program to compile, some fields of a `Job`."""
     precision: str
     seq_len: int
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A setting with one backend."""
+    """A row of the table: one setting with one backend."""
 
     backend: str
     setting: Mapping[str, Any]
     needed_bytes: int
     has_bytes: int
-    """Of the device."""
+    """Usable memory of a device."""
     step_time_s: tuple[float, float]
-    """The shortest and the longest."""
+    """Shortest and longest time of a step."""
     bytes_sent: float
-    """By one device in a step."""
+    """Bytes that one device sends in a step."""
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Of the table."""
+        """The row's cells as text, one per column of `_HEAD`."""
         from shardwise.plan.report.rendering import seconds
         from shardwise.plan.search.exploration import gib
 
@@ -96,14 +97,14 @@ _HEAD = ("backend", "strategy", "batch", "recompute", "GiB", "s/step", "GB sent"
 
 
 def plan(asked: Asked, as_json: bool, html: Path | None = None) -> Exit:
-    """Print what XLA's programs need and send, and how long that takes, beside the torch engine's forecast.
+    """Print the memory, communication and time of XLA's programs, beside the torch engine's forecast.
 
     Args:
-        asked: what to compile.
-        as_json: instead of a table.
-        html: a page to write, too.
+        asked: the question.
+        as_json: print JSON instead of a table.
+        html: a page to write as well.
 
-    Raises PlanError for a model or a mesh that JAX does not have.
+    Raises PlanError for a model or a mesh that JAX does not support, ModuleNotFoundError if JAX is not installed.
     """
     from shardwise.plan.models.source import resolve
 
@@ -131,7 +132,7 @@ def plan(asked: Asked, as_json: bool, html: Path | None = None) -> Exit:
 
 
 def _of_jax(asked: Asked, source: ModelSource | None) -> tuple[dict[str, Any], list[Row]]:
-    """What was compiled, and a row for each setting."""
+    """Compile for all settings; return what `compiled_apart` returned, and a row for each setting."""
     from shardwise.plan.simulate.compiled import seconds
     from shardwise.train.on_jax.planning import Setting, Wish, compiled_apart
     from shardwise.train.on_jax.wishes import REMAT
@@ -163,7 +164,8 @@ def _row_of_jax(setting: Mapping[str, Any], compiled: Mapping[str, Any], took: S
 
 
 def _shards(setting: Mapping[str, Any], cluster: Cluster) -> int:
-    """Devices that share one copy. Raises PlanError for a strategy or a group that JAX does not have."""
+    """Return the number of devices that share one copy of the model. Raises PlanError for a strategy or a group that
+    JAX does not support."""
     strategy, group = setting["strategy"], setting["shard_group"]
     if strategy == "no_shard":
         return 1
@@ -178,8 +180,9 @@ def _shards(setting: Mapping[str, Any], cluster: Cluster) -> int:
 
 
 def _sent(compiled: Mapping[str, Any]) -> Iterator[Sent]:
-    """A program's collectives as an accelerator runs them: an all-reduce of which each device keeps a piece is a
-    reduce-scatter, and dtypes are not widened. Over both axes the replicas add up pieces."""
+    """Yield a program's collectives as an accelerator would run them: an all-reduce of which each device keeps only a
+    piece counts as a reduce-scatter, and dtypes are not widened. A collective over both axes counts as one over fsdp
+    and one over replica, where the replicas exchange only pieces."""
     from shardwise.plan.simulate.compiled import Sent
     from shardwise.plan.simulate.network import REPLICATE
 
@@ -196,7 +199,8 @@ def _sent(compiled: Mapping[str, Any]) -> Iterator[Sent]:
 
 
 def _of_torch(asked: Asked) -> list[Row]:
-    """The torch engine's forecasts; nothing where there is no torch, or the engine has no such setting."""
+    """Return a row with the torch engine's forecast for each setting; none, and a printed note, if torch is missing or
+    the engine does not support a setting."""
     from shardwise.plan.search.exploration import needed_bytes
     from shardwise.plan.search.space import precision_of
 
@@ -226,7 +230,7 @@ _NUMBERS = {"batch", "GiB", "s/step", "GB sent"}
 
 
 def _note(platform: str) -> str:
-    """What the figures hold, and what not."""
+    """Return a note on what the figures include and what they do not."""
     compiled = "so many of these GPUs; its temporaries hold attention's scores"
     if platform == "cpu":
         compiled = (
@@ -247,7 +251,7 @@ def _where(asked: Asked) -> str:
 
 
 def _table(asked: Asked, title: str, rows: Sequence[Row], note: str) -> str:
-    """As text, 80 columns wide where names are not longer."""
+    """Return the table as text, 80 columns wide unless names are longer."""
     import textwrap
 
     from shardwise.plan.report.rendering import WIDTH
@@ -265,7 +269,7 @@ def _table(asked: Asked, title: str, rows: Sequence[Row], note: str) -> str:
 
 
 def _write_page(asked: Asked, title: str, rows: Sequence[Row], found: Mapping[str, Any], path: Path) -> None:
-    """The table, and what each program of XLA holds and sends."""
+    """Write an HTML page with the table, and with what each XLA program holds in memory and sends."""
     from html import escape
 
     from shardwise.jax.report.page import table, write

@@ -1,4 +1,4 @@
-"""A configuration to train with, as options of `shardwise plan --from`."""
+"""A training configuration of ours, read as options for `shardwise plan --from`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SUFFIX = ".toml"
 
 
 def options_of(path: Path, gpu: str | None = None) -> dict[str, Any]:
-    """What a configuration says of a run, by name of the option; what it leaves open is left out.
+    """Return what a configuration says about a run, by name of the option. What it leaves open is left out.
 
-    An inline model is taken where it says its vocabulary itself: else that is the data's.
+    An inline model is included only if it sets `vocab_size` itself; otherwise its vocabulary would depend on the data.
 
     Args:
         path: the file.
-        gpu: the device that the run is planned for; None: the file's, or the usual one. What it computes in follows
-            from it where the file leaves that open, as in training.
+        gpu: the device to plan for; None: the file's, or the default one. If the file leaves `param_dtype` open, the
+            device decides it, as in training.
 
     Raises:
         ConfigError: the file cannot be read, or trains on JAX.
@@ -69,14 +69,14 @@ def options_of(path: Path, gpu: str | None = None) -> dict[str, Any]:
 
 
 def _computed_in(stored: str, device: Hardware) -> str:
-    """As `train.build.compute_dtype` settles it."""
+    """Return the compute dtype of a new run on a device, as `train.build.compute_dtype` settles it."""
     if device.kind == "cpu":
         return "stored"
     return "bf16" if stored == "fp32" and "bf16" in device.peak_flops else stored
 
 
 def units_text(units: int | Sequence[str] | None) -> str | None:
-    """As `--units` has them; None where they are left open."""
+    """Return units in the form of `--units`; None if they are left open."""
     return _text(units) if units is None or isinstance(units, int) else ",".join(units)
 
 

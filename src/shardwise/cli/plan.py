@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _WORKERS = 8
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""In the environment: keeps progress bars and advice of transformers, if it comes to be needed, off the terminal."""
+"""Environment variables that keep transformers, if it is needed, from printing progress bars and advice."""
 
 
 def plan(**given: Any) -> int:
@@ -58,18 +58,18 @@ def plan(**given: Any) -> int:
     return Exit.DONE
 
 
-plan.__signature__ = inspect.signature(Options)  # type: ignore[attr-defined]  # where typer finds the options
+plan.__signature__ = inspect.signature(Options)  # type: ignore[attr-defined]  # typer reads the options from it
 
 
 _OF_JAX = {
     *("model", "backend", "gpu", "gpus", "nodes", "interconnect", "strategy", "shard_group", "micro_batch"),
     *("accumulation", "activation_checkpointing", "precision", "seq_len", "json", "html", "debug"),
 }
-"""Options that have a meaning with --backend jax."""
+"""Options that have an effect with --backend jax."""
 
 
 def _asked_of_jax(options: Options) -> "Asked":
-    """The options as a question about programs of XLA. Raises UserError for options that it has no use for."""
+    """Turn the options into a question about XLA programs. Raises UserError for options that have no effect on it."""
     from shardwise.cli.on_jax import PRECISIONS, Asked
     from shardwise.plan.dry_run.job import SEQ_LEN
     from shardwise.plan.hardware.devices import find_device, find_interconnect
@@ -107,11 +107,11 @@ def _asked_of_jax(options: Options) -> "Asked":
 
 
 def _question(options: Options) -> "Question":
-    """The options as a question to the planner.
+    """Turn the options into a question for the planner.
 
     Raises:
-        UserError: no model, or an option that is only for a calibration.
-        PlanError: an option has a value that cannot be.
+        UserError: no model is given, or an option is only for a calibration.
+        PlanError: an option has an invalid value.
     """
     _refuse_for_a_plan(options)
     if options.model is None:
@@ -136,7 +136,7 @@ def _question(options: Options) -> "Question":
 
 
 def _show(answer: "Plan", options: Options) -> None:
-    """Print the answer and write the files that were asked for. Raises PlanError where nothing fits."""
+    """Print the answer and write the requested files. Raises PlanError if nothing fits."""
     from shardwise.plan.report.rendering import table_text, write_page
     from shardwise.plan.simulate.trace import draw
 
@@ -147,7 +147,7 @@ def _show(answer: "Plan", options: Options) -> None:
         write_page(replace(answer.report, config=text, timeline=timeline), options.html)
         _say(f"page: {options.html}")
     if answer.best is None and answer.extra.get("smallest_cluster") and not (options.trace or options.config):
-        return  # that was the question
+        return  # the smallest cluster was asked for, and it was found
     answer.check_fits()
     if options.trace is not None:
         _say(f"timeline: {answer.best_whole().trace(options.trace)}")
@@ -159,7 +159,7 @@ def _show(answer: "Plan", options: Options) -> None:
 
 
 def _calibrate(options: Options) -> int:
-    """Measure this machine, on ranks of its own or as one of torchrun's."""
+    """Measure this machine, on ranks started here or as one rank of a torchrun that the user started."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from shardwise.cli.process.worker import calibrate
 
@@ -180,7 +180,8 @@ def _calibrate(options: Options) -> int:
 
 
 def _training_config(answer: "Plan", path: Path | None) -> tuple[str, PlanError | None]:
-    """The best one as a configuration; or nothing, and why the trainer cannot run it."""
+    """Return the best job as the text of a training configuration; or an empty text and the reason why the trainer
+    cannot run it."""
     from shardwise.train.build.from_plan import training_config
     from shardwise.train.config.files import dump_toml
 
@@ -195,7 +196,7 @@ def _training_config(answer: "Plan", path: Path | None) -> tuple[str, PlanError 
 
 
 def _still_to_set(configuration: str) -> str:
-    """What the user has to add to a written configuration's command line, or to it."""
+    """Return what the user must still add to the command that trains a written configuration; empty if nothing."""
     from shardwise.train.config.schema import UNSET
 
     return " data.source=..., which is not set in it" if f'source = "{UNSET}"' in configuration else ""
@@ -210,7 +211,7 @@ def _check_counts(options: Options) -> None:
 
 
 def _check_outputs(options: Options) -> None:
-    """Before minutes of work: raise PlanError where something cannot be written that is asked for."""
+    """Raise PlanError if a requested file cannot be written, before minutes of work are spent."""
     _check_writable(options.html, options.trace, options.config)
     if options.trace is not None:
         from shardwise.plan.simulate.trace import check_format
@@ -248,5 +249,5 @@ def _refuse_for_a_plan(options: Options) -> None:
 
 
 def _say(line: str) -> None:
-    """Beside the answer, which may be JSON on standard output."""
+    """Print a line on standard error, because the answer on standard output may be JSON."""
     print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The options of `shardwise plan`, and what is read from each."""
+"""The options of `shardwise plan`, and the parsing of their values."""
 
 import re
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ import typer
 from shardwise.errors import PlanError
 
 CALIBRATED = Path("hardware.toml")
-"""Default of a calibration's `--output`."""
+"""Default of `--output` of a calibration."""
 
 Text = str | None
 Count = int | None
@@ -26,7 +26,7 @@ def _option(text: str, *names: str) -> Any:
 
 @dataclass(frozen=True)
 class _ClusterOptions:
-    """What is trained on."""
+    """Options about the devices that a run is planned for."""
 
     gpu: Annotated[Text, _option("Device: a packaged name or a hardware file. [h100-sxm-80gb]")] = None
     gpus: Annotated[Count, _option("Devices of each node. [8]")] = None
@@ -41,7 +41,7 @@ class _ClusterOptions:
 
 @dataclass(frozen=True)
 class _RunOptions:
-    """How it is trained. Options of several values are searched over them."""
+    """Options about the training. If an option has several values, the search tries all of them."""
 
     strategy: Annotated[Text, _option("One or several, such as full_shard,hybrid_shard. [searched]")] = None
     shard_group: Annotated[Text, _option("Ranks of one copy, for hybrid strategies. [searched]")] = None
@@ -94,7 +94,8 @@ class _RunOptions:
 
 @dataclass(frozen=True)
 class Options(_RunOptions, _ClusterOptions):
-    """Options of `shardwise plan`. Those of several values, separated by commas, are searched over them."""
+    """Options of `shardwise plan`. If an option has several values, separated by commas, the search tries all of
+    them."""
 
     model: Annotated[
         Text,
@@ -137,7 +138,8 @@ class Options(_RunOptions, _ClusterOptions):
     debug: Annotated[bool, _option("Show tracebacks of mistakes too.", "--debug")] = False
 
     def arguments(self) -> dict[str, Any]:
-        """Those of the job to plan: a value, values to search over, or None to leave them to the search."""
+        """Return the arguments of the job to plan: a value, values to search over, or None to leave it to the
+        search."""
         return {
             "gpu": self.gpu,
             "gpus_per_node": self.gpus,
@@ -168,12 +170,12 @@ class Options(_RunOptions, _ClusterOptions):
 
     @property
     def budget_bytes(self) -> int | None:
-        """Of a device, where `--budget` says how many."""
+        """Memory of a device that may be used, by `--budget`; None if it is not given."""
         return _bytes(self.budget)
 
 
 def words_of(option: str, given: str | None) -> list[str] | None:
-    """Values separated by commas; None leaves them to the search. Raises PlanError where there are none."""
+    """Split values at commas; None leaves the option to the search. Raises PlanError if there are no values."""
     if given is None or given in _SEARCH:
         return None
     words = [word.strip() for word in given.split(",") if word.strip()]
@@ -183,7 +185,8 @@ def words_of(option: str, given: str | None) -> list[str] | None:
 
 
 def numbers_of(option: str, given: str | None) -> list[int] | None:
-    """Whole numbers separated by commas; None leaves them to the search. Raises PlanError for what is none."""
+    """Read whole numbers separated by commas; None leaves the option to the search. Raises PlanError for anything that
+    is not a whole number from 1 on."""
     found = words_of(option, given)
     if found is None:
         return None
@@ -219,7 +222,7 @@ def _units(given: str | None) -> int | frozenset[str] | None:
 
 
 def _bytes(given: str | None) -> int | None:
-    """70, 70GiB or 75GB; a number alone counts GiB."""
+    """Parse an amount of memory such as 70, 70GiB or 75GB; a number without a unit is in GiB."""
     if given is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.strip().lower())

@@ -1,4 +1,4 @@
-"""How far something is, on one line of a terminal."""
+"""Progress on one line of a terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _REDRAW_S = 0.1
 
 
 class Progress:
-    """Shows (done, total) in words where standard error is a terminal, and nothing elsewhere."""
+    """Shows (done, total) in words if standard error is a terminal, else nothing."""
 
     def __init__(self, words: Callable[[int, int], str], wanted: bool = True) -> None:
         """
         Args:
-            words: the line for (done, total).
+            words: returns the line for (done, total).
             wanted: whether to show anything.
         """
         self._words = words
@@ -32,6 +32,6 @@ class Progress:
             print(f"\r{line:{self._width}}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Leave no trace."""
+        """Clear the line."""
         if self._width:
             print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)

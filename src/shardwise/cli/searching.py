@@ -1,4 +1,4 @@
-"""What a search shows while it runs: a table that improves on a terminal, lines on standard error elsewhere."""
+"""The output of a search while it runs: a live table on a terminal, lines on standard error elsewhere."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 _FIRST_LINE_S = 3.0
 _LINES_S = 10.0
-"""Between lines on standard error."""
+"""Time between lines on standard error."""
 _TICK_S = 0.2
 
 
 class Searching:
-    """A context manager around a search. Ctrl-C inside prints what is known so far and ends the program."""
+    """A context manager around a search. Ctrl-C inside prints the results so far and ends the process."""
 
     def __init__(self, question: Question, wanted: bool = True) -> None:
         """
         Args:
-            question: the one that is searched for.
-            wanted: whether to show anything on standard output; standard error has lines in any case.
+            question: the question that the search answers.
+            wanted: whether standard output may be used; if not, lines go to standard error even on a terminal.
         """
         self._question = question
         self._judged: dict[Job, Candidate] = {}
-        """A search that starts again judges the same jobs."""
+        """The candidates judged so far, by job, because a search that restarts judges the same jobs again."""
         self._total = 0
         self._began_s = time.monotonic()
         self._over = threading.Event()
@@ -44,7 +44,7 @@ class Searching:
         self._thread = threading.Thread(target=self._tell, daemon=True)
 
     def __call__(self, done: int, total: int, candidate: Candidate) -> None:
-        """A configuration was judged."""
+        """Record a judged configuration. Called by the search; `done` is not used."""
         self._judged[candidate.job] = candidate
         self._total = total
 
@@ -75,7 +75,7 @@ class Searching:
 
     @property
     def _found(self) -> list[Candidate]:
-        return list(self._judged.values())  # threads add to it
+        return list(self._judged.values())  # a copy, because another thread may add to it meanwhile
 
     def _picture(self) -> Any:
         from rich.text import Text
@@ -84,7 +84,7 @@ class Searching:
         return Text("\n\n".join(part for part in (rows, self._line()) if part))
 
     def _table(self) -> str:
-        """Of what fits so far."""
+        """Return the table of the configurations that fit so far; empty if there is none yet."""
         if not self._found:
             return ""
         from shardwise.plan.report.rendering import rows_text
@@ -102,7 +102,7 @@ class Searching:
         return f"{done}, {seconds}"
 
     def _tell(self) -> None:
-        """Lines on standard error, now and then."""
+        """Print a line on standard error from time to time. Runs in a thread."""
         due_s = _FIRST_LINE_S
         while not self._over.wait(_TICK_S):
             if time.monotonic() - self._began_s >= due_s:
@@ -119,7 +119,7 @@ class Searching:
         return f"; best so far: {full_name(best.job)}, {best.tokens_per_s_per_gpu:,.0f} tokens/s a GPU"
 
     def _interrupted(self, number: int, frame: FrameType | None) -> NoReturn:
-        """Say what is known and end at once: an exception can get lost in an import."""
+        """Print the results so far and end the process at once, because an exception can be swallowed in an import."""
         self._end()
         known = self._table()
         print(f"interrupted; {self._line()}{'' if known else '; nothing that fits is known yet'}", file=sys.stderr)

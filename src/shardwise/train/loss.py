@@ -1,4 +1,4 @@
-"""The training loss: the mean over the target tokens of all ranks and micro-batches, however they are spread.
+"""The training loss: the mean over the target tokens of all ranks and micro-batches, however the tokens are spread.
 
 Each rank's micro-batch contributes (sum of its negative log-likelihoods) * world_size / (targets of the whole step).
 The engine averages gradients over ranks, so the result is the gradient of the mean over all tokens: a rank with
@@ -46,7 +46,7 @@ class DeviceBatch(NamedTuple):
 
     @classmethod
     def of(cls, batch: MicroBatch, device: torch.device) -> DeviceBatch:
-        """Copy a micro-batch to a device, without waiting for it. No communication."""
+        """Copy a micro-batch to a device without waiting for the copy. Does not communicate."""
         input_ids, labels = (accelerators.sent(torch.from_numpy(array), device) for array in batch)
         return cls(input_ids, labels, batch.target_tokens)
 
@@ -62,7 +62,7 @@ class MicroBatchLoss(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """Turns a micro-batch's sums into its part of the step's mean. The same on every rank."""
+    """The counts that turn a micro-batch's summed loss into its part of the step's mean. The same on every rank."""
 
     target_tokens: int
     """Targets of all ranks and micro-batches of this step; at least 1."""
@@ -72,7 +72,7 @@ class StepWeights:
     """Ranks over which the engine averages gradients."""
 
     def scale(self, loss: MicroBatchLoss) -> Tensor:
-        """The scalar to call `backward` on: 0-d, with grad. No communication."""
+        """Return the scalar to call `backward` on: 0-d, with grad. Does not communicate."""
         scaled = loss.nll_sum * (self.world_size / self.target_tokens)
         if loss.auxiliary is not None:
             scaled = scaled + loss.auxiliary / self.micro_batches
@@ -80,7 +80,8 @@ class StepWeights:
 
 
 class LossFunction:
-    """Calls a model on a micro-batch. Make it before `sw.shard`: it looks at the model's own signature."""
+    """Calls a model on a micro-batch and returns the loss. Make it before `sw.shard`: it inspects the signature of the
+    model's own forward."""
 
     def __init__(self, model: nn.Module) -> None:
         parameters = inspect.signature(model.forward).parameters
@@ -91,11 +92,11 @@ class LossFunction:
         self._router_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0))
 
     def __call__(self, model: nn.Module, batch: DeviceBatch) -> MicroBatchLoss:
-        """One forward. Every rank must call this equally often, as a sharded model's forward is collective.
+        """Run one forward. Every rank must call this equally often, because a sharded model's forward is collective.
 
         Args:
             model: sharded or not.
-            batch: on the model's device; it may have no target at all.
+            batch: on the model's device; it may have no targets.
 
         Raises:
             UserError: the model returns neither logits nor a loss.
@@ -116,22 +117,22 @@ class LossFunction:
 
 
 def next_token_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood of every target given the tokens before it, summed, in nats.
+    """Return the negative log-likelihood of every target given the tokens before it, summed, in nats.
 
     Args:
         logits: [batch, seq_len, vocab], any float dtype; used in fp32.
         labels: [batch, seq_len] int64, not shifted; -100 is no target.
 
     Returns:
-        0-d fp32; 0, with a gradient of zeros, where there is no target.
+        0-d fp32; 0, with a gradient of zeros, if there is no target.
     """
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return F.cross_entropy(logits.float().flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def _own_loss(model: nn.Module, batch: DeviceBatch) -> Tensor:
-    """The sum behind a model's own mean. Where there is no target that mean is 0/0, so it is asked about the inputs
-    instead and counted 0 times: the forward and backward must still happen, on every rank."""
+    """Return the summed loss that a model's own mean loss stands for. Without any target that mean would be 0/0, so the
+    inputs are passed as labels and the loss is multiplied by 0: forward and backward must still run on every rank."""
     count = batch.target_tokens
     output = model(input_ids=batch.input_ids, labels=batch.labels if count else batch.input_ids)
     mean = output if isinstance(output, Tensor) else getattr(output, "loss", None)
@@ -150,16 +151,16 @@ def evaluate(
     ranks: Ranks,
     interruption: Interruption,
 ) -> float | None:
-    """The mean negative log-likelihood in nats per target token, over all tokens of all ranks.
+    """Return the mean negative log-likelihood in nats per target token, over all target tokens of all ranks.
 
     Every rank must call this with equally many batches. Leaves the model in training mode.
 
     Args:
         batches: this rank's share.
-        interruption: once a rank has been asked to end, all of them stop, after the same batch.
+        interruption: if a rank has been asked to end, all ranks stop after the same batch.
 
     Returns:
-        None where it was interrupted.
+        The mean, or None if the evaluation was interrupted.
     """
     model.eval()
     nll, tokens = 0.0, 0.0

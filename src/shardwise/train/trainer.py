@@ -57,14 +57,13 @@ _FEW_TARGETS = 0.5
 
 
 def run(config: Config) -> None:
-    """Train as a configuration says and write `runs/<name>/`. Every rank calls this, under torchrun or alone.
+    """Train as `config` says and write `runs/<name>/`. Every rank must call this, under torchrun or alone.
 
-    A run that is finished says so and nothing else happens, unless `train.steps` has grown: then it goes on from its
-    newest checkpoint. One that another launch is writing is refused.
+    For a finished run this only prints that it is finished, unless `train.steps` has grown: then training continues
+    from the newest checkpoint. A run whose directory another launch is writing to is refused.
 
     Raises:
-        UserError: something in the configuration cannot be done, or the loss stopped being finite. The same on every
-            rank.
+        UserError: something in the configuration cannot be done, or the loss stopped being finite. Every rank raises.
     """
     check_wishes(config)
     with started() as ranks:
@@ -84,19 +83,19 @@ def run(config: Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TakenStep:
-    """A step that the device has been given, of which it may not have done anything yet. Fields as in `StepMetrics`."""
+    """A step whose kernels are queued on the device but may not have run yet. The fields are as in `StepMetrics`."""
 
     step: int
     start_s: float
-    """On the clock of `time.perf_counter`."""
+    """Start of the step, in seconds of `time.perf_counter`."""
     lr: float
     tokens: int
     target_tokens: int
-    """Over all ranks."""
+    """Number of target tokens of the step over all ranks."""
     nll: Callable[[], float]
-    """Waits for this rank's negative log-likelihood, summed over its targets."""
+    """Waits for the device and returns this rank's negative log-likelihood, summed over its targets."""
     grad_norm: Callable[[], float | None]
-    """Waits for it."""
+    """Waits for the device and returns the gradient norm; None where backward has taken the step."""
     memory: Mapping[str, int | None]
 
 
@@ -106,7 +105,7 @@ class Trainer:
     def __init__(self, config: Config, ranks: Ranks, console: RunConsole) -> None:
         """
         Args:
-            config: fitted to the number of ranks (`Config.for_ranks`).
+            config: already fitted to the number of ranks (`Config.for_ranks`).
         """
         quiet_transformers()
         self.config = config
@@ -122,9 +121,9 @@ class Trainer:
         self.share = share
         self.batches = Batches(self.data.train, share, train.global_batch, config.data.seed)
         self.first_step = 0
-        """Steps that were taken before this start of the run; `batches` begin there."""
+        """Number of steps taken before this launch resumed the run; `batches` start there."""
         self.evaluates_first = train.eval_every > 0
-        """Whether the model is evaluated before the first step."""
+        """Whether to evaluate the model before the first step."""
         self.held_out = evaluation_batches(self.data.held_out, share)
         self._say_data()
         tokenizer = self.data.tokenizer
@@ -138,7 +137,7 @@ class Trainer:
             console.say(self.outlook.words)
 
         self.resumes = ranks.on_first(lambda: saved.has_any)
-        """Whether the numbers are a checkpoint's."""
+        """Whether the model's values will be loaded from a checkpoint."""
         console.doing("building the model")
         torch.manual_seed(train.seed)  # the same on every rank: all build the same weights
         model = build_model(config.model, self.text, config.lora)
@@ -152,9 +151,9 @@ class Trainer:
         self.scaler = sw.GradScaler(ranks.device.type, enabled=needs_loss_scaling(self.config.parallel))
         self.schedule = LearningRateSchedule.of(train)
         self.unread: deque[TakenStep] = deque()
-        """Steps whose numbers may still be on the device, the oldest first."""
+        """Steps whose loss and gradient norm have not been read from the device yet, oldest first."""
         self.last_read_s = -math.inf
-        """When numbers were last read, on the clock of `time.perf_counter`."""
+        """Time at which a step's results were last read, in seconds of `time.perf_counter`."""
         self.step_times_s: list[float] = []
         self.interruption = Interruption()
 
@@ -166,11 +165,11 @@ class Trainer:
         return optimizer
 
     def _shard(self, model: nn.Module) -> nn.Module:
-        """Also read `model.weights`, each rank its own bytes. Nothing is drawn that these, or a checkpoint, overwrite.
-        Every rank must call this."""
+        """Shard the model and load `model.weights`, of which each rank reads only its own bytes. Parameters that the
+        weights or a checkpoint will overwrite are not initialised. Every rank must call this."""
         self._check_saves()
         weights = self.config.model.weights
-        saved_whole = self.resumes and not self.config.lora.r  # else a checkpoint has the adapter alone
+        saved_whole = self.resumes and not self.config.lora.r  # with LoRA, a checkpoint holds only the adapter
         with ExitStack() as stack:
             stack.enter_context(told_to(self.console.say))
             if self.config.model.init == "device":
@@ -178,7 +177,7 @@ class Trainer:
             if saved_whole:
                 stack.enter_context(left_blank([fqn for fqn, _ in model.named_parameters()]))
             elif weights is not None:
-                with self.ranks.together():  # sharding is collective: a rank without the directory must stop all
+                with self.ranks.together():  # sharding is collective: if one rank lacks the directory, all must stop
                     stack.enter_context(blank_for(weights, model))
             config = self.config
             align = align_of(config.train)
@@ -202,14 +201,14 @@ class Trainer:
             )
 
     def run(self, directory: RunDirectory) -> None:
-        """Train, evaluate, export and sum up. Every rank must call this.
+        """Train, evaluate, export the model and print a summary. Every rank must call this.
 
-        Interrupted by a signal, all ranks end after the same step, saved where checkpoints are on; a second time, at
-        once.
+        On a first signal, all ranks end after the same step and save it if checkpoints are on. A second signal ends
+        this rank at once.
 
         Raises:
-            UserError: the loss or the gradient's norm is not finite.
-            KeyboardInterrupt: when interrupted; an `Interrupted` where all ranks end together.
+            UserError: the loss or the gradient norm is not finite.
+            KeyboardInterrupt: the run was interrupted. If all ranks end together, this is an `Interrupted`.
         """
         train = self.config.train
         checkpoints = self._checkpoints(directory)
@@ -219,7 +218,7 @@ class Trainer:
                 f"the checkpoints in {directory.checkpoints} were removed while the run started: start it again"
             )
         self._go_on(resumed)
-        accelerators.reset_peak(self.ranks.device)  # what it took to build the model is no peak of training
+        accelerators.reset_peak(self.ranks.device)  # the peak must not include memory used to build the model
         with self.interruption.heard(), checkpoints.finished(self.model), ExitStack() as stack:
             with self.ranks.together():
                 writer = None
@@ -250,7 +249,8 @@ class Trainer:
         self._sum_up(directory, footprint)
 
     def _checkpoints(self, directory: RunDirectory) -> Checkpoints:
-        """Each has the tokenizer beside the model, as `final/` has. Every rank must call this."""
+        """Return the run's checkpoints. Each stores the tokenizer beside the model, as `final/` does. Every rank must
+        call this."""
         files: dict[str, bytes] = {}
         with self.ranks.together():
             if self.ranks.is_first and self.config.checkpoint.every:
@@ -259,7 +259,7 @@ class Trainer:
         return Checkpoints(directory.checkpoints, self.config.checkpoint, self.ranks, files, base)
 
     def _go_on(self, resumed: Resumed | None) -> None:
-        """Take up the data, and the loss scale, where a checkpoint left them."""
+        """Restore the position in the data, the step count and the loss scale from a loaded checkpoint, if any."""
         if resumed is None:
             return
         train, data = self.config.train, self.config.data
@@ -284,7 +284,7 @@ class Trainer:
     def _save(self, checkpoints: Checkpoints, step: int, evaluated: bool) -> None:
         """
         Args:
-            evaluated: False where an evaluation after this step was interrupted: it comes first when the run goes on.
+            evaluated: False if the evaluation after this step was interrupted; a resumed run then begins with it.
         """
         position = self.batches.position(step - self.first_step)
         extra = {
@@ -295,7 +295,8 @@ class Trainer:
         checkpoints.save(step, self.model, self.optimizer, position, extra)
 
     def _leave(self, checkpoints: Checkpoints, step: int) -> NoReturn:
-        """End, as was asked for, after so many steps. Every rank must call this."""
+        """End the interrupted run after `step` steps: finish the last save, then raise `Interrupted`. Every rank must
+        call this."""
         checkpoints.finish(self.model)
         saved = checkpoints.path(step) if checkpoints.are_on else None
         self.console.interrupted(step, self.first_step, saved)
@@ -303,15 +304,15 @@ class Trainer:
 
     @property
     def reads_late(self) -> bool:
-        """Whether a step's numbers are read while the device is at the next one, so that it never idles for the host.
-        A CPU has done everything when a step returns."""
+        """Whether a step's results are read while the device works on the next step, so that the device never idles.
+        On a CPU all work is done when the step returns, so there they are read at once."""
         return self.ranks.device.type != "cpu"
 
     def _report(self, writer: MetricsWriter | None, left: int) -> None:
-        """Read, write and show the steps that were taken, but for the last `left` ones. Every rank must call this.
+        """Read, write and print all unread steps except the last `left` ones. Every rank must call this.
 
         Raises:
-            UserError: the loss or the gradient's norm of one is not finite. The same on every rank.
+            UserError: the loss or gradient norm of a step is not finite. Every rank raises.
         """
         while len(self.unread) > left:
             metrics = self._read(self.unread.popleft())
@@ -320,12 +321,12 @@ class Trainer:
             self.console.step(metrics)
 
     def _read(self, taken: TakenStep) -> StepMetrics:
-        """Wait for a step's numbers. Every rank must call this."""
+        """Wait for a step's results and return its metrics. Every rank must call this."""
         loss = self.ranks.sum([taken.nll()])[0] / taken.target_tokens
         grad_norm = taken.grad_norm()
         self._check_finite(taken.step, loss, grad_norm)
         now_s = time.perf_counter()
-        elapsed_s = now_s - max(taken.start_s, self.last_read_s)  # a step that began while the last one went on
+        elapsed_s = now_s - max(taken.start_s, self.last_read_s)  # it may have started before the previous one ended
         self.last_read_s = now_s
         self.step_times_s.append(elapsed_s)
         return StepMetrics(
@@ -341,21 +342,21 @@ class Trainer:
         )
 
     def _explained_step(self, step: int) -> None:
-        """A step; out of memory, it raises an error with bytes by kind and ways out."""
+        """Take a step; if it runs out of memory, raise an error that lists bytes by kind and ways out."""
         try:
             self.step(step)
         except torch.OutOfMemoryError as error:
             raise explained(error, step + 1, self.config, self.text, self.model, self.ranks) from error
 
     def step(self, step: int) -> None:
-        """One optimizer step on the whole global batch; its numbers are `unread`. Every rank must call this.
+        """Take one optimizer step on the whole global batch and append it to `unread`. Every rank must call this.
 
-        Each micro-batch's gradients are reduced as its backward goes, which holds no full-size gradients; `sw.no_sync`
-        would trade that memory for fewer bytes sent.
+        Gradients are reduced during each micro-batch's backward, so no full-size gradients are held between
+        micro-batches; `sw.no_sync` would use that memory to send fewer bytes.
 
-        Nothing here waits for the device. Of fp16's loss scaling that holds where AdamW is one kernel, which skips a
-        step by itself; elsewhere `scaler.step` waits to hear whether a gradient is infinite. A model may wait in its
-        forward: those of transformers look there whether sequences are packed in a row.
+        Nothing here waits for the device, with two exceptions. With fp16 loss scaling, `scaler.step` waits to learn
+        whether a gradient is infinite, unless AdamW is one fused kernel, which skips such a step on the device. And a
+        model's forward may wait: transformers models check there whether a row holds packed sequences.
 
         Args:
             step: counted from 0.
@@ -387,13 +388,15 @@ class Trainer:
         )
 
     def _clip(self) -> Callable[[], float | None]:
-        """Clip; the result waits for the gradient's norm. There is none where backward has taken the step."""
+        """Clip the gradients. Returns a function that waits for the gradient norm and returns it; it returns None where
+        backward has taken the step, because then no global norm exists."""
         if self.config.train.optimizer_in_backward:
             return lambda: None
         return accelerators.fetched(sw.clip_grad_norm_(self.model, self.config.train.clip or math.inf))
 
     def _accumulate(self, batches: tuple[MicroBatch, ...], weights: StepWeights) -> Tensor:
-        """Forward and backward of every micro-batch; returns this rank's negative log-likelihood, summed (0-d fp32)."""
+        """Run forward and backward of every micro-batch; return this rank's summed negative log-likelihood (0-d
+        fp32)."""
         nll = torch.zeros((), device=self.ranks.device)
         for batch in batches:
             loss = self.loss_function(self.model, DeviceBatch.of(batch, self.ranks.device))
@@ -402,10 +405,11 @@ class Trainer:
         return nll
 
     def _check_finite(self, step: int, loss: float, grad_norm: float | None) -> None:
-        """Stop when training has diverged. Both numbers are global, so every rank comes to the same decision. The step
-        has been taken, and perhaps the next one; neither is evaluated, saved or exported before it is read.
+        """Raise UserError if training has diverged. Both numbers are global, so all ranks decide alike. By now the step
+        has been taken, and perhaps the next one too, but no step is evaluated, saved or exported before this check.
 
-        A loss scaler steps over infinite gradients by itself: that is how it finds its scale.
+        With a loss scaler, an infinite gradient norm is no error: the scaler skips such steps while it looks for its
+        scale.
         """
         if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm) or self.scaler.is_enabled()):
             return
@@ -416,7 +420,7 @@ class Trainer:
         )
 
     def _evaluate(self, step: int, writer: MetricsWriter | None) -> bool:
-        """False where it was interrupted."""
+        """Evaluate on the held-out rows, if there are any. Returns False if the evaluation was interrupted."""
         if not self.held_out:
             return True
         self.console.doing(f"evaluating on {len(self.data.held_out):,} rows")
@@ -448,23 +452,24 @@ class Trainer:
 
     @property
     def form(self) -> Form:
-        """Of `final/`. An adapter alone needs a base that others have too."""
+        """Form in which `final/` is written. An adapter is written alone only if its base are pretrained weights, which
+        others have too; otherwise it is merged into the base."""
         if not self.config.lora.r:
             return Form.WHOLE
         return Form.MERGED if self.config.model.weights is None else Form.ADAPTER
 
     def _footprint(self) -> Footprint:
-        """Every rank must call this."""
+        """Return this run's bytes per rank beside DDP's. Every rank must call this."""
         own = sw.memory(self.model).peak
         return compared_with_ddp(self.ranks.hear({kind: own[kind] for kind in STATE_KINDS}), replicated(self.model))
 
     def _sum_up(self, directory: RunDirectory, footprint: Footprint) -> None:
-        """A sample and the table. Every rank takes part in the sample."""
+        """Print a sample and the summary table. Every rank must call this, because generating is collective."""
         rows = self.data.held_out if len(self.data.held_out) else self.data.train
         sample = sample_text(self.model, rows, self.data.tokenizer, self.config.train.seed, self.ranks)
         if sample is not None:
             self.console.sample(sample)
-        step_time_s = statistics.median(self.step_times_s) if self.step_times_s else None  # resumed at its end
+        step_time_s = statistics.median(self.step_times_s) if self.step_times_s else None  # no steps were left to take
         self.console.summary(self.config.parallel.strategy, self.ranks.world_size, footprint, step_time_s)
         if self.outlook is not None and step_time_s is not None:
             self.console.beside_plan(self.outlook, sw.memory(self.model).peak, step_time_s)

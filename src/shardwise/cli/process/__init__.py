@@ -1,1 +1,1 @@
-"""The process of a command: its streams and status, the ranks that it starts, and how they report their end."""
+"""The process of a command: its streams and exit status, the ranks that it starts, and how they report their end."""

@@ -1,4 +1,4 @@
-"""How a command ends: exit statuses, and the words for an error."""
+"""How a command ends: exit statuses, and the text that is printed for an error."""
 
 import atexit
 import enum
@@ -25,19 +25,19 @@ class Exit(enum.IntEnum):
 
 
 def end(status: int) -> NoReturn:
-    """End the process as `sys.exit` does, exit hooks included, but leave its memory to the system. Python would take it
-    apart object by object, which takes a second where torch and transformers were imported."""
+    """End the process like `sys.exit`, exit hooks included, but without freeing its memory. Python would free it object
+    by object, which takes a second after torch and transformers were imported."""
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # nobody reads: Python has words and a status of its own for that
+    except OSError:  # nobody reads the stream: `sys.exit` prints a message and sets a status for that
         sys.exit(status)
     os._exit(status)
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """The line that names what to install where a module of an extra is missing; None for other modules."""
+    """Return the line that names the extra to install for a missing module; None for modules of no extra."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in _EXTRAS.items():
         if module in modules:
@@ -46,7 +46,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
 
 
 def mistake(error: BaseException) -> str | None:
-    """What to tell the user, on one line, if the error is a mistake of theirs; None if it is not."""
+    """Return the one-line message if the error is a user's mistake; else None."""
     if isinstance(error, ModuleNotFoundError):
         return missing_extra(error)
     if isinstance(error, UserError):
@@ -55,5 +55,5 @@ def mistake(error: BaseException) -> str | None:
 
 
 def full_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it."""
+    """Return the traceback as Python prints it."""
     return "".join(traceback.format_exception(error)).rstrip()

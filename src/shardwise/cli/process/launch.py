@@ -1,4 +1,4 @@
-"""Starting the ranks of a run with torchrun's process manager, and finding out how they ended."""
+"""Start the ranks of a run with torchrun's process manager, and find out how they ended."""
 
 import logging
 import os
@@ -30,23 +30,23 @@ from shardwise.train.run.directory import RunDirectory
 
 LOOPBACK = "127.0.0.1"
 STRAGGLER_GRACE_S = 20.0
-"""After an interrupt: how long ranks may run on once the first of them has ended."""
+"""How long other ranks may continue after an interrupt once the first rank has reported its end."""
 STOPPING = "stopping when the step under way is done; interrupt again to stop at once"
 _POLL_S = 0.1
 
 
 def launch(config: Config, debug: bool = False) -> Exit:
-    """Run a configuration on ranks of this machine and wait for their end.
+    """Run a configuration on ranks of this machine and wait until they end.
 
     Args:
         config: fitted to its ranks (`Config.for_ranks`).
         debug: print the traceback of a user's mistake too.
 
     Returns:
-        The exit status. What went wrong, of the rank where it went wrong first, has been printed.
+        The exit status. If something went wrong, the error of the rank that failed first has been printed.
 
     Raises:
-        UserError: MASTER_PORT is set and cannot be used.
+        UserError: MASTER_PORT is set but cannot be used.
     """
     assert config.parallel.ranks != "auto"
     directory = RunDirectory(config.run_directory)
@@ -63,12 +63,13 @@ def launch(config: Config, debug: bool = False) -> Exit:
 
 
 def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
-    """Run one of `cli.process.worker`'s tasks on ranks of this machine and wait for their end; otherwise as `launch`.
+    """Run one of `cli.process.worker`'s tasks on ranks of this machine and wait until they end. Returns and raises as
+    `launch` does.
 
     Args:
         task: "train", "calibrate" or "calibrate-quick".
         path: the file that the task reads or writes.
-        ranks: how many.
+        ranks: number of ranks.
     """
     outlive_readers()
     store = TCPStore(LOOPBACK, _port(), is_master=True, wait_for_workers=False)  # where ranks meet; it outlives them
@@ -84,13 +85,14 @@ def launch_task(task: str, path: Path, ranks: int, debug: bool = False) -> Exit:
         except (KeyboardInterrupt, SignalException):
             stopped = True
         reports = report.read(directory)
-    # A run that came to its end all the same is done.
+    # A run that finished in spite of an interrupt counts as done.
     interrupted = stopped or (interrupt.received and bool(reports or failures))
     return _conclude(reports, failures, interrupted, debug)
 
 
 def _port() -> int:
-    """MASTER_PORT where the user set it, for a firewall perhaps; else 0, which is any free one."""
+    """Return MASTER_PORT if the user has set it, for example for a firewall; else 0, which means any free port. Raises
+    UserError if MASTER_PORT cannot be used."""
     given = os.environ.get("MASTER_PORT", "0")
     try:
         port = int(given)
@@ -103,13 +105,13 @@ def _port() -> int:
 
 @contextmanager
 def _started(task: str, path: Path, ranks: int, port: int, directory: Path) -> Iterator[PContext]:
-    """The ranks as processes; at the end of the block those that still run are ended.
+    """Start the ranks as processes; at the end of the block, terminate those that still run.
 
-    They start with the signals that end a run blocked, until they have handlers: an early one waits instead of being
-    lost.
+    The ranks start with the ending signals blocked and unblock them once they have handlers, so that an early signal
+    waits instead of being lost.
     """
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are _Interrupt's
-    logging.getLogger(PContext.__module__).setLevel(logging.CRITICAL)  # its lines would bury the one that matters
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `_Interrupt` handles the others
+    logging.getLogger(PContext.__module__).setLevel(logging.CRITICAL)  # its lines would bury the error that matters
     shared = _environment(ranks, port, directory)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
@@ -129,7 +131,8 @@ def _started(task: str, path: Path, ranks: int, port: int, directory: Path) -> I
 
 
 def _environment(ranks: int, port: int, directory: Path) -> dict[str, str]:
-    """Variables that every rank has beside those of this process: as torchrun sets them, and where reports go."""
+    """Return the environment variables that every rank gets in addition to this process's: those that torchrun sets,
+    the directory for reports and, for CPU ranks, settings of threads and malloc."""
     variables = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -137,22 +140,22 @@ def _environment(ranks: int, port: int, directory: Path) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher's
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher's store, so that no rank starts one
         report.ENVIRONMENT: str(directory),
         report.LAUNCHER: str(os.getpid()),
     }
     if not accelerators.count():
-        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # a rank per core, not a pool per rank
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # else each rank has a thread per core
         variables |= malloc_settings(os.environ)
     return variables
 
 
 def malloc_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Settings of glibc's malloc, for the environment of CPU ranks: keep freed memory for allocations to come, but for
-    mappings of 32 MiB and more. None where the user's environment sets malloc already.
+    """Return settings of glibc's malloc for the environment of CPU ranks: keep freed memory for later allocations,
+    except mappings of 32 MiB and more. Empty if the user's environment configures malloc already.
 
-    A step frees its activations and the next one wants them again. By itself glibc gives memory at the top of its heap
-    back to the system, which then clears every page anew (docs/design/engine.md).
+    A step frees its activations and the next step allocates them again. By default glibc returns memory at the top of
+    its heap to the system, which must then clear every page anew (docs/design/engine.md).
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
     if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in environment):
@@ -161,10 +164,11 @@ def malloc_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _wait(processes: PContext, directory: Path, interrupt: "_Interrupt") -> Mapping[int, ProcessFailure]:
-    """Wait for the end of all ranks; the first failure ends the others. Returns the failures by rank.
+    """Wait until all ranks have ended; the first failure ends the others. Returns the failures by rank.
 
     Raises:
-        KeyboardInterrupt: a rank that was interrupted outside the training loop has left its peers waiting.
+        KeyboardInterrupt: `STRAGGLER_GRACE_S` after an interrupted rank has ended, others still run: it was interrupted
+            outside the training loop and left its peers waiting.
     """
     deadline_s = inf
     while (result := processes.wait(timeout=0)) is None:
@@ -177,17 +181,17 @@ def _wait(processes: PContext, directory: Path, interrupt: "_Interrupt") -> Mapp
 
 
 class _Interrupt:
-    """Passes the first signal that ends a run on to the ranks, which may save; a second one ends everything.
+    """Passes the first ending signal on to the ranks, which may save; a second one ends everything.
 
-    Ranks live in sessions of their own, so a terminal's Ctrl-C reaches only the launcher. When a terminal is closed,
-    SIGHUP comes from the shell and from the kernel: it is never the second one.
+    Ranks run in sessions of their own, so a terminal's Ctrl-C reaches only the launcher. When a terminal is closed,
+    both the shell and the kernel send SIGHUP, so SIGHUP never counts as the second signal.
     """
 
     def __init__(self, words: str) -> None:
-        """`words`: a line for the first interrupt."""
+        """`words`: the line to print at the first interrupt."""
         self.received = False
         self._counted = False
-        """SIGINT or SIGTERM has been received: the next one ends everything."""
+        """Whether a SIGINT or SIGTERM has been received, so that the next one ends everything."""
         self._words = words
         self._pids: tuple[int, ...] = ()
 
@@ -202,7 +206,7 @@ class _Interrupt:
                 signal.signal(number, handler)
 
     def send_to(self, pids: Iterable[int]) -> None:
-        """Pass interrupts on to these processes, an earlier one too."""
+        """Pass interrupts on to these processes, including one that was received earlier."""
         self._pids = tuple(pids)
         if self.received:
             self._pass_on()
@@ -216,20 +220,20 @@ class _Interrupt:
             return
         self.received = True
         self._pass_on()
-        with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more: ranks save all the same
+        with suppress(OSError, ValueError, AttributeError):  # standard error is gone; ranks save all the same
             below_progress = "\n" if sys.stderr.isatty() else ""
             os.write(sys.stderr.fileno(), f"{below_progress}{self._words}\n".encode())  # `print` may be interrupted
 
     def _pass_on(self) -> None:
         for pid in self._pids:
-            with suppress(ProcessLookupError):  # ended by itself
+            with suppress(ProcessLookupError):  # the rank has ended already
                 os.kill(pid, signal.SIGINT)
 
 
 def _conclude(
     reports: list[report.Report], failures: Mapping[int, ProcessFailure], interrupted: bool, debug: bool
 ) -> Exit:
-    """Print the first cause, and return the status."""
+    """Print the first cause of failure, and return the exit status."""
     first = [ending for ending in reports if not ending.consequence]
     causes = [ending for ending in first if ending.kind == "failed"]
     mistakes = [ending for ending in first if ending.kind == "mistake"]
@@ -250,14 +254,15 @@ def _conclude(
     elif not failures:
         return Exit.DONE
     elif set(silent.values()) <= {-signal.SIGTERM} and reports:
-        _say(report.told(reports[0]))  # every rank lost a peer that nobody saw end
+        _say(report.told(reports[0]))  # every report says that a peer was lost, and none says why
     else:
         _say_silent(silent)
     return Exit.FAILED
 
 
 def _say_silent(silent: Mapping[int, int]) -> None:
-    """Name the ranks that ended without a report. torchrun ends the others by SIGTERM: no cause where another is."""
+    """Print how ranks ended that left no report. torchrun ends ranks by SIGTERM after another failed, so these are
+    named only if no rank ended otherwise."""
     others = {rank: status for rank, status in silent.items() if status != -signal.SIGTERM}
     for rank, status in sorted((others or silent).items()):
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

@@ -1,4 +1,4 @@
-"""How a rank that did not end well tells the launcher: by a file `rank-N.json` in a directory of the launcher's."""
+"""Reports of ranks that failed or were interrupted: files `rank-N.json` in a directory of the launcher."""
 
 import json
 import time
@@ -11,13 +11,13 @@ from shardwise.cli.process.exit import full_traceback, mistake
 from shardwise.errors import CollectiveTimeout, OutOfMemory, PeerError
 
 ENVIRONMENT = "SHARDWISE_REPORTS"
-"""The environment variable by which a rank knows the directory, and that shardwise launched it."""
+"""Environment variable with the directory for reports; it also tells a rank that shardwise launched it."""
 
 LAUNCHER = "SHARDWISE_LAUNCHER"
-"""The environment variable by which a rank knows the launcher's process id."""
+"""Environment variable with the launcher's process id."""
 
 _CAUSE_S = 3.0
-"""How long a rank that failed with another waits for that one's report."""
+"""How long a rank that failed because of another rank waits for the other's report."""
 _STORE_ERRORS = ("DistNetworkError", "DistStoreError")
 _PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed")
 _NCCL_LOST_A_PEER = (
@@ -28,7 +28,8 @@ _NCCL_LOST_A_PEER = (
     "watchdog",
     "retrieving nccluniqueid from",
 )
-"""In a `DistBackendError`. Others of its kind are causes: no memory for NCCL's buffers, one GPU used twice."""
+"""Texts in a `DistBackendError` that mean a lost peer. Other such errors are causes themselves: no memory for NCCL's
+buffers, or one GPU used twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +39,17 @@ class Report:
     rank: int
     kind: Literal["mistake", "failed", "interrupted"]
     line: str
-    """One line for a user's mistake; empty otherwise."""
+    """One-line message for a user's mistake; empty otherwise."""
     traceback: str
-    """The message alone where a step ran out of memory."""
+    """The full traceback; only the message if a step ran out of memory."""
     time_s: float
-    """Seconds since the epoch."""
+    """Time of the report, in seconds since the epoch."""
     consequence: bool
-    """The rank failed because another had failed or was gone: not the cause."""
+    """Whether the rank failed only because another rank had failed or was gone."""
 
 
 def describe(error: BaseException, rank: int) -> Report:
-    """Turn what ended a rank into its report."""
+    """Return the report of a rank that `error` ended."""
     line = mistake(error)
     kind: Literal["mistake", "failed", "interrupted"] = "failed"
     if line is not None:
@@ -60,7 +61,7 @@ def describe(error: BaseException, rank: int) -> Report:
 
 
 def told(ending: Report, debug: bool = False) -> str:
-    """The words for the user about how one rank ended."""
+    """Return the text for the user about how one rank ended."""
     if ending.kind == "mistake":
         line = f"error: rank {ending.rank}: {ending.line}"
         return f"{line}\n{ending.traceback}" if debug else line
@@ -69,20 +70,21 @@ def told(ending: Report, debug: bool = False) -> str:
 
 
 def write(directory: Path, report: Report) -> None:
-    """Write a report; readers see all of it or nothing."""
+    """Write a report atomically: readers see all of it or nothing."""
     partial = directory / f"rank-{report.rank}.partial"
     partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
     partial.replace(partial.with_suffix(".json"))
 
 
 def read(directory: Path) -> list[Report]:
-    """The reports written so far, the earliest first."""
+    """Return the reports written so far, earliest first."""
     reports = [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in directory.glob("rank-*.json")]
     return sorted(reports, key=lambda report: report.time_s)
 
 
 def await_cause(directory: Path) -> None:
-    """Wait until a rank has reported a cause: when the first rank ends, the launcher ends all others."""
+    """Wait, at most `_CAUSE_S`, until a rank has reported a cause. Call this before a rank ends as a consequence: once
+    the first rank ends, the launcher ends all others, and the cause would be lost."""
     deadline = time.monotonic() + _CAUSE_S
     while all(report.consequence for report in read(directory)) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Standard output and error of a run, which goes on when nobody can read them any more."""
+"""Standard output and error of a run, which continues when nobody can read them any more."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _NOBODY_READS = frozenset({errno.EIO, errno.EPIPE})
-"""A terminal that is gone; a pipe without a reader."""
+"""Error codes of writes to a terminal that is gone, and to a pipe without a reader."""
 _CLOSED = "nobody reads standard output any more: the run goes on (metrics.jsonl has every step), and Ctrl-C stops it"
 
 
 def outlive_readers() -> None:
-    """From now on what this process prints is dropped where nobody can read it.
+    """Make this process drop what it prints, instead of raising, once nobody can read it.
 
-    When a terminal is closed, words for it must not keep a run from saving. Where standard output alone was closed, as
-    by `| head`, standard error says once that the run goes on. Streams that a program has put in the place of the
-    process's own stay as they are.
+    When a terminal is closed, a failing print must not keep the run from saving. If only standard output was closed, as
+    by `| head`, a message on standard error says once that the run goes on. `sys.stdout` and `sys.stderr` are left
+    alone if a program has replaced them.
     """
     if sys.stdout is sys.__stdout__ and sys.__stdout__ is not None:
         sys.stdout = _outliving(sys.__stdout__, _CLOSED)
@@ -34,7 +34,7 @@ def _outliving(stream: TextIO, words: str = "") -> TextIO:
     file = _Unread(stream.fileno(), "wb", closefd=False)
     file.words = words
     return io.TextIOWrapper(
-        file if stream.write_through else io.BufferedWriter(file),  # as Python does for -u
+        file if stream.write_through else io.BufferedWriter(file),  # unbuffered under -u, as in Python itself
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
@@ -43,10 +43,10 @@ def _outliving(stream: TextIO, words: str = "") -> TextIO:
 
 
 class _Unread(io.FileIO):
-    """A file that takes bytes which nobody can read any more for written."""
+    """A file that reports bytes as written even if nobody can read them any more."""
 
     words = ""
-    """For standard error, the first time."""
+    """Message that is printed to standard error the first time that a pipe has no reader; empty for none."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:

@@ -20,27 +20,27 @@ from shardwise.cli.process.standard_streams import outlive_readers
 from shardwise.train.process.interruption import ENDING_SIGNALS, ending_signals
 
 _PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>."""
+"""PR_SET_PDEATHSIG of <sys/prctl.h>."""
 
 STUCK_S = 20.0
-"""How long a rank that has been asked to end may stand still: less than the 30 s after which torchrun kills it."""
+"""How long a rank that was asked to end may make no progress: less than the 30 s after which torchrun kills it."""
 
 
 def main() -> None:
-    """Train or calibrate as this rank, and end at once; on any error leave a report first.
+    """Train or calibrate as this rank, then end the process at once; on any error write a report first.
 
-    `os._exit` because a rank whose peers are gone can hang in the destructors of its communicators, and because Python
-    takes a second to unload torch. An interrupted rank ends with status 0: the others may still be saving, and torchrun
-    ends all of them at the first other status.
+    It ends with `os._exit`, because a rank whose peers are gone can hang in the destructors of its communicators, and
+    because Python takes a second to unload torch. An interrupted rank ends with status 0: other ranks may still be
+    saving, and at the first non-zero status torchrun ends all of them.
     """
     directory, rank = Path(os.environ[report.ENVIRONMENT]), int(os.environ["RANK"])
     _end_with(int(os.environ[report.LAUNCHER]))
     outlive_readers()
     for number in ending_signals():
         signal.signal(number, _AtOnce(directory, rank))
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how the launcher ends a rank, even one that waits in native code
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)  # the launcher blocked them until now
-    faulthandler.enable()  # a crash in native code shows where it was
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's SIGTERM must end even a rank in native code
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)  # the launcher started this rank with them blocked
+    faulthandler.enable()  # print a traceback on a crash in native code
     try:
         _TASKS[sys.argv[1]](Path(sys.argv[2]))
     except BaseException as error:
@@ -57,11 +57,11 @@ def main() -> None:
 
 
 class _AtOnce:
-    """Ends an interrupted rank where there is nothing to save. A KeyboardInterrupt would come out of whatever is being
-    imported, as something else perhaps."""
+    """Signal handler that ends this rank at once, while there is nothing to save. A KeyboardInterrupt instead could be
+    raised in the middle of an import, which might turn it into another error."""
 
     until_heard = True
-    """The training loop listens itself (`train.interruption`)."""
+    """Marks the handler for `Interruption.heard`, which replaces it during the training loop."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory = directory
@@ -75,20 +75,20 @@ class _AtOnce:
 def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exit:
     """Train as one rank of a torchrun that the user started.
 
-    On any error the process says so and ends here and now, whatever its peers do: at the interpreter's end it would
-    tear communicators down, which waits for them.
+    On any error the process prints it and ends at once, whatever its peers do, because at a normal exit the interpreter
+    would destroy communicators, which waits for the peers.
 
     Args:
         path: the configuration; every rank reads it.
         overrides: `section.key=value` strings.
-        debug: let a user's mistake be followed by its traceback.
+        debug: print the traceback of a user's mistake too.
 
     Returns:
-        DONE. A user's mistake ends the process with status 2, an interrupt with 130, anything else with 1.
+        DONE. A user's mistake ends the process with status 2, an interrupt with 130, any other error with 1.
     """
     outlive_readers()
-    for number in ending_signals():  # what torchrun sends on when it is interrupted
-        signal.signal(number, signal.default_int_handler)  # the trainer may save
+    for number in ending_signals():  # torchrun passes these on when it is interrupted
+        signal.signal(number, signal.default_int_handler)  # replaced during the training loop, so that it can save
     _leave_if_stuck()
     try:
         _train(path, overrides)
@@ -102,11 +102,11 @@ def run_under_torchrun(path: Path, overrides: Sequence[str], debug: bool) -> Exi
 
 
 def _leave_if_stuck() -> None:
-    """End this rank if it stands still once it was asked to end.
+    """Start a thread that ends this rank if it makes no progress after it was asked to end.
 
-    When one rank has failed, torchrun asks the others to end by SIGTERM. A rank that waits for the failed one in native
-    code, as GPU ranks do, never comes to handle a signal, and torchrun would wait for it for half a minute. So the part
-    of the handler that runs at once wakes a thread, which watches the main one.
+    When one rank has failed, torchrun sends SIGTERM to the others. A rank that waits for the failed one in native code,
+    as GPU ranks do, never runs its Python signal handler, and torchrun would wait half a minute for it. Python's
+    C-level handler, which runs at once, writes to a wakeup pipe; this wakes a thread that watches the main thread.
     """
     waking, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -115,7 +115,7 @@ def _leave_if_stuck() -> None:
 
 
 def _watch(waking: int, stuck_s: float) -> None:
-    while os.read(waking, 1)[0] not in ENDING_SIGNALS:  # others may have handlers too
+    while os.read(waking, 1)[0] not in ENDING_SIGNALS:  # other handled signals are written to the pipe too
         pass
     place, since_s = _place(), time.monotonic()
     while time.monotonic() - since_s < stuck_s:
@@ -128,7 +128,7 @@ def _watch(waking: int, stuck_s: float) -> None:
 
 
 def _place() -> tuple[int, int]:
-    """Where the main thread is: a frame and an instruction of it."""
+    """Return where the main thread is: its frame, and the last instruction in it."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     return id(frame), frame.f_lasti
 
@@ -144,7 +144,7 @@ def _train(path: Path, overrides: Sequence[str] = ()) -> None:
 
 
 def calibrate(path: Path, quick: bool = False) -> None:
-    """Measure this machine as one of its ranks; the first writes the hardware file. Every rank must call this.
+    """Measure this machine as one of its ranks; the first rank writes the hardware file. Every rank must call this.
 
     Raises:
         PlanError: the file cannot be written.
@@ -170,13 +170,13 @@ _TASKS: dict[str, Callable[[Path], None]] = {
 
 
 def _end_with(launcher: int) -> None:
-    """Have the kernel kill this rank when its launcher is gone, killed perhaps.
+    """Make the kernel kill this rank when its launcher is gone, for example killed.
 
-    Ranks that went on alone would save, and drop old checkpoints, beside those of the run that is started next.
+    Ranks that continued alone would save and remove checkpoints in the same directory as the run that is started next.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # gone before the call above
+    if os.getppid() != launcher:  # the launcher was gone before the call above
         os._exit(Exit.FAILED)
 
 

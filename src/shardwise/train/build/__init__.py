@@ -1,1 +1,1 @@
-"""From a checked configuration to a model, its shards and its optimizer, and to the job that a plan forecasts."""
+"""From a checked configuration to a model, its shards and its optimizer, and to the job that the planner forecasts."""

@@ -1,4 +1,5 @@
-"""`parallel.strategy = "auto"`: the fastest strategy that fits, planned before the run and compared with it after."""
+"""`parallel.strategy = "auto"`: plan the fastest strategy that fits before the run; compare it with the run
+afterwards."""
 
 from __future__ import annotations
 
@@ -27,23 +28,24 @@ class Outlook:
     """The plan's forecast of the run."""
 
     words: str
-    """The choice and its forecast, in a sentence."""
+    """The chosen strategy and its forecast, in one sentence."""
     memory: Mapping[str, int]
-    """Bytes by kind at the peak."""
+    """Bytes by kind at the peak of a step."""
     step_time_s: float
 
 
 def settle(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, Outlook | None]:
     """Replace "auto" by the strategy that a plan recommends. Every rank must call this.
 
-    Rank 0 plans and tells the others. On CPU ranks all measure the machine first, for about three seconds.
+    Rank 0 plans and sends the result to the others. CPU ranks first measure the machine together, for about three
+    seconds, unless `parallel.hardware` is set.
 
     Returns:
-        The configuration with a strategy, and the outlook; the same on every rank. The given configuration, and None,
-        where the strategy is not "auto".
+        The configuration with a strategy, and the forecast; the same on every rank. If the strategy is not "auto", the
+        given configuration and None.
 
     Raises:
-        PlanError: nothing fits, or the model cannot be planned. On every rank.
+        PlanError: nothing fits, or the model cannot be planned. Raised on every rank.
     """
     if config.parallel.strategy != "auto":
         return config, None
@@ -64,7 +66,7 @@ def settle(config: Config, text: TextShape, ranks: Ranks) -> tuple[Config, Outlo
 
 
 def choose(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> tuple[Config, Outlook]:
-    """Replace "auto" by the strategy that a plan for a device recommends. Not collective.
+    """Replace "auto" by the strategy that a plan for the given device recommends. Not collective.
 
     Raises:
         PlanError: nothing fits, or the model cannot be planned.
@@ -79,7 +81,7 @@ def choose(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) ->
 
 
 def _best(config: Config, text: TextShape, ranks: Ranks, hardware: Hardware) -> Forecast:
-    """The fastest strategy's forecast. Raises PlanError where none fits."""
+    """Return the forecast of the fastest strategy that fits. Raises PlanError if none fits."""
     evaluate = Evaluator(source_of(config, text))
     objective = Objective.TOKENS_PER_S
     families = search_space(arguments_of(config, ranks, hardware)).families

@@ -1,4 +1,4 @@
-"""`parallel.param_dtype` where the configuration leaves it open: bf16 on accelerators that compute in it."""
+"""The default of `parallel.param_dtype`: bf16 on accelerators that compute in it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shardwise.train.config.schema import Config
 
 
 def settle(config: Config, device: torch.device, saved: Mapping[str, Any] | None) -> tuple[Config, str]:
-    """Give a configuration the dtype that its run computes in. Not collective; the answer is this rank's.
+    """Fill in `parallel.param_dtype` if it is unset. Not collective; the answer depends on this rank's device.
 
-    A run that goes on keeps its checkpoint's. A new one computes in bf16 if its device does and its parameters are
-    stored in fp32; on CPUs, and elsewhere, in the dtype that they are stored in.
+    A resumed run keeps the dtype of its checkpoint. A new run computes in bf16 if its device computes in bf16 and its
+    parameters are stored in fp32; else, and always on CPUs, in the dtype that parameters are stored in.
 
     Args:
-        device: of a rank.
-        saved: `extra` of the checkpoint from which the run goes on, if any.
+        device: the device of a rank.
+        saved: `extra` of the checkpoint from which the run resumes, if any.
 
     Returns:
-        The configuration, and a line that says what was chosen; the given one and no line where it names a dtype, or
-        nothing had to be chosen.
+        The configuration, and a line that says what was chosen. The given configuration and an empty line if it names a
+        dtype, or if a CPU computes in the stored dtype.
     """
     if config.parallel.param_dtype is not None:
         return config, ""

@@ -1,4 +1,4 @@
-"""From a configuration of another library to one of ours."""
+"""From a configuration of another library to one of shardwise."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from shardwise.train.config.files import toml_of
 from shardwise.train.config.schema import UNSET, Config
 
 STEPS = 1000
-"""Of a written configuration, where the file has no length of training."""
+"""`train.steps` in a written configuration if the other library's file does not give it."""
 
 
 def configuration_of(settings: ForeignSettings, source: Path) -> str:
-    """TOML text that `shardwise train` reads; only what the file decides is in it, and what has to be set.
+    """Return TOML text for `shardwise train`. It has only the keys that the file decides and those that the user must
+    set.
 
     Args:
-        settings: that were read.
-        source: the file, to be named.
+        settings: the settings read from the file.
+        source: the file, to name it in the text.
 
-    Raises ConfigError: a value that none of ours can hold.
+    Raises ConfigError: a value is not allowed in a shardwise configuration.
     """
     train: dict[str, Any] = {"steps": settings.train.get("steps", STEPS), **settings.train}
     if settings.micro_batch is not None:
@@ -53,7 +54,8 @@ def configuration_of(settings: ForeignSettings, source: Path) -> str:
 
 
 def notes(settings: ForeignSettings) -> list[str]:
-    """A line each: what is to be set, what is different, what has no equal, what has no effect."""
+    """Return one line for each thing that the user must set, that differs, that has no counterpart, has no effect or
+    was "auto"."""
     set_by_user = ["model.path", "data.source"]
     if "steps" not in settings.train:
         set_by_user.append("train.steps")

@@ -1,4 +1,4 @@
-"""From a plan to a run: the configuration that trains the planned job."""
+"""From a plan to a run: the training configuration for a planned job."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from shardwise.policy.precision import short_dtype_name
 from shardwise.train.config.schema import UNSET, Config
 
 STEPS = 1000
-"""Of a written configuration: a plan has no length of training."""
+"""`train.steps` in a written configuration: a plan does not know the length of training."""
 OFFLOAD_PATH = "offload"
-"""Of a written configuration: files of a rank have no names, and nothing is left there."""
+"""`offload.path` in a written configuration. Ranks may share it: their files have no names and leave nothing behind."""
 
 
 def training_config(source: ModelSource, job: Job, name: str) -> Config:
-    """The configuration that trains a planned job.
+    """Return the configuration that trains a planned job.
 
-    Of a Hugging Face directory it goes on from the weights, and has the tokenizer, that are there; what to train on is
-    left to be named (`data.source` is "unset"). Any other model begins at random, on data that are already there.
+    If the model was given as a Hugging Face directory, training starts from the weights and uses the tokenizer found
+    there, and the user must name the data (`data.source` is "unset"). Any other model starts from random weights, on
+    the default data.
 
     Args:
         source: the model, which must have a name.
-        job: as it was forecast.
-        name: of the run.
+        job: the job as it was forecast.
+        name: the name of the run.
 
     Raises:
-        PlanError: the trainer cannot run it: it is not a language model, or it was planned with something else.
+        PlanError: the trainer cannot run the job: the model is not a language model, or the plan is for an engine,
+            loss, attention or optimizer that the trainer does not have.
     """
     check_model(source)
     _check_job(job)
@@ -79,7 +81,7 @@ def training_config(source: ModelSource, job: Job, name: str) -> Config:
 
 
 def _directory(source: ModelSource) -> Path | None:
-    """The Hugging Face directory that the model was given as."""
+    """Return the Hugging Face directory that the model was given as; None if it was given otherwise."""
     path = None if source.path is None else Path(source.path)
     return path if path is not None and path.is_dir() else None
 
@@ -98,7 +100,7 @@ def _data(source: ModelSource) -> dict[str, Any]:
 
 
 def check_model(source: ModelSource) -> None:
-    """Raise PlanError for a model that the trainer cannot train: one of transformers that is not a language model."""
+    """Raise PlanError for a model that the trainer cannot train: a transformers model that is not a language model."""
     if source.description is not None and not source.description.is_language_model:
         raise PlanError(
             f"{source.title}: `shardwise train` trains causal language models; plan it without --config and train it "

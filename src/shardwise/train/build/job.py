@@ -1,4 +1,4 @@
-"""A run as the planner sees it: its job, its model, the device that it has."""
+"""A run as the planner sees it: its job, its model and its device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shardwise.train.process.ranks import Ranks
 
 
 def arguments_of(config: Config, ranks: Ranks, hardware: Hardware) -> dict[str, Any]:
-    """Keyword arguments of `Job` for a run. The strategy is left out where the configuration leaves it open.
+    """Return the keyword arguments of `Job` for a run, without the strategy if it is "auto".
 
     Args:
         config: fitted to its ranks.
-        ranks: this process among them.
-        hardware: the device of each.
+        ranks: this process's place in the run.
+        hardware: the device of each rank.
     """
     train, parallel = config.train, config.parallel
     assert train.global_batch is not None, "Config.for_ranks fills it in"
@@ -51,21 +51,22 @@ def arguments_of(config: Config, ranks: Ranks, hardware: Hardware) -> dict[str, 
 
 
 def job_of(config: Config, ranks: Ranks, hardware: Hardware) -> Job:
-    """The job of a run whose strategy is decided."""
+    """Return the job of a run whose strategy is decided."""
     return Job(**arguments_of(config, ranks, hardware))
 
 
 def source_of(config: Config, text: TextShape) -> ModelSource:
-    """The run's model, built on the meta device and without its weights."""
+    """Return the run's model for the planner: built on the meta device, without pretrained weights."""
     blank = config.model.model_copy(update={"weights": None, "init": "meta"})
     return ModelSource(title=config.log.name, build=lambda: build_model(blank, text, config.lora))
 
 
 def hardware_here(config: Config, device: torch.device) -> Hardware:
-    """The device that `parallel.hardware` names, else the packaged one that this rank has. Not collective.
+    """Return the device that `parallel.hardware` names, else the packaged description of this rank's device. Not
+    collective.
 
     Raises:
-        PlanError: there is none of that name.
+        PlanError: there is no description with that name.
     """
     if config.parallel.hardware is not None:
         return find_device(config.parallel.hardware)

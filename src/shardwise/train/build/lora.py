@@ -15,20 +15,20 @@ from shardwise.suggest import did_you_mean
 from shardwise.train.config.schema import Config, LoraConfig, ModelConfig
 
 _SAMPLE_NUMEL = 16
-"""Of each tensor of a base."""
+"""Number of elements of each of the base's tensors that its digest covers."""
 
 
 def add_adapter(model: nn.Module, lora: LoraConfig, config: ModelConfig) -> nn.Module:
-    """Freeze a model and put an adapter in fp32 beside the layers that `[lora]` names, in place. Not collective.
+    """Freeze a model and put an fp32 adapter beside the layers that `[lora]` names, in place. Not collective.
 
-    On the meta device the adapter is there too: `sw.shard` gives it its numbers.
+    The adapter of a model on the meta device is on the meta device too; `sw.shard` initialises it.
 
     Args:
-        lora: with a rank.
-        config: the section that the model was built from; its weights are what the adapter is for.
+        lora: the section `[lora]`, with r > 0.
+        config: the section that the model was built from; the adapter is recorded as made for its `weights`.
 
     Raises:
-        ConfigError: a target that the model has not, or one that PEFT has no adapters for.
+        ConfigError: the model lacks a target, or PEFT has no adapter for it.
     """
     import peft
 
@@ -56,8 +56,9 @@ def add_adapter(model: nn.Module, lora: LoraConfig, config: ModelConfig) -> nn.M
 
 
 def base_digest(config: Config) -> str:
-    """What tells one base from another: of files the sample of each tensor, whatever the directory is called; of random
-    numbers what they follow from. Empty without an adapter. Reads files, is not collective."""
+    """Return a text that tells one base from another; empty without an adapter. For pretrained weights it is a hash
+    over a sample of each tensor, independent of the directory's name; for random weights it names the seed and the way
+    of initialisation. Reads files; not collective."""
     if not config.lora.r:
         return ""
     if config.model.weights is None:
@@ -76,9 +77,9 @@ def check_base(saved: str | None, own: str, path: Path | str) -> None:
     """Raise ConfigError if a run's adapter was trained beside another base.
 
     Args:
-        saved: of the checkpoint, as `base_digest` gave it; None or empty: not known.
-        own: of this start of the run.
-        path: the checkpoint.
+        saved: `base_digest` as stored in the checkpoint; None or empty if not known.
+        own: `base_digest` of this launch.
+        path: the checkpoint, to name it in the error.
     """
     if saved and own and saved != own:
         raise ConfigError(

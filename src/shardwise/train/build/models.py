@@ -1,4 +1,4 @@
-"""`[model]`: from a configuration to a module, on the meta device or on the CPU, not yet sharded."""
+"""`[model]`: from a configuration to an unsharded module, on the meta device or on the CPU."""
 
 from __future__ import annotations
 
@@ -29,32 +29,33 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class TextShape:
-    """Sizes that the data requires of a model."""
+    """The sizes that the data requires of a model."""
 
     vocab_size: int
-    """Token ids are below this."""
+    """All token ids are below this."""
     end_id: int
     """The end-of-document token."""
     seq_len: int
 
 
 def build_model(config: ModelConfig, text: TextShape, lora: LoraConfig = NO_ADAPTER) -> nn.Module:
-    """The model that a configuration names, in training mode, with the adapter that it asks for. Not collective.
+    """Build the model that a configuration names, in training mode, with its adapter if any. Not collective.
 
-    Unless `init="cpu"`, parameters are on the meta device and `sw.shard` gives them storage and initial values, so no
-    rank ever holds the whole model; a factory's model is where the factory builds it. `weights` are not read here: they
-    go straight into shards, with `sw.checkpoint.load_pretrained`.
+    Unless `init="cpu"`, parameters are on the meta device and `sw.shard` allocates and initialises them, so no rank
+    ever holds the whole model; a factory's model is on the device where the factory builds it. `weights` are not read
+    here: `sw.checkpoint.load_pretrained` reads them straight into the shards.
 
     Args:
         config: the section `[model]`.
-        text: the vocabulary and length that the data has. An inline configuration takes from it what it leaves out:
-            `vocab_size`, the ids of the special tokens and, where smaller than `seq_len`, `max_position_embeddings`.
+        text: the sizes of the data. An inline configuration takes from it the keys that it leaves out: `vocab_size`,
+            the ids of the special tokens and, if the model type's default is less than `seq_len`,
+            `max_position_embeddings`.
         lora: the section `[lora]`.
 
     Raises:
-        ConfigError: a path, model type, key or factory that does not exist (with the nearest that does), a model too
-            small for the vocabulary or the sequences, or one that cannot be; `init="device"` for a model that has its
-            numbers already.
+        ConfigError: a path, model type, key or factory does not exist (the message names the most similar one); the
+            model is too small for the vocabulary or the sequences, or cannot be built; or `init="device"` for a model
+            that is already initialised.
     """
     if config.weights is not None:
         _check_directory("model.weights", config.weights)
@@ -82,7 +83,7 @@ def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.M
             model = auto.from_config(hf_config, dtype=dtype)
         if config.weights is not None and (Path(config.weights) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(config.weights, local_files_only=True)
-    except Exception as error:  # whatever its code makes of a value that it does not check
+    except Exception as error:  # values that transformers does not check can raise anything
         raise ConfigError(f"[model]: transformers cannot build it: {one_line(error, with_type=True)}") from error
     built: nn.Module = model
     return built
@@ -116,7 +117,7 @@ def _config_at(name: str) -> PreTrainedConfig:
 def _inline_config(inline: dict[str, Any], text: TextShape) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
-    values = copy.deepcopy(inline)  # transformers takes nested tables for its own
+    values = copy.deepcopy(inline)  # transformers keeps nested tables as its own
     model_type = values.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
@@ -149,7 +150,7 @@ def _check_fits(hf_config: PreTrainedConfig, text: TextShape) -> None:
 
 
 def _without_numbers(model: nn.Module, config: ModelConfig) -> nn.Module:
-    """A factory's model. Raises ConfigError where it should be drawn on the device and has its numbers already."""
+    """Return a factory's model. Raises ConfigError if `init="device"` asks to initialise it and it already is."""
     if config.init == "device" and not any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(
             f'model.init="device" draws the numbers of models on the meta device, and model.factory={config.factory!r} '
@@ -159,7 +160,8 @@ def _without_numbers(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def _stored_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model in a dtype; left alone where it is in it, because fake tensors cannot be converted in place."""
+    """Return the model converted to a dtype; untouched if it already has it, because fake tensors cannot be converted
+    in place."""
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
     return model if all(tensor.dtype == dtype for tensor in tensors) else model.to(dtype)
 

@@ -1,4 +1,4 @@
-"""`train.optimizer`: torch's own, over sharded parameters or whole matrices."""
+"""`train.optimizer`: AdamW and its variants over sharded parameters, and Muon over whole matrices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LESS_STATE: dict[str, type[AdamWBF16 | AdamW8bit]] = {"adamw-bf16": AdamWBF16, 
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW, fused where torch has a kernel, with moments in bf16 or 8 bits, or beside Muon; weight decay for
-    parameters of two or more (global) dimensions only.
+    """Build the optimizer that `[train]` names: AdamW, fused where torch has a kernel; AdamW with moments in bf16 or 8
+    bits; or Muon beside AdamW. Weight decay applies only to parameters of two or more (global) dimensions.
 
-    Not collective. Call it after `sw.shard`. Raises UsageError for Muon of a model without hidden matrices.
+    Not collective. Call it after `sw.shard`. Raises UsageError for Muon and a model without hidden matrices.
     """
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -48,19 +48,19 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
 
 
 def align_of(config: TrainConfig) -> int | None:
-    """What `sw.shard` is to align pieces of parameters to for the optimizer."""
+    """Return the `align` that the optimizer needs from `sw.shard`, in elements; None if it needs none."""
     return AdamW8bit.BLOCK_NUMEL if config.optimizer == "adamw-8bit" else None
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group, all but its parameters."""
+    """Return the options of each parameter group: everything except its parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> list[str]:
-    """Give every group options that `options_of` gave; returns in words which settings that changes.
+    """Set every parameter group's options to those that `options_of` returned. Returns one line per changed setting.
 
-    The learning rate is not among the words: the schedule decides it at every step.
+    Changes of the learning rate are not listed, because the schedule sets it at every step.
     """
     changes: dict[str, None] = {}
     for group, wanted in zip(optimizer.param_groups, options, strict=True):
@@ -76,6 +76,6 @@ def _toml(value: float | Sequence[float]) -> str:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """One learning rate for every group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr

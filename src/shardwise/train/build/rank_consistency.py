@@ -1,4 +1,4 @@
-"""Ranks that read other data, or another configuration, would wait for one another or train on other rows."""
+"""A check that all ranks have the same data and configuration: else they would hang or train on the wrong rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shardwise.train.process.ranks import Ranks
 
 
 def check(config: Config, data: Datasets, ranks: Ranks) -> None:
-    """Have the ranks compare their data, and the keys that decide what they do together. Every rank must call this.
+    """Compare the data of all ranks, and the keys that decide what they do together. Every rank must call this.
 
     Raises:
-        ConfigError: a rank has others than rank 0; the message names both. On every rank.
+        ConfigError: a rank's data or keys differ from rank 0's; the message names both. Raised on every rank.
     """
     told = ranks.hear((shared_keys(config), str(data)))
     keys, rows = told[0]

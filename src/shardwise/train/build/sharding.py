@@ -21,11 +21,11 @@ def shard_model(
     lora: LoraConfig | None = None,
     align: int | None = None,
 ) -> nn.Module:
-    """Shard a model in place as `[parallel]`, `[offload]` and `lora.base` say, aligned as the optimizer wants. Every
-    rank must call this.
+    """Shard a model in place as `[parallel]`, `[offload]` and `lora.base` say, with the alignment that the optimizer
+    needs. Every rank must call this.
 
     Raises:
-        ConfigError: `parallel.units` names a class that the model has not.
+        ConfigError: `parallel.units` names a class that the model does not contain.
     """
     return sw.shard(
         model,
@@ -41,7 +41,7 @@ def shard_model(
 
 
 def precision_of(config: ParallelConfig, lora: LoraConfig | None = None) -> sw.Precision:
-    """The dtypes that `[parallel]` and `lora.base` ask for."""
+    """Return the dtypes that `[parallel]` and `lora.base` name."""
     frozen = None if lora is None else lora.base
     return sw.Precision(param=config.param_dtype, reduce=config.reduce_dtype, frozen=frozen)
 
@@ -55,15 +55,15 @@ def _offload(config: OffloadConfig | None) -> sw.Offload | None:
 
 
 def needs_loss_scaling(config: ParallelConfig) -> bool:
-    """Whether gradients are computed in fp16, which loses the small ones unless the loss is scaled up."""
+    """Return whether gradients are computed in fp16, where small ones underflow unless the loss is scaled up."""
     return config.param_dtype == "fp16"
 
 
 def compile_blocks(model: nn.Module) -> int:
-    """Compile every repeated block in place; torch compiles the first of a kind and reuses it for the others.
+    """Compile every repeated block in place; torch compiles the first of a kind and reuses the code for the others.
 
-    Block by block, because a sharded model gathers and frees parameters between blocks, which a graph over the whole
-    model would have to break for anyway. Not collective. Call it after `sw.shard`.
+    Blocks are compiled one by one, because a sharded model gathers and frees parameters between blocks, where a graph
+    of the whole model would have to break anyway. Not collective. Call it after `sw.shard`.
 
     Returns:
         The number of blocks.
@@ -75,7 +75,7 @@ def compile_blocks(model: nn.Module) -> int:
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated blocks: the members of each ModuleList that is in no other one's member."""
+    """Yield the outermost repeated blocks: the members of each ModuleList that is not inside another one."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -84,7 +84,7 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh | None:
-    """(replicate, shard) where a shard group is asked for; None leaves it to the strategy."""
+    """Return a (replicate, shard) mesh if a shard group is configured; None leaves the mesh to the strategy."""
     if config.strategy not in HYBRID_STRATEGIES or config.shard_group is None or ranks.world_size == 1:
         return None
     shape = (ranks.world_size // config.shard_group, config.shard_group)
@@ -92,7 +92,7 @@ def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh | None:
 
 
 def _units(model: nn.Module, units: int | Sequence[str] | None) -> int | set[type[nn.Module]] | None:
-    """Class names, which is all that TOML can say, to the classes of the model."""
+    """Translate class names, which are all that TOML can hold, to the model's classes."""
     if units is None or isinstance(units, int):
         return units
     return classes_named(model, units, "parallel.units")

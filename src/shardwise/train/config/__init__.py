@@ -1,1 +1,1 @@
-"""A configuration: one TOML file, checked before anything is started. Imports no torch."""
+"""The configuration of a run: one TOML file, checked before anything is started. Imports no torch."""

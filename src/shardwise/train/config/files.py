@@ -1,4 +1,4 @@
-"""A configuration as a TOML file, and errors about the files that it names.
+"""Reading and writing a configuration as a TOML file, and errors about the files that it names.
 
 `load` reads a file and applies `key=value` overrides; `dump_toml` writes a configuration back.
 """
@@ -24,7 +24,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: a TOML file.
-        overrides: `section.key=value` strings, applied in order. A value is read as TOML; what is not TOML is a string.
+        overrides: `section.key=value` strings, applied in order. A value is parsed as TOML; if that fails, it is a
+            string.
 
     Raises:
         ConfigError: the file is missing or not TOML, or a key or value is wrong; the message names it.
@@ -43,18 +44,20 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_toml(config: Config) -> str:
-    """The configuration as TOML text; `load` of it gives an equal one. Keys that are unset are left out."""
+    """Return the configuration as TOML text; loading that text gives an equal configuration. Unset keys are left
+    out."""
     return toml_of(config.model_dump(exclude_none=True))
 
 
 def toml_of(tree: Mapping[str, Any]) -> str:
-    """A tree of keys as TOML text."""
+    """Return a tree of keys as TOML text."""
     return "\n".join(_table_lines(tree, ())).lstrip() + "\n"
 
 
 @contextmanager
 def reading(key: str, path: object) -> Iterator[None]:
-    """Raise an OSError about a path that a key names, or about a path below it, as a ConfigError that names the key."""
+    """Turn an OSError about the path that `key` names, or about a path below it, into a ConfigError that names the
+    key."""
     try:
         yield
     except OSError as error:
@@ -91,7 +94,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _parse_value(text: str) -> Any:
-    """The TOML value that the text spells, else the text itself. A bare date is text: it is a name, not a time."""
+    """Return the TOML value that the text spells, or else the text itself. A bare date stays text, because it is meant
+    as a name, not a time."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -102,10 +106,10 @@ def _parse_value(text: str) -> Any:
 
 
 def _explain(error: ValidationError, path: Path) -> str:
-    """One line for the first thing that is wrong, and how many more there are."""
+    """Return one line about the first mistake, with the number of further mistakes."""
     details = error.errors(include_url=False)
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
-    first = (unknown or details)[0]  # a mistyped required key is both missing and unknown: name the typing mistake
+    first = (unknown or details)[0]  # a mistyped required key is both missing and unknown: report the typo
     names = {tuple(_field_path(detail["loc"])) for detail in details}
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return f"{path}: {_explain_one(first, details)}{more}"
@@ -120,7 +124,7 @@ def _explain_one(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> str:
         return f"{label} is required" if len(detail["loc"]) == len(name) else f"{label} has too few items"
     if detail["type"] == "value_error":
         return f"[{label}] {detail['ctx']['error']}"
-    # A union fails once per member: say them all.
+    # A union gives one error per member: name all of them.
     reasons = dict.fromkeys(_reason(other) for other in details if _field_path(other["loc"]) == name)
     return f"{label} = {detail['input']!r}: {', or '.join(reasons)}"
 
@@ -140,7 +144,7 @@ def _reason(detail: ErrorDetails) -> str:
 
 
 def _field_path(location: Sequence[str | int]) -> list[str]:
-    """The keys of an error's place: pydantic adds the members of unions, which are no keys."""
+    """Return the section and key of an error's location. What pydantic appends are members of unions, not keys."""
     keys = [str(part) for part in location]
     return keys[:2]
 
@@ -149,7 +153,7 @@ _PATTERNS_IN_WORDS = {
     "activation_checkpointing": "must be 'none', 'full', 'selective-ops', 'every-N' (N from 1 on) or 'offload'",
     "name": "must be the name of a directory, without / and \\",
 }
-"""By key: what its pattern asks for."""
+"""What a key's pattern requires, in words, by key."""
 _OTHERS_NAMES = {
     "learning_rate": "train.lr",
     "max_steps": "train.steps",
@@ -193,11 +197,11 @@ _OTHERS_NAMES = {
     "num_processes": "parallel.ranks",
     "world_size": "parallel.ranks",
 }
-"""What other trainers call our keys."""
+"""Our key for each name that other trainers use."""
 
 
 def _unknown(keys: Sequence[str]) -> str:
-    """The message for a key that does not exist, with the nearest one that does."""
+    """Return the message for a key that does not exist, with the most similar existing key."""
     known = list(_known_names())
     name = ".".join(keys)
     if len(keys) == 1:
@@ -219,14 +223,14 @@ def _unknown(keys: Sequence[str]) -> str:
 
 
 def _nearest(name: str, candidates: Sequence[str]) -> list[str]:
-    """The candidate whose last part is most like the last part of the name, if any is."""
+    """Return the candidate whose last part is most similar to the last part of `name`, if any is similar."""
     by_key = {dotted.rpartition(".")[2]: dotted for dotted in candidates}
     near = difflib.get_close_matches(name.rpartition(".")[2], list(by_key), n=1)
     return [by_key[key] for key in near]
 
 
 def _known_names() -> Iterator[str]:
-    """Every `section.key`."""
+    """Yield every `section.key`."""
     for section, field in Config.model_fields.items():
         kind = field.annotation
         assert isinstance(kind, type)
@@ -236,7 +240,8 @@ def _known_names() -> Iterator[str]:
 
 
 def _table_lines(table: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
-    """A table's own values first, then its tables: TOML reads what follows a header as part of it."""
+    """Yield a table's own values before its sub-tables, because in TOML everything after a header belongs to that
+    header's table."""
     if keys:
         yield ""
         yield f"[{'.'.join(map(_toml_key, keys))}]"

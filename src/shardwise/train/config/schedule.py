@@ -21,14 +21,14 @@ class LearningRateSchedule:
 
     @classmethod
     def of(cls, config: TrainConfig) -> LearningRateSchedule:
-        """The schedule of `[train]`."""
+        """Return the schedule that `[train]` describes."""
         return cls(config.lr, config.steps, config.warmup_steps, config.schedule, config.min_lr_ratio)
 
     def __call__(self, step: int) -> float:
-        """The learning rate of step `step`, counted from 0.
+        """Return the learning rate of step `step`, counted from 0.
 
         Warm-up step i has lr * (i + 1) / warmup_steps, so that no step is wasted on a rate of 0 and step
-        `warmup_steps - 1` reaches `lr`. The last step, `steps - 1`, has lr * min_lr_ratio; later ones keep it.
+        `warmup_steps - 1` reaches `lr`. The last step, `steps - 1`, has lr * min_lr_ratio; later steps keep it.
         """
         if step < self.warmup_steps:
             return self.lr * ((step + 1) / self.warmup_steps)  # the last one is lr to the bit

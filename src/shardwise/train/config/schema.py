@@ -30,11 +30,11 @@ DtypeName = Literal["fp32", "bf16", "fp16"]
 HYBRID_STRATEGIES: frozenset[StrategyName] = frozenset({"hybrid_shard", "hybrid_shard_zero2"})
 
 _MOST_TOKENS = 2**31
-"""Of a step on one rank, which has them in memory all at once."""
+"""Largest number of tokens of one step on one rank, which holds all of them in memory at once."""
 UNSET = "unset"
-"""Of `data.source`, where only the user can know."""
+"""Value of `data.source` and `model.path` in generated configurations: only the user knows the right one."""
 
-# TOML has no null: the word "none" unsets an optional key, which an override needs.
+# TOML has no null, but an override must be able to unset an optional key: the word "none" does.
 NoneWord = BeforeValidator(lambda value: None if value == "none" else value)
 
 
@@ -65,9 +65,9 @@ class ModelConfig(Section):
     dtype: DtypeName = "fp32"
     """The dtype in which the parameters are stored and updated (the master copy)."""
     init: Literal["meta", "device", "cpu"] = "meta"
-    """How initial numbers come about. "meta": drawn on the CPU a unit at a time, those of an unsharded build; every
-    rank draws them all. "device": each rank draws what it keeps on its device, other numbers from the same
-    distributions, which takes seconds. "cpu": the model is built whole on each rank."""
+    """How parameters are initialised. "meta": drawn on the CPU one unit at a time, with the same values as an unsharded
+    model; every rank draws all of them. "device": each rank draws only what it keeps, on its device; other values from
+    the same distributions, within seconds. "cpu": every rank builds the whole model."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -83,19 +83,20 @@ class ModelConfig(Section):
 
 
 class LoraConfig(Section):
-    """`[lora]`: adapters of low rank beside frozen weights; they alone are trained, in fp32, and saved. Needs PEFT."""
+    """`[lora]`: low-rank adapters beside frozen weights. Only the adapters are trained, in fp32, and saved. Needs
+    PEFT."""
 
     r: NonNegativeInt = 0
     """The rank of the adapters; 0 = none, and every weight is trained."""
     alpha: PositiveFloat = 16.0
-    """What adapters add is scaled by alpha / r."""
+    """The output of an adapter is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The part of an adapter's inputs that is dropped in training."""
+    """The dropout probability of an adapter's inputs in training."""
     targets: Annotated[list[str] | None, NoneWord] = None
-    """Names of the linear layers that get adapters, such as "q_proj"; none = all but the head."""
+    """Names of the linear layers that get adapters, such as "q_proj"; none = all except the head."""
     base: Annotated[Literal["nf4", "int8"] | None, NoneWord] = None
-    """The frozen weights of linear layers, but for the head, are kept and gathered in 4 or 8 bits and a scale for each
-    64; none = in `model.dtype`."""
+    """The format in which frozen weights of linear layers, except the head, are stored and gathered: 4 or 8 bits, with
+    one scale for every 64 weights; none = `model.dtype`."""
 
     @model_validator(mode="after")
     def _has_rank(self) -> Self:
@@ -109,18 +110,19 @@ class DataConfig(Section):
     """`[data]`: the text, and how it becomes sequences."""
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-stdlib"
-    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory or a glob. "unset": has to be named
-    before training starts."""
+    """"builtin:python-stdlib" (the interpreter's own sources), a file, a directory or a glob. "unset": the user must
+    set it before training starts."""
     format: Annotated[Literal["text", "jsonl", "parquet", "csv", "tsv"] | None, NoneWord] = None
-    """How the files are read; none = by suffix. Rows of tables (jsonl, parquet, csv, tsv) give their `text` field."""
+    """The format of the files; none = by suffix. Rows of tables (jsonl, parquet, csv, tsv) have `text`, or `messages`,
+    or `prompt` and `completion`."""
     tokenizer: str = "bytes"
     """"bytes" (256 byte values and one end-of-text token, in a vocabulary of 320) or a directory with a tokenizer."""
     seq_len: PositiveInt = 512
     """Tokens per sequence."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """The part of the documents kept for evaluation; 0 = none."""
+    """The fraction of the documents held out for evaluation; 0 = none."""
     seed: NonNegativeInt = 0
-    """Decides the order of the data."""
+    """The seed of the order of the data."""
 
 
 class TrainConfig(Section):
@@ -133,10 +135,10 @@ class TrainConfig(Section):
     global_batch: Annotated[PositiveInt | None, NoneWord] = None
     """Sequences per step over all ranks; none = micro_batch x ranks. The number of micro-batches follows."""
     optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit", "muon"] = "adamw"
-    """The optimizer. "adamw": torch's. "adamw-bf16": four bytes of state a parameter instead of eight, in bf16, rounded
-    at random; parameters too, where `model.dtype` is "bf16". "adamw-8bit": two bytes, in blocks of 8-bit codes. "muon":
-    Muon for hidden matrices, its updates scaled to the size of AdamW's, so that `lr` and `weight_decay` mean the same;
-    AdamW for embeddings, heads and vectors."""
+    """The optimizer. "adamw": torch's. "adamw-bf16": state in bf16 with stochastic rounding, four bytes per parameter
+    instead of eight; where `model.dtype` is "bf16", parameters are rounded stochastically too. "adamw-8bit": two bytes
+    per parameter, in blocks of 8-bit codes. "muon": Muon for hidden matrices, its updates scaled to the size of
+    AdamW's, so that `lr` and `weight_decay` mean the same; AdamW for embeddings, heads and vectors."""
     lr: PositiveFloat = 3e-4
     """The learning rate at its highest."""
     betas: Annotated[
@@ -150,27 +152,27 @@ class TrainConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, for parameters of two or more dimensions."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """The way the learning rate falls after warm-up to `lr * min_lr_ratio`; "constant" stays at `lr`."""
+    """How the learning rate falls to `lr * min_lr_ratio` after warm-up; "constant" stays at `lr`."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises linearly to `lr`. A run may be shorter."""
+    """Steps over which the learning rate rises linearly to `lr`. May be more than `steps`."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The last learning rate over the highest."""
+    """The ratio of the last learning rate to the highest."""
     clip: NonNegativeFloat = 1.0
     """The largest global gradient norm; 0 = no clipping."""
     optimizer_in_backward: bool = False
-    """Take each unit's step as soon as its gradient is reduced: one unit's gradient exists at a time. Wants `clip = 0`,
-    one micro-batch a step and no fp16; the run has no gradient norm."""
+    """Take each unit's step as soon as its gradient is reduced, so that only one unit's gradient exists at a time.
+    Requires `clip = 0`, one micro-batch per step and no fp16; no gradient norm is reported."""
     clip_units: NonNegativeFloat = 0.0
-    """With `optimizer_in_backward`: the largest norm of each unit's own gradients; 0 = no clipping."""
+    """The largest gradient norm of each unit by itself, with `optimizer_in_backward`; 0 = no clipping."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 = after the last step only."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Decides the initial weights and dropout."""
+    """The seed of the initial weights and of dropout."""
     activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective-ops|every-[1-9]\d*|offload)$")] = (
         "none"
     )
     """"none", "full" (each block), "selective-ops" (cheap operations only), "every-N" (one block in N) or "offload"
-    (each block, whose input waits in the host's memory)."""
+    (each block, with its input kept in host memory)."""
     compile: bool = False
     """Compile each unit with torch.compile."""
 
@@ -196,30 +198,33 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """`[parallel]`: how the model is sharded, over how many ranks."""
+    """`[parallel]`: how the model is sharded, and over how many ranks."""
 
     backend: Literal["torch", "jax"] = "torch"
-    """Who trains: "torch", one process a rank; "jax" (needs the extra `jax`), where a rank is a device and one process
-    has all of a machine."""
+    """The framework that trains. "torch": one process per rank. "jax" (needs the extra `jax`): a rank is a device, and
+    one process has all devices of a machine."""
     ranks: Annotated[Literal["auto"] | PositiveInt, Field(union_mode="left_to_right")] = "auto"
-    """Ranks on this machine; "auto" = all GPUs, else 2 CPU ranks (of JAX 8). Under torchrun its own number counts."""
+    """Ranks on this machine; "auto" = all GPUs, else 2 CPU ranks (8 with JAX). Under torchrun, torchrun's number is
+    used."""
     strategy: Literal[StrategyName, "auto"] = "full_shard"
-    """Which of parameters, gradients and optimizer state are sharded; "auto" = the fastest that is forecast to fit."""
+    """Which of parameters, gradients and optimizer state are sharded; "auto" = the fastest strategy that is forecast to
+    fit."""
     shard_group: Annotated[PositiveInt | None, NoneWord] = None
     """Ranks that share one copy of the model, for the hybrid strategies; none = the ranks of one host."""
     reshard_after_forward: Annotated[bool | PositiveInt | None, NoneWord] = None
-    """Free gathered parameters after forward; a number = re-shard to so many ranks; none = the strategy's."""
+    """Whether to free gathered parameters after forward; a number = reshard to that many ranks; none = the strategy's
+    default."""
     slots: Annotated[int, Field(ge=LEAST_SLOTS)] = 3
-    """Buffers for gathered units per size class: the limit of how far gathering runs ahead."""
+    """Buffers for gathered units per size class, which limit how far gathering runs ahead."""
     units: Annotated[PositiveInt | list[str] | None, NoneWord] = None
-    """Names of module classes that are units, or the smallest number of parameters of one; none = automatic."""
+    """Names of the module classes that are units, or the smallest number of parameters of a unit; none = automatic."""
     param_dtype: Annotated[DtypeName | None, NoneWord] = None
-    """The dtype of forward and backward, and of gathered parameters; none = the checkpoint's where a run goes on, else
-    bf16 on accelerators that compute in it where `model.dtype` is "fp32", else `model.dtype`."""
+    """The dtype of forward and backward, and of gathered parameters. none = the checkpoint's if a run is resumed; else
+    bf16 if `model.dtype` is "fp32" and the accelerator computes in bf16; else `model.dtype`."""
     reduce_dtype: DtypeName = "fp32"
     """The dtype in which gradients are summed over the ranks."""
     hardware: Annotated[str | None, NoneWord] = None
-    """What plans take a rank's device for: a packaged name or a hardware file; none = the device that it has."""
+    """The device that plans assume for a rank: a packaged name or a hardware file; none = the rank's real device."""
 
 
 class CheckpointConfig(Section):
@@ -230,25 +235,26 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     asynchronous: bool = False
-    """Copy to host memory and write while training goes on."""
+    """Copy checkpoints to host memory and write them while training continues."""
     resume: str = "auto"
     """"auto" (the run's newest good checkpoint), "never", or a checkpoint's directory or URL."""
 
 
 class OffloadConfig(Section):
-    """`[offload]`: what lies elsewhere than on the device."""
+    """`[offload]`: what is kept on the host or on disk instead of on the device."""
 
     params: Annotated[Literal["cpu", "nvme"] | None, NoneWord] = None
-    """Shards: none = on the device; "cpu" = in the host's memory, which on CPU ranks is the same; "nvme" = on disk."""
+    """Where shards are kept: none = on the device; "cpu" = in host memory, which on CPU ranks is the same; "nvme" = on
+    disk."""
     optimizer: Annotated[Literal["cpu", "nvme"] | None, NoneWord] = None
-    """The optimizer's state: none = beside the shards; "cpu" = in the host's memory; "nvme" = on disk."""
+    """Where the optimizer state is kept: none = beside the shards; "cpu" = in host memory; "nvme" = on disk."""
     gradients: Annotated[Literal["cpu"] | None, NoneWord] = None
-    """Reduced gradients, until the step: none = on the device; "cpu" = in the host's memory."""
+    """Where reduced gradients are kept until the step: none = on the device; "cpu" = in host memory."""
     path: Annotated[str | None, NoneWord] = None
     """Directory on a local disk for "nvme". Nothing is left in it."""
     ring_mib: Annotated[PositiveInt | None, NoneWord] = None
-    """Memory of a rank's device through which optimizer state comes to its step and goes back, MiB; none = four times
-    the largest parameter's state, 64 at least."""
+    """Size in MiB of the device buffer through which offloaded optimizer state is loaded for the step and written back;
+    none = four times the largest parameter's state, at least 64."""
 
     @model_validator(mode="after")
     def _has_a_path(self) -> Self:
@@ -267,12 +273,12 @@ class OffloadConfig(Section):
 
     @property
     def on_disk(self) -> str | None:
-        """The key of something that is."""
+        """Key of something that is kept on disk, `params` before `optimizer`; None if nothing is."""
         return next((key for key in ("params", "optimizer") if getattr(self, key) == "nvme"), None)
 
     @property
     def places(self) -> Places | None:
-        """As plans have them; None where everything is on the device."""
+        """The section in the form that plans use; None if everything is on the device."""
         ring_bytes = None if self.ring_mib is None else self.ring_mib * 2**20
         places = {"params": self.params, "optimizer": self.optimizer, "gradients": self.gradients}
         return Places.of({**places, "ring_bytes": ring_bytes})
@@ -284,7 +290,7 @@ class LogConfig(Section):
     directory: str = "runs"
     """The directory that holds the runs."""
     name: Annotated[str, Field(pattern=r"^[^/\\\x00]+$")]
-    """The run's own directory; the configuration file's name without its suffix where not given."""
+    """The name of the run's own directory; by default the configuration file's name without its suffix."""
     every: PositiveInt = 1
     """Steps between lines on the terminal; `metrics.jsonl` has every step."""
     tensorboard: bool = False
@@ -298,7 +304,7 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    """A whole run. Frozen: `for_ranks` returns a new one."""
+    """The configuration of a whole run. Frozen: `for_ranks` returns a new one."""
 
     model: ModelConfig
     lora: LoraConfig = LoraConfig()
@@ -333,14 +339,15 @@ class Config(Section):
         return Path(self.log.directory) / self.log.name
 
     def for_ranks(self, world_size: int) -> Self:
-        """Fit this configuration to a number of ranks: `ranks` and `global_batch` become plain numbers.
+        """Return this configuration fitted to a number of ranks: `ranks` and `global_batch` become plain numbers.
 
         Args:
             world_size: ranks of the whole run, over all hosts.
 
         Raises:
             MeshError: `shard_group` or `reshard_after_forward` does not fit the ranks or the strategy.
-            ConfigError: `global_batch` is not a whole number of micro-batches on every rank.
+            ConfigError: `global_batch` is not a whole number of micro-batches on every rank, is more than one of them
+                with `optimizer_in_backward`, or has too many tokens for a rank.
         """
         _check_groups(self.parallel, world_size)
         one_pass = self.train.micro_batch * world_size

@@ -1,4 +1,4 @@
-"""What all processes of a run must be told alike."""
+"""The configuration keys that must have the same value in all processes of a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from shardwise.train.config.schema import Config
 
 _OWN = {"checkpoint.resume", "parallel.hardware"}
-"""Paths, which hosts may have of their own."""
+"""Keys that hold paths, which may differ between hosts."""
 
 
 def shared_keys(config: Config) -> dict[str, Any]:
-    """The keys that decide what processes do together, by their dotted names."""
+    """Return the values of the keys that decide what processes do together, by dotted name."""
     sections = config.model_dump(include={"lora", "train", "parallel", "checkpoint"})
     keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {"data.seed": config.data.seed, **{key: value for key, value in keys.items() if key not in _OWN}}

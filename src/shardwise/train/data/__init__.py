@@ -1,1 +1,1 @@
-"""From documents to batches: the same rows at any number of ranks. Imports no torch."""
+"""From documents to batches, with the same rows at any number of ranks. Imports no torch."""

@@ -1,7 +1,7 @@
 """From `[data]` to batches: rows of tokens, and each rank's share of them at every step.
 
-The source is read, tokenized and packed once, in memory, on every rank: 12 MB of text take about a second. A source
-that does not fit in a rank's memory does not fit here yet.
+Every rank reads, tokenizes and packs the whole source once, in memory; 12 MB of text take about a second. A source
+larger than a rank's memory is not supported yet.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class MicroBatch(NamedTuple):
     input_ids: NDArray[np.int64]
     """[micro_batch, seq_len]."""
     labels: NDArray[np.int64]
-    """[micro_batch, seq_len]: `input_ids` where a token is a target, else -100. Not shifted: the loss does."""
+    """[micro_batch, seq_len]: `input_ids` where a token is a target, else -100. Not shifted: the loss shifts them."""
 
     @property
     def target_tokens(self) -> int:
-        """Targets of the loss, whose first column is never predicted."""
+        """Number of targets of the loss, which never predicts the first column."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
 
 class Datasets(NamedTuple):
-    """A source, read and packed."""
+    """The rows of a source, read and packed."""
 
     train: PackedRows
     held_out: PackedRows
@@ -51,18 +51,18 @@ class Datasets(NamedTuple):
     """Whether conversations are written in the built-in template."""
 
     def __str__(self) -> str:
-        """In words that are the same where the data is."""
+        """Describe the data in words that are equal if and only if the data is."""
         ids = f"{self.tokenizer.vocab_size} token ids of which {self.tokenizer.end_id} ends a document"
         digest = xxhash.xxh3_64_hexdigest(f"{self.train.digest} {self.held_out.digest}".encode())
         return f"{len(self.train):,} rows to train on and {len(self.held_out):,} held out (digest {digest}), of {ids}"
 
 
 def load_datasets(config: DataConfig) -> Datasets:
-    """Read the source that a configuration names. Not collective: every rank should get the same rows, and
-    `rank_consistency.check` compares them.
+    """Read the source that a configuration names. Not collective: every rank should get the same rows, which
+    `rank_consistency.check` compares.
 
     Raises:
-        ConfigError: the source or tokenizer is missing or not what it should be, or too short to train on.
+        ConfigError: the source or the tokenizer is missing or unusable, or the source is too short to train on.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     split = hold_out(read_documents(config.source, config.format), config.eval_fraction)
@@ -78,7 +78,7 @@ def load_datasets(config: DataConfig) -> Datasets:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of a global batch is this rank's: its rows `rank::world_size`, in forwards of `micro_batch` rows."""
+    """This rank's part of a global batch: the rows `rank::world_size`, in micro-batches of `micro_batch` rows."""
 
     rank: int
     world_size: int
@@ -93,15 +93,15 @@ class Batches:
     ) -> None:
         """
         Args:
-            rows: everything there is to train on; at least one row.
+            rows: all rows to train on; at least one.
             share: this rank's part.
             global_batch: rows in a step over all ranks; a multiple of micro_batch x world_size.
-            seed: decides the order.
-            start: where step 0 of these batches begins; None = the first row of the first epoch. A run that resumes,
-                at whatever world size and batch, passes the position it had reached.
+            seed: seed of the order.
+            start: where step 0 of these batches begins; None = the first row of the first epoch. A resumed run passes
+                the position that it had reached, whatever its world size and batch are now.
 
         Raises:
-            ConfigError: `global_batch` does not fit, or `start` is no place in these rows.
+            ConfigError: `global_batch` does not fit, or `start` is not a position in these rows.
         """
         if global_batch % (share.micro_batch * share.world_size):
             raise ConfigError(
@@ -115,24 +115,24 @@ class Batches:
         self._first_sample = 0 if start is None else self._order.sample(start)
 
     def position(self, step: int) -> Position:
-        """The place in the data before step `step` (counted from `start`)."""
+        """Return the position in the data before step `step`, which is counted from `start`."""
         return self._order.position(self._first_sample + step * self._global_batch)
 
     def global_rows(self, step: int) -> list[int]:
-        """The rows of the whole step, over all ranks, in order. The same at every world size."""
+        """Return the row indices of a step over all ranks, in order. The same at every world size."""
         first = self._first_sample + step * self._global_batch
         return [self._order.row(sample) for sample in range(first, first + self._global_batch)]
 
     def batch(self, step: int) -> tuple[MicroBatch, ...]:
-        """This rank's micro-batches of a step. Every rank gets equally many."""
+        """Return this rank's micro-batches of a step. Every rank gets the same number."""
         return _micro_batches(self._rows, self.global_rows(step), self._share)
 
 
 def evaluation_batches(rows: PackedRows, share: Share) -> tuple[MicroBatch, ...]:
-    """This rank's share of all `rows`, once each, in order.
+    """Return this rank's share of all `rows`, each row once, in order.
 
-    Every rank gets equally many micro-batches of full size, because a forward of a sharded model is collective: the
-    last ones repeat row 0 with all labels masked.
+    Every rank gets the same number of full micro-batches, because a sharded model's forward is collective. They are
+    filled up with copies of row 0 whose labels are all masked.
     """
     one_pass = share.micro_batch * share.world_size
     padded = -(-len(rows) // one_pass) * one_pass
@@ -140,7 +140,7 @@ def evaluation_batches(rows: PackedRows, share: Share) -> tuple[MicroBatch, ...]
 
 
 def _micro_batches(rows: PackedRows, indices: Sequence[int], share: Share) -> tuple[MicroBatch, ...]:
-    """One rank's share of rows by index, in forwards."""
+    """Return one rank's share of the rows with these indices, cut into micro-batches."""
     own = indices[share.rank :: share.world_size]
     return tuple(
         _micro_batch(rows, own[first : first + share.micro_batch]) for first in range(0, len(own), share.micro_batch)
@@ -148,7 +148,7 @@ def _micro_batches(rows: PackedRows, indices: Sequence[int], share: Share) -> tu
 
 
 def _micro_batch(rows: PackedRows, indices: Sequence[int]) -> MicroBatch:
-    """Rows by index; an index past the end is row 0 without targets."""
+    """Return the rows with these indices; an index past the end gives row 0 without targets."""
     exists = np.array([index < len(rows) for index in indices])
     index = [index if there else 0 for index, there in zip(indices, exists, strict=True)]
     input_ids = rows.ids[index].astype(np.int64)

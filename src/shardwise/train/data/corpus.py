@@ -1,4 +1,4 @@
-"""`builtin:python-stdlib`: text that every machine with a Python has, so that a first run downloads nothing."""
+"""`builtin:python-stdlib`: text that every Python installation contains, so that a first run downloads nothing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ BUILTIN_CORPORA = ("python-stdlib",)
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 _TABLES = frozenset({"encodings", "pydoc_data"})
-"""Folders of character tables and help texts: a sixth of all files, which a small model learns instead of Python."""
+"""Folders of character tables and help texts. They are a sixth of all files, and a small model would learn them instead
+of Python."""
 
 
 def builtin_documents(name: str) -> list[Document]:
-    """The documents of a built-in corpus.
+    """Return the documents of a built-in corpus.
 
     Args:
         name: the part of `data.source` after `builtin:`.
 
     Raises:
-        ConfigError: there is no corpus of that name, or this Python was installed without its sources.
+        ConfigError: there is no corpus with that name, or this Python was installed without its sources.
     """
     if name not in BUILTIN_CORPORA:
         raise ConfigError(f"data.source: no built-in corpus {name!r}; there is builtin:{BUILTIN_CORPORA[0]}")
@@ -32,12 +33,12 @@ def builtin_documents(name: str) -> list[Document]:
 
 
 def stdlib_documents(root: Path) -> list[Document]:
-    """Every `.py` file of the standard library below `root`, in the order of their relative paths.
+    """Return every `.py` file of the standard library below `root` as a document, sorted by relative path.
 
     Installed packages, tests and tables are left out. The same Python gives the same list on every rank and machine.
 
     Raises:
-        ConfigError: no sources are there.
+        ConfigError: there are no sources below `root`.
     """
     relative = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     documents = [

@@ -1,4 +1,4 @@
-"""Documents, each a few turns of text of which some are learnt and some only read; and rows of tables as documents."""
+"""Documents made of segments of text, some of them targets and some only read; and rows of tables as documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from shardwise.errors import ConfigError
 
 TEXT_ERRORS = "surrogateescape"
-"""How bytes that are not UTF-8 live inside a `str`: losslessly, so that the byte tokenizer gives them back."""
+"""Error handler for bytes that are not UTF-8: they survive in a `str` without loss, so that the byte tokenizer can
+restore them."""
 
 
 _ROW_SHAPES = "text, messages, or prompt and completion"
@@ -22,7 +23,7 @@ class TextSegment:
 
     text: str
     is_target: bool = True
-    """Whether the model learns to write it. A prompt is read, never a target."""
+    """Whether the model learns to write this text. A prompt is only read, never a target."""
     ends_turn: bool = False
     """Whether an end-of-document token follows, with the segment's own `is_target`."""
 
@@ -32,37 +33,37 @@ class Document:
     """One file of text, or one row of a table."""
 
     key: str
-    """Names the document, stably: held-out documents are chosen by its hash."""
+    """A stable name of the document. Its hash decides whether the document is held out."""
     segments: tuple[TextSegment, ...]
     whole: bool = False
-    """True for instruction examples, which are never split over two rows; plain text flows on into the next row."""
+    """True for instruction examples, which are never split over two rows; plain text continues in the next row."""
     messages: tuple[dict[str, str], ...] = ()
     """A conversation that still has to be rendered by the tokenizer's chat template; `segments` is then empty."""
 
     @classmethod
     def of_text(cls, key: str, text: str) -> Document:
-        """Plain text, all of it a target, closed by an end-of-document token."""
+        """Return a document of plain text: all of it is a target, and an end-of-document token follows."""
         return cls(key, (TextSegment(text, ends_turn=True),))
 
     @classmethod
     def of_prompt(cls, key: str, prompt: str, completion: str) -> Document:
-        """An instruction example: the prompt is masked, the completion and its end are targets."""
+        """Return an instruction example: the prompt is masked; the completion and its end token are targets."""
         return cls(key, (TextSegment(prompt, is_target=False), TextSegment(completion, ends_turn=True)), whole=True)
 
     @classmethod
     def of_messages(cls, key: str, messages: tuple[dict[str, str], ...]) -> Document:
-        """A conversation: the assistant's replies are targets, everything else is masked."""
+        """Return a conversation: the assistant's replies are targets, everything else is masked."""
         return cls(key, (), whole=True, messages=messages)
 
 
 def document_of_row(key: str, row: Mapping[str, Any]) -> Document | None:
-    """One row as a document; None for a row whose text is empty.
+    """Return one row as a document; None for a row whose text is empty.
 
-    A row has `text`, or `messages` (a list of {role, content}), or `prompt` and `completion`. Where several are
-    filled, `messages` and `prompt` win over `text`.
+    A row has `text`, or `messages` (a list of {role, content}), or `prompt` and `completion`. If several are given,
+    `messages` win over `prompt` and `completion`, and these over `text`.
 
     Raises:
-        ConfigError: it has none of them, or they are not text; the message names the row.
+        ConfigError: the row has none of these, or they are not text; the message names the row.
     """
     if row.get("messages") is not None:
         return Document.of_messages(key, _check_messages(key, row["messages"]))

@@ -1,6 +1,6 @@
-"""Mistakes in the data that can be told within a second, before any rank is started. Imports no torch.
+"""Checks that find mistakes in the data within a second, before any rank is started. Imports no torch.
 
-What lies in large files is read by the ranks, and told then.
+Large files are not read here; the ranks read them and report mistakes in them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.train.data.sources import counted, find_files, format_of, read_do
 from shardwise.train.data.tokenizer import BYTES, ByteTokenizer
 
 SMALL_BYTES = 2**20
-"""Of all files of a source that is read whole."""
+"""Largest total size of a source's files that is read completely here."""
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
     "tekken.json",
@@ -30,8 +30,8 @@ _TOKENIZER_FILES = (
 
 
 def check_data(config: DataConfig) -> None:
-    """Raise ConfigError for a source that is missing, empty, of another format, without a column of text, shorter than
-    a sequence, or that cannot be divided for evaluation; and for a directory without a tokenizer."""
+    """Raise ConfigError for a source that is missing, empty, in another format, without a text column, shorter than one
+    sequence, or that cannot be split for evaluation; and for a tokenizer directory without a tokenizer."""
     _check_tokenizer(config.tokenizer)
     if config.source.startswith(BUILTIN_PREFIX):
         name = config.source.removeprefix(BUILTIN_PREFIX)
@@ -52,8 +52,9 @@ def check_data(config: DataConfig) -> None:
 
 
 def check_model(model: ModelConfig, data: DataConfig) -> None:
-    """Raise ConfigError where the model's configuration has fewer tokens than the tokenizer, or shorter sequences.
-    Only of models given by a configuration, and tokenizers with a `tokenizer.json`; the ranks check the others."""
+    """Raise ConfigError if the model's configuration has a smaller vocabulary than the tokenizer, or shorter sequences
+    than the data. Checks only models given by a configuration, and tokenizers that are "bytes" or have a
+    `tokenizer.json`; the ranks check all others."""
     described = _described(model)
     vocabulary = _vocabulary_of(data.tokenizer)
     positions = described.get("max_position_embeddings", described.get("n_positions"))
@@ -61,11 +62,13 @@ def check_model(model: ModelConfig, data: DataConfig) -> None:
 
 
 def check_fits(vocab_size: int | None, positions: int | None, needed: int | None, seq_len: int) -> None:
-    """Raise ConfigError for a model too small for token ids below `needed`, or sequences of `seq_len`; None: unknown.
+    """Raise ConfigError if a model is too small for the token ids or the sequences of the data. None means unknown.
 
     Args:
-        vocab_size: the model's.
-        positions: the longest sequence that the model is made for.
+        vocab_size: the model's vocabulary size.
+        positions: the longest sequence that the model supports.
+        needed: the tokenizer's vocabulary size: all token ids are below it.
+        seq_len: tokens per sequence of the data.
     """
     if vocab_size is not None and needed is not None and vocab_size < needed:
         raise ConfigError(
@@ -90,7 +93,7 @@ def _check_tokenizer(name: str) -> None:
 
 
 def _check_first_row(file: Path, file_format: str) -> None:
-    """Of a large table; text has none, and Parquet is the ranks' to read."""
+    """Check the first row of a large table. Text has no rows, and Parquet is left to the ranks."""
     row: Any = None
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
         if file_format == "jsonl":
@@ -98,7 +101,7 @@ def _check_first_row(file: Path, file_format: str) -> None:
             try:
                 row = json.loads(first)
             except ValueError:
-                return  # an array, or an object over several lines: `datasets` reads these
+                return  # an array, or an object over several lines, which `datasets` can read
         elif file_format in {"csv", "tsv"}:
             row = next(csv.DictReader(lines, delimiter="\t" if file_format == "tsv" else ","), None)
     if isinstance(row, Mapping):
@@ -106,7 +109,7 @@ def _check_first_row(file: Path, file_format: str) -> None:
 
 
 def _check_length(documents: list[Document], config: DataConfig) -> None:
-    """Plain text that does not fill one sequence: no tokenizer makes more tokens than there are bytes."""
+    """Raise ConfigError for plain text that cannot fill one sequence: a text never has more tokens than bytes."""
     if any(document.whole for document in documents):
         return
     most_tokens = sum(
@@ -120,7 +123,7 @@ def _check_length(documents: list[Document], config: DataConfig) -> None:
 
 
 def _vocabulary_of(name: str) -> int | None:
-    """Token ids are below this; None where a `tokenizer.json` does not say it."""
+    """Return a number that all token ids are below; None if no `tokenizer.json` gives it."""
     if name == BYTES:
         return ByteTokenizer.vocab_size
     try:

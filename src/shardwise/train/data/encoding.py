@@ -1,4 +1,4 @@
-"""Documents to token ids, with a mark on every token that is a target."""
+"""From documents to token ids, with a flag for every token that says whether it is a target."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ _GENERATION_TAG = "{% generation %}"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedDocument:
-    """A document as the packer takes it."""
+    """A tokenized document, ready for the packer."""
 
     ids: NDArray[np.int32]
     """[tokens] token ids, end-of-document tokens included."""
     is_target: NDArray[np.bool_]
     """[tokens] whether the model learns to predict this token."""
     whole: bool
-    """Must lie in one row (instruction examples)."""
+    """Whether the document must not be split over rows (instruction examples)."""
 
 
 def encode_document(document: Document, tokenizer: Tokenizer) -> EncodedDocument:
-    """Token ids and targets of one document.
+    """Return the token ids and targets of one document.
 
-    Segments are tokenized one by one, so that no token straddles a prompt and its answer. The first token of plain
-    text is not a target: in a packed row nothing of its own document comes before it.
+    Segments are tokenized one by one, so that no token straddles a prompt and its answer. The first token of a document
+    is not a target, because nothing of its own document comes before it in a packed row.
 
     Raises:
-        ConfigError: a conversation that the tokenizer's chat template cannot render or whose replies it hides.
+        ConfigError: the tokenizer's chat template cannot render a conversation, or rewrites it so that replies cannot
+            be found.
     """
     if is_in_plain_template(document, tokenizer):
         segments = tuple(_plain_chat_segments(document))
@@ -61,7 +62,7 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> EncodedDocument
 
 
 def is_in_plain_template(document: Document, tokenizer: Tokenizer) -> bool:
-    """Whether a document is a conversation that is written in the built-in template, because the tokenizer has none."""
+    """Return whether a document is a conversation for the built-in template, because the tokenizer has no template."""
     return bool(document.messages) and not (isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.chat_template)
 
 
@@ -70,9 +71,9 @@ def _encoded(ids: list[int], is_target: list[bool], whole: bool) -> EncodedDocum
 
 
 def _plain_chat_segments(document: Document) -> Iterator[TextSegment]:
-    """The built-in template, for tokenizers that bring none: a heading with the role, then the text.
+    """Render a conversation in the built-in template: for each message a heading with the role, then the text.
 
-    A reply is closed by an end-of-document token, so that the model learns where to stop.
+    An end-of-document token follows each reply, so that the model learns where to stop.
     """
     for message in document.messages:
         replies = message["role"] == "assistant"
@@ -81,7 +82,8 @@ def _plain_chat_segments(document: Document) -> Iterator[TextSegment]:
 
 
 def _template_segments(document: Document, tokenizer: HuggingFaceTokenizer) -> Iterator[TextSegment]:
-    """Replies told apart by rendering the conversation up to each of them, which most templates allow."""
+    """Render a conversation in the tokenizer's template. Replies are located by rendering the conversation up to each
+    of them, which works with most templates."""
     messages = list(document.messages)
     whole = _render(document, tokenizer, messages, add_generation_prompt=False)
     done = 0
@@ -117,7 +119,7 @@ def _render(
 
 
 def _encode_marked_chat(document: Document, tokenizer: HuggingFaceTokenizer) -> EncodedDocument:
-    """A template that marks its replies itself says exactly which tokens are theirs."""
+    """Encode a conversation with a template that marks replies itself, which tells exactly which tokens are targets."""
     rendered: Any = tokenizer.inner.apply_chat_template(
         list(document.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )

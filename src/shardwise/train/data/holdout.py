@@ -1,4 +1,4 @@
-"""Which documents are kept for evaluation: decided by a hash of their names, not by their order or number."""
+"""The choice of documents that are held out for evaluation: by a hash of their names, not by their order or number."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from shardwise.train.data.documents import Document, TextSegment
 
 
 class Split(NamedTuple):
-    """Documents to learn from and documents to be judged by; no document is in both."""
+    """Documents to train on and documents to evaluate on; no document is in both."""
 
     train: list[Document]
     held_out: list[Document]
 
 
 def hold_out(documents: Sequence[Document], fraction: float) -> Split:
-    """Keep about `fraction` of the documents for evaluation, at least one where `fraction` is above 0.
+    """Hold out about `fraction` of the documents for evaluation; at least one if `fraction` is above 0.
 
-    A document's side depends on its key alone, so adding files moves none of the others. A source that is one single
-    text gives its last part instead.
+    A document is held out if the hash of its key is small enough, so adding files moves no other document; except that
+    the document with the smallest hash is always held out and the one with the largest never. If the source is a single
+    text, its last part is held out instead.
 
     Args:
-        documents: all of them, at least one.
-        fraction: 0 <= fraction < 1; 0 keeps nothing.
+        documents: all documents, at least one.
+        fraction: 0 <= fraction < 1; 0 holds out nothing.
 
     Raises:
-        ConfigError: one instruction example alone cannot be divided.
+        ConfigError: a single instruction example cannot be split.
     """
     if fraction == 0:
         return Split(list(documents), [])
@@ -45,7 +46,7 @@ def hold_out(documents: Sequence[Document], fraction: float) -> Split:
 
 
 def _place(key: str) -> float:
-    """A number in [0, 1) that depends on the key alone."""
+    """Return a number in [0, 1) that depends only on the key."""
     digest = hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 

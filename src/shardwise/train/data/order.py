@@ -1,7 +1,7 @@
-"""Which row comes when: a seeded permutation per epoch, addressed by the number of samples drawn so far.
+"""The order of the rows: a seeded permutation per epoch, addressed by the number of samples drawn so far.
 
-Nothing here knows of ranks. The n-th sample of a run is the same row at every world size, and a run that drew n samples
-goes on with sample n at another.
+Nothing here depends on ranks. The n-th sample of a run is the same row at every world size, so a run that has drawn n
+samples can continue with sample n at another world size.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run stands in its data: the next sample to draw."""
+    """A run's position in its data: the next sample to draw."""
 
     seed: int
     epoch: int
     sample: int
     """Samples already drawn in this epoch, over all ranks."""
     rows: int | None = None
-    """Of the data, in an epoch; None in checkpoints of versions that did not say, as `digest` is."""
+    """Number of rows in an epoch. None in checkpoints of older versions, which did not store it, nor `digest`."""
     digest: str | None = None
-    """Of those rows (`PackedRows.digest`)."""
+    """Digest of those rows (`PackedRows.digest`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +36,28 @@ class Order:
     rows: int
     seed: int
     digest: str | None = None
-    """Of the rows; positions carry it."""
+    """Digest of the rows, stored in positions so that `sample` can compare it."""
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError("an order needs at least one row")
 
     def row(self, sample: int) -> int:
-        """The row of the sample-th draw since the start of the run, counted over all ranks and epochs."""
+        """Return the row of sample number `sample`, counted from 0 since the start of the run over all ranks and
+        epochs."""
         epoch, within = divmod(sample, self.rows)
         return int(_permutation(self.rows, self.seed, epoch)[within])
 
     def position(self, sample: int) -> Position:
-        """The place before the sample-th draw."""
+        """Return the position before sample number `sample` is drawn."""
         epoch, within = divmod(sample, self.rows)
         return Position(self.seed, epoch, within, self.rows, self.digest)
 
     def sample(self, position: Position) -> int:
-        """The inverse of `position`.
+        """Return the number of the sample at a position: the inverse of `position`.
 
         Raises:
-            ConfigError: the position belongs to another seed or to other data; the message names both.
+            ConfigError: the position belongs to another seed or to other data; the message names both sides.
         """
         if position.seed != self.seed:
             raise ConfigError(f"data.seed was {position.seed} and is {self.seed}")

@@ -1,13 +1,13 @@
-"""Documents to rows of equal length. Pure: the same documents give the same rows at any number of ranks.
+"""From documents to rows of equal length. Deterministic: the same documents give the same rows at any number of ranks.
 
 Policy. Plain text is one stream: documents follow each other, each closed by its end-of-document token, and the
-stream is cut every `seq_len` tokens, so a document may go on in the next row. Instruction examples are never cut:
-each goes into the current row if it fits, else starts the next one and the rest of the row is padding; one that is
-longer than a row is cut on the right. Everything is in the order of the source.
+stream is cut every `seq_len` tokens, so a document may continue in the next row. Instruction examples are never split:
+each goes into the current row if it fits, else the rest of that row is padded and the example starts the next row; one
+that is longer than a row loses its end. Everything stays in the order of the source.
 
-What is no target: prompts, padding, and the first token of every document, which nothing of its own document
-precedes. The first token of a row has nothing before it either; the loss, which predicts token t+1 from tokens up to
-t, never asks for it. Attention is not blocked between the documents of a row: a position may look at earlier ones.
+Not targets: prompts, padding, and the first token of every document, because nothing of its own document precedes it.
+The first token of a row has nothing before it either, but the loss, which predicts token t+1 from tokens up to t, never
+predicts it. Attention is not masked between the documents of a row: a position may attend to earlier documents.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class PackedRows:
     ids: NDArray[np.int32]
     """[rows, seq_len] token ids; padding is the end-of-document token."""
     is_target: NDArray[np.bool_]
-    """[rows, seq_len] whether a token is a target; the first column counts for nothing."""
+    """[rows, seq_len] whether a token is a target; the first column is never used."""
     truncated: int = 0
-    """Instruction examples that were longer than a row and lost their end."""
+    """Number of instruction examples that were longer than a row and lost their end."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def target_tokens(self) -> int:
-        """Targets that a loss over all rows would have."""
+        """Number of targets in a loss over all rows."""
         return int(self.is_target[:, 1:].sum())
 
     @property
     def digest(self) -> str:
-        """A short text that other rows do not have. Reads all of them."""
+        """A short text that identifies the rows: a hash over all of them, computed at each call."""
         state = xxhash.xxh3_64(str(self.ids.shape).encode())
         for array in (self.ids, self.is_target):
             state.update(np.ascontiguousarray(array).data)
@@ -52,7 +52,7 @@ class PackedRows:
 
 
 class _Packer:
-    """Fills one row after the other."""
+    """Fills one row after another."""
 
     def __init__(self, seq_len: int, pad_id: int) -> None:
         self.seq_len = seq_len
@@ -65,7 +65,7 @@ class _Packer:
 
     @property
     def room(self) -> int:
-        """Tokens that the current row still takes; a whole row where none has been begun."""
+        """Number of tokens that still fit in the current row; `seq_len` if no row has been begun."""
         return self.seq_len - self.filled % self.seq_len
 
     def add(self, document: EncodedDocument) -> None:
@@ -94,15 +94,15 @@ class _Packer:
 
 
 def pack(documents: Iterable[EncodedDocument], seq_len: int, pad_id: int) -> PackedRows:
-    """Lay documents out in rows, as the policy above says; rows without a single target are left out.
+    """Lay out documents in rows by the policy above; rows without any target are left out.
 
     Args:
         documents: in the order of the source.
-        seq_len: tokens in a row, at least 2.
-        pad_id: the token that fills rows which end early; never a target.
+        seq_len: tokens per row, at least 2.
+        pad_id: the token that pads rows which end early; never a target.
 
     Raises:
-        ConfigError: a row of one token has nothing to predict.
+        ConfigError: `seq_len` is less than 2; a row of one token has nothing to predict.
     """
     if seq_len < 2:
         raise ConfigError(

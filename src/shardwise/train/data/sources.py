@@ -1,4 +1,4 @@
-"""`data.source` and `data.format`: from a path, a folder or a glob to documents."""
+"""`data.source` and `data.format`: from a built-in corpus, a file, a folder or a glob to documents."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _BUILDERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "csv": ("csv", {}),
     "tsv": ("csv", {"delimiter": "\t"}),
 }
-"""Of `datasets`, with its options, by format."""
+"""By format: the builder of the `datasets` library, and its options."""
 
 
 def read_documents(source: str, file_format: str | None = None) -> list[Document]:
-    """Every document of a source, in an order that depends on names alone.
+    """Return every document of a source, in an order that depends only on the files' names.
 
     Args:
         source: `builtin:NAME`, a file, a folder (every file below it) or a glob (`**` descends).
-        file_format: "text", "jsonl", "parquet", "csv" or "tsv"; None goes by suffix, where any other suffix is text.
+        file_format: "text", "jsonl", "parquet", "csv" or "tsv"; None = by suffix, where an unknown suffix means text.
 
     Raises:
-        ConfigError: nothing is there, or a file cannot be read or does not hold what its format says.
+        ConfigError: the source has no files or no text, or a file cannot be read or is not in its format.
     """
     if source.startswith(BUILTIN_PREFIX):
         return builtin_documents(source.removeprefix(BUILTIN_PREFIX))
@@ -50,20 +50,20 @@ def read_documents(source: str, file_format: str | None = None) -> list[Document
 
 
 def format_of(file: Path) -> str:
-    """The format that a file's suffix says."""
+    """Return the format that a file's suffix implies."""
     return _SUFFIX_FORMATS.get(file.suffix.lower(), "text")
 
 
 def counted(files: int) -> str:
-    """A number of files in words."""
+    """Return a number of files in words: "1 file", "2 files"."""
     return "1 file" if files == 1 else f"{files} files"
 
 
 def find_files(source: str) -> list[Path]:
-    """The files that a path, folder or glob names, sorted.
+    """Return the files that a path, folder or glob names, sorted. Hidden files in a folder are left out.
 
     Raises:
-        ConfigError: there are none, and the message names the nearest existing name; or some cannot be looked at.
+        ConfigError: there are none (the message names the most similar existing path), or a directory cannot be read.
     """
     path = Path(source)
     if source == UNSET and not path.exists():
@@ -82,7 +82,7 @@ def find_files(source: str) -> list[Path]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Everything in a folder and its folders. What cannot be listed raises, where globs would leave it out."""
+    """Yield every file below a folder. A directory that cannot be listed raises, whereas a glob would skip it."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -104,14 +104,14 @@ def _read_file(file: Path, file_format: str) -> Iterator[Document]:
 
 
 def _read_rows(file: Path, file_format: str) -> Iterator[Mapping[str, Any]]:
-    """The rows of a table, through `datasets`, which keeps them in memory-mapped files and not in RAM."""
-    if not file.stat().st_size:  # datasets fails at it in a way of its own
+    """Yield the rows of a table, read by `datasets`, which keeps them in memory-mapped files instead of RAM."""
+    if not file.stat().st_size:  # `datasets` raises an unhelpful error for an empty file
         return
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it also logs every error that it raises
     builder, options = _BUILDERS[file_format]
     try:
         table = datasets.load_dataset(builder, data_files=str(file), split="train", **options)

@@ -22,39 +22,40 @@ _PADDED_TO = 64
 
 
 class Tokenizer(Protocol):
-    """A tokenizer as the data layer uses it."""
+    """The interface of a tokenizer that the data layer needs."""
 
     vocab_size: int
-    """Ids are below this. A model's embedding must have at least as many rows."""
+    """All token ids are below this. A model's embedding must have at least as many rows."""
     end_id: int
     """The end-of-document token."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids without any special tokens."""
+        """Return token ids without any special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Readable text; never raises on ids below `vocab_size`."""
+        """Return readable text. Never raises on ids below `vocab_size`."""
 
     def save(self, directory: Path) -> None:
         """Write the files that `transformers.AutoTokenizer` loads from `directory`."""
 
 
 class ByteTokenizer:
-    """Ids 0..255 are byte values, 256 ends a document; padded to a multiple of 64, so 320 ids."""
+    """A tokenizer of bytes: ids 0..255 are byte values and 256 ends a document. The vocabulary is padded to a multiple
+    of 64, so it has 320 ids."""
 
     end_id = _BYTE_VALUES
     vocab_size = -(-(_BYTE_VALUES + 1) // _PADDED_TO) * _PADDED_TO
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8 bytes, and bytes that were no UTF-8 as they were."""
+        """Return the UTF-8 bytes of the text; bytes that were not UTF-8 in the source are restored."""
         return list(text.encode(errors=TEXT_ERRORS))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The bytes as UTF-8, with replacement characters; other ids vanish."""
+        """Decode the bytes as UTF-8, with replacement characters for invalid ones; ids above 255 are dropped."""
         return bytes(token for token in ids if token < _BYTE_VALUES).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
-        """Files of a byte-level BPE without a merge, which gives the same ids."""
+        """Write the files of a byte-level BPE without merges, which gives the same ids."""
         _byte_level_tokenizer().save_pretrained(directory)
 
 
@@ -73,31 +74,31 @@ class HuggingFaceTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template that renders conversations, where the tokenizer has one."""
+        """The Jinja template that renders conversations; None if the tokenizer has none."""
         template = self.inner.chat_template
         return template if isinstance(template, str) else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids without special tokens. Bytes that were no UTF-8 are replacement characters."""
-        readable = text.encode(errors=TEXT_ERRORS).decode(errors="replace")  # Rust takes no lone surrogates
+        """Return token ids without special tokens. Bytes that were not UTF-8 become replacement characters."""
+        readable = text.encode(errors=TEXT_ERRORS).decode(errors="replace")  # Rust strings hold no lone surrogates
         ids: list[int] = self.inner.encode(readable, add_special_tokens=False)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Return the text without special tokens."""
         text: Any = self.inner.decode(list(ids), skip_special_tokens=True)
         return str(text)
 
     def save(self, directory: Path) -> None:
-        """As `save_pretrained`."""
+        """Write the tokenizer with `save_pretrained`."""
         self.inner.save_pretrained(directory)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: "bytes", or a local directory.
+    """Load the tokenizer that `data.tokenizer` names: "bytes", or a local directory.
 
     Raises:
-        ConfigError: no such directory, no tokenizer in it, or one without an end-of-document token.
+        ConfigError: the directory does not exist, has no tokenizer, or has one without an end-of-document token.
     """
     if name == BYTES:
         return ByteTokenizer()
@@ -117,14 +118,16 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """What `save` writes, by name; some MiB where the vocabulary is large. Directories among it are left out."""
+    """Return the contents of the files that `save` writes, by name, without sub-directories. Some MiB if the vocabulary
+    is large."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as directory:
         tokenizer.save(Path(directory))
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
 
 
 def _byte_level_tokenizer() -> PreTrainedTokenizerBase:
-    """The byte tokenizer in Hugging Face's words: byte-level BPE without a merge, its alphabet in byte order."""
+    """Return the byte tokenizer as a Hugging Face tokenizer: a byte-level BPE without merges, its alphabet in byte
+    order."""
     from tokenizers import Tokenizer as Pipeline
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -141,7 +144,8 @@ def _byte_level_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def _byte_alphabet() -> list[str]:
-    """Byte-level BPE's printable stand-in for each byte value: itself, or the next free code point."""
+    """Return the printable character by which byte-level BPE represents each byte value: the character itself, or the
+    next free code point."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     alphabet, free = [], _BYTE_VALUES
     for value in range(_BYTE_VALUES):

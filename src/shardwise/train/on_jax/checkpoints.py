@@ -1,4 +1,4 @@
-"""Checkpoints of a run of JAX: saving, and from where it goes on."""
+"""Checkpoints of a run on JAX: saving them and resuming from them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shardwise.train.run.checkpoints import KeptCheckpoints, Resumed
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints(KeptCheckpoints):
-    """Every process must call its methods."""
+    """The checkpoints of a run on JAX. Every process must call its methods."""
 
     names: NameMap = field(kw_only=True)
-    """Of the model's leaves in files."""
+    """Names in files of the model's leaves."""
     files: Mapping[str, bytes] = field(kw_only=True)
-    """That go along with each: the tokenizer's."""
+    """Contents of the files stored with every checkpoint (the tokenizer's), by name."""
 
     def save(self, step: int, state: Any, position: Position, extra: Mapping[str, Any]) -> None:
         """Save after `step` steps, then remove all but the newest `keep`.
 
         Args:
-            position: of the next sample.
-            extra: what else a resumed run needs.
+            position: the position of the next sample in the data.
+            extra: whatever else a resumed run needs.
         """
         everything = {**extra, "data": asdict(position)}
         checkpoint.save(
@@ -36,18 +36,18 @@ class Checkpoints(KeptCheckpoints):
         self.on_first("old checkpoints cannot be removed", self.drop_old)
 
     def finish(self) -> None:
-        """Have the last save on disk."""
+        """Wait until the last save is on disk, then remove old checkpoints."""
         checkpoint.wait()
         self.on_first("old checkpoints cannot be removed", self.drop_old)
 
     def finished(self) -> AbstractContextManager[None]:
-        """`finish` at the end of the block. After an error each process waits for itself."""
+        """Return a context that calls `finish` at its end. After an error each process waits only for its own save."""
         return self.ending(self.finish)
 
     def resume(self, like: Any) -> tuple[Any, Resumed] | None:
-        """The state of the checkpoint that the configuration names; None where the run starts anew.
+        """Load the checkpoint that the configuration names; return its state, or None if the run starts anew.
 
-        like: an abstract state. Raises ConfigError and CheckpointError as the torch engine's does.
+        like: an abstract state. Raises ConfigError and CheckpointError as the torch engine's `resume` does.
         """
         path, set_aside = self.chosen()
         if path is None:

@@ -1,4 +1,4 @@
-"""`[model]` in JAX: what makes the module of a random key; the loss; the optimizer; and what each device holds."""
+"""`[model]` in JAX: the function that builds the model from a random key; the loss; the optimizer; bytes per device."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Builder = Callable[[Any], Any]
 
 
 def builder_of(config: Config, tokenizer: Tokenizer) -> Builder:
-    """What makes the model of a `jax.random.key`.
+    """Return the function that builds the configured model from a `jax.random.key`.
 
-    Raises ConfigError for a path, a kind or a factory that is not there, an unknown key, or a model too small for the
-    vocabulary or the sequences.
+    Raises ConfigError for a path, a model type or a factory that does not exist, an unknown key, or a model too small
+    for the vocabulary or the sequences.
     """
     if config.model.factory is not None:
         return _factory(config.model.factory)
@@ -42,15 +42,17 @@ def builder_of(config: Config, tokenizer: Tokenizer) -> Builder:
 
 
 def builder_from(model: Mapping[str, Any] | str, dtype: str) -> Builder:
-    """What makes a model of a `jax.random.key`: one that a configuration of transformers describes, or a factory's.
+    """Return the function that builds a model from a `jax.random.key`: by a transformers configuration, or by a factory
+    `module:function`.
 
-    Raises ConfigError as `builder_of`.
+    Raises ConfigError for a factory that cannot be imported. The returned function raises it if the model cannot be
+    built.
     """
     return _factory(model) if isinstance(model, str) else lambda key: models.from_config(model, key, dtype)
 
 
 def _described(config: ModelConfig, tokenizer: Tokenizer, seq_len: int) -> dict[str, Any]:
-    """The configuration of transformers, an inline one with what the data says."""
+    """Return the transformers configuration. Keys that an inline one leaves out are taken from the data."""
     if config.path is not None:
         return models.read_config(config.path)
     assert config.config is not None, "ModelConfig has exactly one of path, config and factory"
@@ -95,12 +97,12 @@ def _factory(name: str) -> Builder:
 
 
 def check_logits(model: Any, config: Config, vocab_size: int) -> None:
-    """Raises ConfigError for a factory's model that does not turn ids into logits of the tokenizer's vocabulary.
+    """Raise ConfigError if a factory's model does not turn ids into logits over at least the tokenizer's vocabulary.
 
     Args:
-        model: abstract.
-        config: of the run.
-        vocab_size: the tokenizer's.
+        model: the abstract model.
+        config: the run's configuration.
+        vocab_size: the tokenizer's vocabulary size.
     """
     name, shape = config.model.factory, (1, config.data.seq_len)
     if name is None:
@@ -120,12 +122,13 @@ def check_logits(model: Any, config: Config, vocab_size: int) -> None:
 
 
 def loss_of(model: Any, batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
-    """The negative log-likelihood of every target given the tokens before it, summed, in nats; and their number.
+    """Return the negative log-likelihood of every target given the tokens before it, summed, in nats; and the number of
+    targets.
 
     Args:
         model: called with ids [rows, seq_len]; returns logits [rows, seq_len, vocab], which are used in float32.
         batch: "ids" and "labels", int32 [rows, seq_len]; labels are not shifted, and -100 is no target.
-        rng: not used; modules bring their own random streams.
+        rng: not used; modules have their own random streams.
     """
     logits = model(batch["ids"]).astype(jnp.float32)[:, :-1]
     labels = batch["labels"][:, 1:]
@@ -135,8 +138,8 @@ def loss_of(model: Any, batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def optimizer_of(train: TrainConfig, names: NameMap, params: Any) -> optax.GradientTransformation:
-    """AdamW with the schedule of the configuration, its weight decay for matrices only: for what has two or more dims
-    in files, where layers are not stacked."""
+    """Return AdamW with the configured schedule. Weight decay applies only to parameters that have two or more dims in
+    files, where layers are not stacked."""
     schedule = LearningRateSchedule.of(train)
     rates = jnp.asarray([schedule(step) for step in range(train.steps)], jnp.float32)
     decays = [
@@ -155,7 +158,7 @@ def optimizer_of(train: TrainConfig, names: NameMap, params: Any) -> optax.Gradi
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Of a tree's arrays, the largest of this process's devices."""
+    """Return the bytes of a tree's arrays on one device: on that of this process's devices which holds the most."""
     held: dict[Any, int] = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
@@ -164,5 +167,5 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def bytes_whole(tree: Any) -> int:
-    """Of a tree's arrays, as every device would hold them under data parallelism alone."""
+    """Return the bytes of a tree's whole arrays, which every device would hold under plain data parallelism."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

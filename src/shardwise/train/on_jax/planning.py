@@ -1,8 +1,8 @@
-"""Steps of a model compiled for devices that are not there, in a process of its own: what they need and send.
+"""Compile a model's training step for devices that do not exist here, and report the memory and the communication.
 
-XLA compiles for as many devices as a process has, and a CPU has as many as it is told when JAX starts; so the process
-that asks starts another one, which has so many. Where JAX's CUDA plugin is installed it compiles for GPUs that are not
-there. Nothing is allocated and nothing is run.
+XLA compiles for as many devices as the process has, and the number of CPU devices is fixed when JAX starts. So the
+caller starts another process with that many devices. If JAX's CUDA plugin is installed, it compiles for GPUs that need
+not exist. Nothing is allocated and nothing is run.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ from typing import Any
 from shardwise.errors import PlanError, UserError
 
 FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
-"""LLVM's optimisation is for programs that run."""
+"""XLA flags of the other process. LLVM need not optimise, because the programs are never run."""
 _MISTAKE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One mesh and step to compile."""
+    """One mesh and training step to compile."""
 
     fsdp: int
     replica: int
     micro_batch: int
-    """Rows of a device at once."""
+    """Rows that a device processes at once."""
     accumulation: int
     remat: str
-    """As `shardwise.jax.train_step` calls it."""
+    """The argument `remat` of `shardwise.jax.train_step`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to compile."""
+    """The programs to compile."""
 
     model: Mapping[str, Any] | str
-    """A configuration of transformers, or `module:function`, called with a `jax.random.key`."""
+    """A transformers configuration, or `module:function`, which is called with a `jax.random.key`."""
     devices: int
     seq_len: int
     dtype: str
-    """JAX's name of the dtype of parameters."""
+    """JAX's name of the parameters' dtype."""
     compute_dtype: str | None
-    """Likewise of what the loss computes in; None: as parameters."""
+    """JAX's name of the dtype that the loss is computed in; None: the parameters' dtype."""
     settings: Sequence[Setting]
     device: str
-    """The kind for which to compile, if `shardwise.jax.topology` knows it; else it is the host's processor."""
+    """Kind of device to compile for. The host's CPU is used instead if it is not one of the GPUs that
+    `shardwise.jax.topology` knows, or their compiler is not installed."""
 
 
 def compiled_apart(wish: Wish) -> dict[str, Any]:
-    """Compile in a process that has so many devices of the host.
+    """Compile in another process, which has `wish.devices` CPU devices.
 
     Returns:
-        "parameters", their number; "platform" that the programs are for; "rows", for each setting the dict of a
-        `shardwise.jax.report.planning.Planned`, with "page", a part of a page about it.
+        "parameters": the number of parameters; "platform": the platform that the programs are compiled for; "rows": for
+        each setting the dict of a `shardwise.jax.report.planning.Planned`, and in it "page", HTML about the program.
 
     Raises:
-        PlanError: a mistake that the other process found, in its words.
+        PlanError: a user's mistake that the other process found, with its message.
     """
     flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS.format(wish.devices)}".strip()
     done = subprocess.run(
@@ -80,7 +81,7 @@ def compiled_apart(wish: Wish) -> dict[str, Any]:
 
 
 def _compiled(wish: Mapping[str, Any]) -> dict[str, Any]:
-    """What `compiled_apart` returns, for the fields of a `Wish`."""
+    """Compile and return what `compiled_apart` returns, given the fields of a `Wish`."""
     import math
 
     import jax
@@ -109,7 +110,7 @@ def _compiled(wish: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _devices(kind: str, count: int) -> list[Any]:
-    """GPUs that are not there, where their compiler is; else those of the host."""
+    """Return the devices to compile for: GPUs that need not exist, if their compiler is installed; else the host's."""
     import jax
 
     from shardwise.jax.topologies import GPUS, has_gpu_compiler, topology
@@ -118,7 +119,8 @@ def _devices(kind: str, count: int) -> list[Any]:
 
 
 def main() -> None:
-    """A wish as JSON comes in, what was found goes out; or a mistake in one line, and status 2."""
+    """Read a wish as JSON from standard input and print the result as JSON; or print a user's mistake as one line and
+    exit with status 2."""
     try:
         found = _compiled(json.load(sys.stdin))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""JAX's processes in a run, and the devices that it has."""
+"""JAX's processes in a run, and the run's devices."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from shardwise.train.config.schema import Config
 
 T = TypeVar("T")
 HOST_DEVICES = 8
-"""That JAX is asked for on a machine without accelerators, where the configuration does not say how many."""
+"""Number of CPU devices that JAX is asked for if the configuration does not give a number."""
 _FLAG = "--xla_force_host_platform_device_count"
 _COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 
 
 class RunProcesses(Processes):
-    """Every process of a run. Every method is collective."""
+    """The processes of a run. Every method is collective."""
 
     def on_first(self, task: Callable[[], T]) -> T:
-        """Run a task in process 0 and return its result, small and picklable, in every one; or raise in every one."""
+        """Run a task in process 0 and return its result, which must be small and picklable, in every process; or raise
+        in every process."""
         results: list[T] = []
         with self.together("process 0 failed"):
             if self.is_first:
@@ -43,15 +44,15 @@ class RunProcesses(Processes):
         return found[0]
 
     def any(self, own: bool) -> bool:
-        """Whether it is so in any process."""
+        """Return whether `own` is true in any process."""
         return bool(self._highest([int(own)])[0])
 
     def connect(self, over: Mesh) -> None:
-        """Connect the host's devices with those of other processes, for all groups along the mesh's axes.
+        """Connect this process's CPU devices with those of other processes, for all groups along the mesh's axes.
 
-        gloo connects a group at its first collective, and gives a peer that comes first half a minute. The first step
-        is such a place, and before it every process compiles, which one may do much longer than another. Connected
-        groups wait for half an hour.
+        gloo connects a group at its first collective, where the peer that arrives first waits at most half a minute for
+        the others. Without this call that would happen in the first step, before which each process compiles, and one
+        may take much longer than another. Once connected, groups wait for half an hour.
         """
         if self.world_size == 1 or over.devices.flat[0].platform != "cpu":
             return
@@ -62,18 +63,19 @@ class RunProcesses(Processes):
             add = partial(jax.lax.psum, axis_name=axes)
             total = jax.shard_map(add, mesh=over, in_specs=spec, out_specs=spec, check_vma=False)
             programs.append(jax.jit(total).lower(ones).compile())
-        self.any(False)  # all have compiled
+        self.any(False)  # returns when all processes have compiled
         jax.block_until_ready([program(ones) for program in programs])
 
 
 def started(config: Config) -> tuple[RunProcesses, list[Any]]:
-    """Join the other processes, where the environment names them, and find the devices of the run.
+    """Join the other processes, if the environment names them, and return the run's processes and devices.
 
-    Processes are those of `jax.distributed`: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say who they
-    are. One process has all devices of a machine; on the host's processor it has as many as `parallel.ranks` says.
+    The processes are those of `jax.distributed`, given by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID. One process has all devices of its machine; on CPUs the processes together get as many devices as
+    `parallel.ranks` says.
 
-    Raises MeshError where there are fewer devices than `parallel.ranks`, UserError for an environment that does not
-    say which process this is.
+    Raises MeshError if there are fewer devices than `parallel.ranks`, or with several processes another number; and
+    UserError if the environment does not say which process this is.
     """
     wanted = config.parallel.ranks
     number, own = (_number(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
@@ -83,7 +85,7 @@ def started(config: Config) -> tuple[RunProcesses, list[Any]]:
             f"number from 0 on; they are {number} and {own}"
         )
     flags = os.environ.get("XLA_FLAGS", "")
-    if _FLAG not in flags:  # it is for the host's processor alone, and counts before JAX is first used
+    if _FLAG not in flags:  # affects only CPU devices, and only if set before JAX is first used
         count = HOST_DEVICES if wanted == "auto" else max(1, wanted // (number or 1))
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
     if os.environ.get(_COORDINATOR) and not jax.distributed.is_initialized():
@@ -103,7 +105,7 @@ def started(config: Config) -> tuple[RunProcesses, list[Any]]:
 
 
 def _number(name: str) -> int | None:
-    """Of the environment. Raises UserError for what is no number."""
+    """Return the value of an environment variable, None if unset. Raises UserError if it is not a whole number."""
     said = os.environ.get(name)
     if said is not None and not said.isdecimal():
         raise UserError(f"{name}={said!r} in the environment: a whole number is needed")
@@ -111,7 +113,8 @@ def _number(name: str) -> int | None:
 
 
 def axes_of(config: Config, devices: int) -> tuple[int, int]:
-    """The sizes of the mesh's axes fsdp and replica. Raises MeshError for a shard group that does not divide."""
+    """Return the sizes of the mesh axes fsdp and replica. Raises MeshError if the shard group does not divide the
+    devices."""
     parallel = config.parallel
     if parallel.strategy == "no_shard":
         return 1, devices

@@ -1,4 +1,4 @@
-"""The training loop in JAX: one process has all devices of its machine."""
+"""The training loop on JAX: one process has all devices of its machine."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from shardwise.train.run.sample import TEMPERATURE, Sample, lengths
 
 
 def run(config: Config) -> None:
-    """Train as a configuration says and write `runs/<name>/`. Every process calls this.
+    """Train as `config` says and write `runs/<name>/`. Every process must call this.
 
-    Raises UserError as the torch engine's `run` does, and ConfigError for settings that JAX has no counterpart of.
+    Raises UserError as the torch engine's `run` does, and ConfigError for settings that have no counterpart in JAX.
     """
     check_wishes(config)
     processes, devices = started(config)
@@ -73,11 +73,11 @@ def run(config: Config) -> None:
 
 
 class TakenStep(NamedTuple):
-    """A step that the devices have been given, of which they may not have done anything yet."""
+    """A step that is queued on the devices but may not have run yet."""
 
     step: int
     start_s: float
-    """On the clock of `time.perf_counter`."""
+    """Start of the step, in seconds of `time.perf_counter`."""
     metrics: Mapping[str, jax.Array]
 
 
@@ -85,7 +85,7 @@ class Trainer:
     """Everything that a run needs, built in this order: data, mesh, model, optimizer. Every process builds one."""
 
     def __init__(self, config: Config, processes: RunProcesses, devices: list[Any], console: RunConsole) -> None:
-        """config: fitted to the devices (`Config.for_ranks`)."""
+        """config: already fitted to the number of devices (`Config.for_ranks`)."""
         self.config, self.processes, self.console = config, processes, console
         train = config.train
         assert train.global_batch is not None, "Config.for_ranks fills it in"
@@ -137,7 +137,8 @@ class Trainer:
         self._evaluated_nll = jax.jit(partial(_nll, dtype))
 
     def _compute_dtype(self, saved: Mapping[str, Any] | None) -> str:
-        """ "fp32" or "bf16", which the configuration names, or the checkpoint, or suits the devices."""
+        """Return "fp32" or "bf16": the configuration's dtype, else the checkpoint's, else the one that suits the
+        devices."""
         named = self.config.parallel.param_dtype or (saved or {}).get("param_dtype")
         if named is not None:
             return str(named)
@@ -145,11 +146,11 @@ class Trainer:
         return "bf16" if on_accelerators and self.config.model.dtype == "fp32" else self.config.model.dtype
 
     def run(self, directory: RunDirectory) -> None:
-        """Train, evaluate, export and sum up. Every process must call this.
+        """Train, evaluate, export the model and print a summary. Every process must call this.
 
-        Interrupted by a signal, all processes end after the same step, saved where checkpoints are on.
+        On a signal, all processes end after the same step and save it if checkpoints are on.
 
-        Raises UserError when the loss or the gradient's norm is not finite, KeyboardInterrupt when interrupted.
+        Raises UserError if the loss or the gradient norm is not finite, KeyboardInterrupt if the run was interrupted.
         """
         train = self.config.train
         state = self._first_state()
@@ -172,7 +173,8 @@ class Trainer:
         self._end(directory, state, footprint)
 
     def _first_state(self) -> Any:
-        """A checkpoint's, or the pretrained weights', or drawn anew; in pieces from the beginning."""
+        """Return the state that training begins with: from a checkpoint, from pretrained weights, or initialised at
+        random. It is sharded from the beginning."""
         train = self.config.train
         self.console.doing("building the model")
         found = self.checkpoints.resume(self.like)
@@ -184,7 +186,7 @@ class Trainer:
         if weights is None:
             return self.step.init(self.init(jax.random.key(train.seed)))
         like = self.init.abstract()
-        if random_streams(like):  # which no file of weights has
+        if random_streams(like):  # files of weights contain no random streams
             like = self.init(jax.random.key(train.seed))
         return self.step.init(swj.checkpoint.load_pretrained(weights, like, self.names))
 
@@ -199,7 +201,7 @@ class Trainer:
         self.console.say(f"going on from {resumed.path}: step {resumed.step + 1} is next")
 
     def _take(self, step: int, state: Any) -> Any:
-        """One optimizer step on the whole global batch; its numbers are `unread`."""
+        """Take one optimizer step on the whole global batch and append it to `unread`. Returns the new state."""
         start_s = time.perf_counter()
         state, metrics = self.step(state, _arrays(self.batches.batch(step - self.first_step)))
         self.unread.append(TakenStep(step + 1, start_s, metrics))
@@ -207,7 +209,7 @@ class Trainer:
         return state
 
     def _after(self, taken: int, state: Any, writer: MetricsWriter | None) -> Any:
-        """What is due after so many steps: reports, an evaluation, a checkpoint, the end that was asked for."""
+        """Do what is due after `taken` steps: report, evaluate, save a checkpoint, end an interrupted run."""
         train, last = self.config.train, taken == self.config.train.steps
         evaluates = last or (train.eval_every > 0 and taken % train.eval_every == 0)
         saves = self.checkpoints.is_due(taken) or (self.interruption.agreed and self.checkpoints.are_on and not last)
@@ -225,7 +227,7 @@ class Trainer:
         return state
 
     def _report(self, writer: MetricsWriter | None, left: int) -> None:
-        """Read, write and show the steps that were taken, but for the last `left` ones."""
+        """Read, write and print all unread steps except the last `left` ones."""
         while len(self.unread) > left:
             metrics = self._read(self.unread.popleft())
             if writer is not None:
@@ -233,7 +235,7 @@ class Trainer:
             self.console.step(metrics)
 
     def _read(self, taken: TakenStep) -> StepMetrics:
-        """Wait for a step's numbers. Raises UserError where they are not finite."""
+        """Wait for a step's results and return its metrics. Raises UserError if loss or gradient norm is not finite."""
         loss, grad_norm = float(taken.metrics["loss"]), float(taken.metrics["grad_norm"])
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise UserError(
@@ -258,7 +260,7 @@ class Trainer:
         )
 
     def _evaluate(self, step: int, state: Any, writer: MetricsWriter | None) -> bool:
-        """False where it was interrupted."""
+        """Evaluate on the held-out rows, if there are any. Returns False if the evaluation was interrupted."""
         if not self.held_out:
             return True
         self.console.doing(f"evaluating on {len(self.data.held_out):,} rows")
@@ -277,14 +279,14 @@ class Trainer:
         return True
 
     def _leave(self, step: int) -> NoReturn:
-        """End, as was asked for, after so many steps."""
+        """End the interrupted run after `step` steps: finish the last save, then raise `Interrupted`."""
         self.checkpoints.finish()
         saved = self.checkpoints.path(step) if self.checkpoints.are_on else None
         self.console.interrupted(step, self.first_step, saved)
         raise Interrupted
 
     def _end(self, directory: RunDirectory, state: Any, footprint: tuple[int, int]) -> None:
-        """`final/`, a sample, and what each device held."""
+        """Write `final/`, print a sample, and print what each device held."""
         self.console.doing(f"writing {directory.final}")
         model = state.model()
         taken = max(self.first_step, self.config.train.steps)
@@ -317,7 +319,7 @@ class Trainer:
 
 
 def _nll(dtype: str | None, state: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """The summed loss of a batch and its targets, computed as a step does."""
+    """Return the summed loss of a batch and the number of its targets, computed in the dtype of a training step."""
 
     def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(dtype) if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -329,13 +331,14 @@ def _nll(dtype: str | None, state: Any, batch: Any) -> tuple[jax.Array, jax.Arra
 
 
 def _arrays(batches: tuple[MicroBatch, ...]) -> dict[str, np.ndarray[Any, Any]]:
-    """This process's rows of a step."""
+    """Return this process's rows of a step as the arrays that `loss_of` takes."""
     ids, labels = (np.concatenate(parts).astype(np.int32) for parts in zip(*batches, strict=True))
     return {"ids": ids, "labels": labels}
 
 
 def _files_of(tokenizer: Tokenizer, console: RunConsole) -> dict[str, bytes]:
-    """The tokenizer's, to go along with the model; it is transformers that writes them."""
+    """Return the tokenizer's files, to store beside the model; none, with a note, if transformers, which writes them,
+    is not installed."""
     try:
         return files_of(tokenizer)
     except ModuleNotFoundError as error:

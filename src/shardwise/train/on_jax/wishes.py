@@ -1,4 +1,4 @@
-"""Settings of the torch engine that JAX has no counterpart of: told, not left out."""
+"""Settings of the torch engine that have no counterpart in JAX: they are refused, not silently ignored."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from shardwise.errors import ConfigError
 from shardwise.train.config.schema import Config, ParallelConfig
 
 REMAT = {"none": "none", "full": "full", "selective-ops": "dots", "offload": "offload"}
-"""By `train.activation_checkpointing`: what `train_step` calls it."""
+"""The argument `remat` of `train_step`, by `train.activation_checkpointing`."""
 _STRATEGIES = ("full_shard", "hybrid_shard", "no_shard")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def check_wishes(config: Config) -> None:
-    """Raise ConfigError for the first setting that `backend = "jax"` cannot honour."""
+    """Raise ConfigError for the first setting that `backend = "jax"` does not support."""
     train, parallel = config.train, config.parallel
     without = ParallelConfig()
     found = {
@@ -40,5 +40,5 @@ def check_wishes(config: Config) -> None:
 
 
 def dtype_of(name: str) -> str:
-    """JAX's name of a dtype of the configuration."""
+    """Return JAX's name of a dtype in the configuration."""
     return _DTYPES[name]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run of the torch engine: saving, and from where it goes on."""
+"""Checkpoints of a run on the torch engine: saving them and resuming from them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from shardwise.train.run.checkpoints import KeptCheckpoints, Resumed
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints(KeptCheckpoints):
-    """A run's checkpoints of the torch engine."""
+    """The checkpoints of a run on the torch engine."""
 
     ranks: Ranks
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """That go along with each: the tokenizer's. Rank 0's."""
+    """Contents of the files stored with every checkpoint (the tokenizer's), by name. Only rank 0's are written."""
     base: str = ""
-    """What the adapter is trained beside that they hold alone (`lora.base_digest`); empty where they hold the model."""
+    """With LoRA, where checkpoints hold only the adapter: which base it is trained beside (`lora.base_digest`). Empty
+    where checkpoints hold the whole model."""
 
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizer, position: Position, extra: Mapping[str, Any]
     ) -> None:
         """Save after `step` steps, then remove all but the newest `keep`. Every rank must call this.
 
-        Where saves are asynchronous this one is still being written, and does not count among the newest.
+        An asynchronous save is still being written when this returns, and is not yet counted among the newest.
 
         Args:
-            position: of the next sample.
-            extra: what else a resumed run needs; `resume` does not interpret it.
+            position: the position of the next sample in the data.
+            extra: whatever else a resumed run needs; `resume` does not interpret it.
         """
         everything = {**extra, "data": asdict(position), **({"base": self.base} if self.base else {})}
         sw.checkpoint.save(
@@ -53,25 +54,28 @@ class Checkpoints(KeptCheckpoints):
         self.on_first("old checkpoints cannot be removed", self.drop_old)
 
     def finish(self, model: nn.Module) -> None:
-        """Have the last save on disk. Every rank must call this."""
+        """Wait until the last save is on disk, then remove old checkpoints. Every rank must call this."""
         sw.checkpoint.wait(model)
         self.on_first("old checkpoints cannot be removed", self.drop_old)
 
     def finished(self, model: nn.Module) -> AbstractContextManager[None]:
-        """`finish` at the end of the block. After an error each rank waits for itself: its peers may be anywhere."""
+        """Return a context that calls `finish` at its end. After an error each rank waits only for its own save,
+        because its peers may be anywhere."""
         return self.ending(lambda: self.finish(model))
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> Resumed | None:
-        """Load the checkpoint that the configuration names; None where the run starts anew. Every rank must call this.
+        """Load the checkpoint that the configuration names; return None if the run starts anew. Every rank must call
+        this.
 
-        What crashes left in the directory is removed, and newer checkpoints that do not verify are set aside. The
-        optimizer keeps its options, which are the configuration's, and gets the saved state.
+        Partial checkpoints left by crashes are removed, and newer checkpoints that do not verify are set aside. The
+        optimizer state is loaded; the optimizer's options stay those of the configuration.
 
         Raises:
-            ConfigError: there are checkpoints of the run and none may be, or can be, used; or it is an adapter that was
-                trained beside another base.
-            CheckpointError: the one that the configuration names is not a checkpoint or is damaged; or, as
-                UnreadableError, storage does not let a checkpoint be read, which is then left as it is.
+            ConfigError: the run has checkpoints, but none is intact or the configuration forbids resuming; or the
+                checkpoint is older than others of the run, or is not one of a training run; or it is an adapter that
+                was trained beside another base.
+            CheckpointError: what the configuration names is not a checkpoint or is damaged. An UnreadableError if
+                storage does not let a checkpoint be read; that checkpoint is then left as it is.
         """
         path, set_aside = self.chosen()
         if path is None:

@@ -1,4 +1,4 @@
-"""A run on the terminal: live on a TTY, a line every few seconds elsewhere, tables at the end."""
+"""A run's terminal output: a live display on a TTY, a line every few seconds elsewhere, tables at the end."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ _PLAIN_INTERVAL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of the model and its optimizer by kind (`STATE_KINDS`), sharded and not."""
+    """Bytes of the model and its optimizer by kind (`STATE_KINDS`), sharded and unsharded."""
 
     largest: Mapping[str, int]
-    """On the rank that holds most of it, counted."""
+    """Bytes of each kind on the rank that holds most of that kind, as counted."""
     replicated: Mapping[str, int]
-    """On every rank under DDP, computed."""
+    """Bytes of each kind on every rank under DDP, as computed."""
 
     @property
     def largest_bytes(self) -> int:
-        """Sum over kinds."""
+        """Sum of `largest` over kinds."""
         return sum(self.largest.values())
 
     @property
     def replicated_bytes(self) -> int:
-        """Sum over kinds."""
+        """Sum of `replicated` over kinds."""
         return sum(self.replicated.values())
 
 
 def compared_with_ddp(by_rank: Sequence[Mapping[str, int]], replicated: Mapping[str, int]) -> Footprint:
-    """This run's ranks against DDP.
+    """Return the bytes of this run's ranks beside those of DDP.
 
     Args:
-        by_rank: for every rank, bytes by kind as `sw.memory(model).peak` counted them.
-        replicated: under DDP, from `shardwise.model_tools.memory.replicated`.
+        by_rank: for every rank, bytes by kind as counted by `sw.memory(model).peak`.
+        replicated: bytes by kind under DDP, from `shardwise.model_tools.memory.replicated`.
     """
     return Footprint({kind: max(rank[kind] for rank in by_rank) for kind in STATE_KINDS}, replicated)
 
 
 class RunConsole:
-    """The terminal of one run. On every rank but the first it is quiet, so callers need not ask which they are.
+    """The terminal output of one run. It is quiet on all ranks except the first, so callers need not check their rank.
 
-    Used as a context; nothing is live outside it.
+    Use it as a context manager; the live display exists only inside.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class RunConsole:
         Args:
             steps: optimizer steps of the whole run.
             every: steps between updates (`log.every`).
-            quiet: say nothing.
-            console: where to write; None = standard output.
-            clock: seconds; plain lines are at least 5 of them apart.
+            quiet: print nothing.
+            console: where to print; None = standard output.
+            clock: returns seconds; plain lines are at least 5 s apart.
         """
         self.console = console if console is not None else Console(quiet=quiet, highlight=False)
         self._steps = steps
@@ -86,7 +86,7 @@ class RunConsole:
         self._last_line_s = float("-inf")
         self._first_step_s: float | None = None
         self._steps_before = 0
-        """Taken before this start of the run, which may have been resumed."""
+        """Steps taken before this launch, which may have resumed the run."""
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=self.console
         )
@@ -105,16 +105,16 @@ class RunConsole:
             self._live.stop()
 
     def doing(self, text: str) -> None:
-        """What the run is at, below the bar until there is something new. Only on a TTY."""
+        """Show below the progress bar what the run is doing, until the next update. Only on a TTY."""
         if self._live is not None:
             self._live.update(Group(self._progress, Text(text)))
 
     def say(self, text: str) -> None:
-        """One line, as it is."""
+        """Print one line, without markup or wrapping."""
         self.console.print(escape(text), soft_wrap=True)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step, unless `every` or, without a TTY, the clock makes it too early."""
+        """Show a step, unless it is too early for the next update by `every` or, without a TTY, by the clock."""
         now = self._clock()
         if self._first_step_s is None:
             self._first_step_s = now - metrics.step_time_s
@@ -132,16 +132,16 @@ class RunConsole:
             self.say(f"step {metrics.step}/{self._steps}  {step_line(metrics)}  left {_duration(left_s)}")
 
     def evaluated(self, step: int, loss: float) -> None:
-        """The held-out loss after `step` steps."""
+        """Print the held-out loss after `step` steps."""
         self.say(f"step {step}/{self._steps}  held-out loss {loss:.4f}")
 
     def interrupted(self, step: int, first_step: int, saved: Path | None) -> None:
-        """The run ends as it was asked to.
+        """Print that the run was interrupted, and whether it was saved.
 
         Args:
-            step: steps taken.
-            first_step: of those, before this start of the run.
-            saved: the checkpoint of that step; None where the run saves none.
+            step: number of steps taken.
+            first_step: how many of them were taken before this launch.
+            saved: the checkpoint after that step; None if the run saves none.
         """
         if step == first_step:
             self.say(f"interrupted before step {step + 1}; start it again to go on")
@@ -151,26 +151,26 @@ class RunConsole:
             self.say(f"interrupted after step {step}; checkpoint.every=0, so nothing was saved")
 
     def sample(self, sample: Sample) -> None:
-        """Generated text, the prompt dimmed."""
+        """Print generated text, with the prompt dimmed."""
         text = f"[dim]{escape(_printable(sample.prompt))}[/dim]{escape(_printable(sample.continuation))}"
         self.console.print(Panel(text, title="a sample (prompt dimmed)", title_align="left"))
 
     def summary(self, strategy: str, world_size: int, footprint: Footprint, step_time_s: float | None) -> None:
-        """The table at the end; no time where no step was taken."""
+        """Print the table at the end, and the median step time unless no step was taken."""
         self.console.print(summary_table(strategy, world_size, footprint))
         share = footprint.largest_bytes / footprint.replicated_bytes
         took = "" if step_time_s is None else f"; median step {step_time_s:.3f} s, measured"
         self.say(f"{share:.2f} of DDP's bytes per rank{took}")
 
     def beside_plan(self, outlook: Outlook, peak: Mapping[str, int], step_time_s: float) -> None:
-        """Planned beside measured: bytes by kind on rank 0, and the step's median time."""
+        """Print planned beside measured values: bytes by kind on rank 0, and the median step time."""
         self.console.print(plan_table(outlook, peak))
         change = step_time_s / outlook.step_time_s - 1
         self.say(f"step: {outlook.step_time_s:.3f} s planned, {step_time_s:.3f} s measured (median, {change:+.0%})")
 
 
 def step_line(metrics: StepMetrics) -> str:
-    """A step in words, without its number."""
+    """Return a step's metrics as text, without the step's number."""
     norm = "" if metrics.grad_norm is None else f"grad norm {metrics.grad_norm:.2f}  "
     return (
         f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  {norm}"
@@ -179,13 +179,14 @@ def step_line(metrics: StepMetrics) -> str:
 
 
 def memory_line(memory: Mapping[str, int | None]) -> str:
-    """Bytes by kind, largest first, without kinds that hold nothing or were not measured."""
+    """Return bytes by kind as text, largest first, without kinds that are empty or were not measured."""
     held = sorted(((size, kind) for kind, size in memory.items() if size), reverse=True)
     return "rank 0 holds " + ", ".join(f"{kind} {format_bytes(size)}" for size, kind in held)
 
 
 def summary_table(strategy: str, world_size: int, footprint: Footprint) -> Table:
-    """Bytes per rank: counted under this strategy, and computed for DDP from the same tensors at their global size."""
+    """Return a table of bytes per rank: counted under this strategy, and computed for DDP from the same tensors at
+    their global size."""
     rows = [(kind, footprint.largest[kind], footprint.replicated[kind]) for kind in STATE_KINDS]
     rows.append(("all", footprint.largest_bytes, footprint.replicated_bytes))
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -193,7 +194,8 @@ def summary_table(strategy: str, world_size: int, footprint: Footprint) -> Table
 
 
 def plan_table(outlook: Outlook, peak: Mapping[str, int]) -> Table:
-    """Bytes by kind: planned at the step's peak, and measured, each at its highest. A dash: nobody measured it."""
+    """Return a table of bytes by kind: planned at the step's peak, and measured, each kind at its own highest. A dash
+    means that the kind was not measured."""
     planned = outlook.memory
     rows = [(kind, planned.get(kind, 0), peak.get(kind)) for kind in KINDS if planned.get(kind) or peak.get(kind)]
     both = [kind for kind, _, measured in rows if measured is not None]
@@ -202,7 +204,7 @@ def plan_table(outlook: Outlook, peak: Mapping[str, int]) -> Table:
 
 
 def _bytes_table(title: str, columns: tuple[str, str], rows: Sequence[tuple[str, int, int | None]]) -> Table:
-    """A row for each kind, the last one below a line."""
+    """Return a table with one row per kind and a line above the last row."""
     table = Table(title=title, title_justify="left")
     table.add_column("kind")
     for column in columns:
@@ -220,5 +222,5 @@ def _duration(seconds: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """Control characters other than line ends and tabs would move the cursor."""
+    """Replace control characters other than line ends and tabs, because they would move the cursor."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

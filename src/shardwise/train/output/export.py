@@ -1,4 +1,4 @@
-"""`final/`: the trained model as files that other programs read."""
+"""`final/`: the trained model in files that other programs can read."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from shardwise.train.run.directory import RunDirectory
 
 
 class Form(enum.Enum):
-    """What `final/` is of a model."""
+    """The form in which `final/` holds the model."""
 
     WHOLE = enum.auto()
     MERGED = enum.auto()
-    """Whole, with the adapter added to the weights: the model is not to be trained on."""
+    """The whole model with the adapter added to its weights. The model in memory must not be trained further."""
     ADAPTER = enum.auto()
-    """The adapter alone, as PEFT has it."""
+    """Only the adapter, in PEFT's format."""
 
 
 def export(
     model: nn.Module, tokenizer: Tokenizer, directory: RunDirectory, ranks: Ranks, step: int, form: Form = Form.WHOLE
 ) -> None:
-    """Write `final/`, a checkpoint of the model alone. Every rank must call this; each writes its own part.
+    """Write `final/`, a checkpoint without an optimizer. Every rank must call this; each writes its own part.
 
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` and
-    `AutoTokenizer.from_pretrained` load; any other module safetensors files of its state_dict.
+    `AutoTokenizer.from_pretrained` load; any other module becomes safetensors files of its state_dict.
 
-    Where that cannot be, because ranks do not share the directory or transformers computes what it stores, rank 0
-    gathers the whole model on its CPU and writes.
+    If the ranks cannot write their own parts, because they do not share the directory or because the tensors that
+    transformers stores are computed from the model's, rank 0 gathers the whole model on its CPU and writes it.
 
     Args:
-        step: how many were taken.
+        step: number of steps taken.
     """
     if form is Form.MERGED:
         merge_adapter(model)
@@ -60,7 +60,8 @@ def export(
 
 
 def _is_shared(run: Path, ranks: Ranks) -> bool:
-    """Whether every rank reads the claim that rank 0 wrote in the run's directory. Every rank must call this."""
+    """Return whether every rank can read the claim that rank 0 wrote to the run's directory. Every rank must call
+    this."""
     try:
         claim = (run / NAME).read_bytes()
     except OSError:
@@ -70,7 +71,7 @@ def _is_shared(run: Path, ranks: Ranks) -> bool:
 
 
 def _has_ranges(model: nn.Module) -> bool:
-    """Whether tensors have byte ranges of their own in the files. The same on every rank."""
+    """Return whether each tensor has its own byte range in the files. The same on every rank."""
     try:
         pieces_to_write(model)
     except UsageError:
@@ -83,7 +84,7 @@ def _export_gathered(
 ) -> None:
     write = write_adapter if is_adapter else write_model
     state = _adapter_of(model) if is_adapter else sw.full_state_dict(model, cpu=True, rank0_only=True)
-    with ranks.together():  # nobody leaves before the files are there, or waits for files that cannot be
+    with ranks.together():  # no rank returns before the files exist, or waits for files that cannot be written
         if ranks.is_first:
             with directory.writing_final() as partial:
                 write(model, state, partial)
@@ -91,16 +92,16 @@ def _export_gathered(
 
 
 def _adapter_of(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's full tensors by PEFT's names, on the CPU. Every rank must call this."""
+    """Return the adapter's full tensors on the CPU, by PEFT's names. Every rank must call this."""
     state: dict[str, Any] = model.state_dict()
     return {theirs: state[own].full_tensor().cpu() for own, theirs in adapter_names(model).items()}
 
 
 def write_adapter(model: nn.Module, state: dict[str, Tensor], directory: Path) -> None:
-    """Write an adapter as PEFT does. Not collective.
+    """Write an adapter in PEFT's format. Not collective.
 
     Args:
-        model: gives the configuration; its own parameters are not read.
+        model: provides the configuration; its own parameters are not read.
         state: PEFT's name -> the full tensor, on the CPU.
     """
     config = copy.copy(adapter_config(model))
@@ -110,10 +111,10 @@ def write_adapter(model: nn.Module, state: dict[str, Tensor], directory: Path) -
 
 
 def write_model(model: nn.Module, state: dict[str, Tensor], directory: Path) -> None:
-    """Write whole tensors to a directory. Not collective.
+    """Write a model's full tensors to a directory. Not collective.
 
     Args:
-        model: gives the class and configuration; its own parameters are not read.
+        model: provides the class and configuration; its own parameters are not read.
         state: fqn -> the full tensor, on the CPU.
     """
     config: Any = getattr(model, "config", None)
@@ -130,7 +131,7 @@ def write_model(model: nn.Module, state: dict[str, Tensor], directory: Path) -> 
 
 
 def _write_safetensors(state: dict[str, Tensor], path: Path) -> None:
-    """Tied tensors are written once, under their first name: safetensors stores no aliases."""
+    """Write tensors to a safetensors file; tied tensors once, under their first name, as the format has no aliases."""
     from safetensors.torch import save_file
 
     unique: dict[int, str] = {}

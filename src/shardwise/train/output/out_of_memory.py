@@ -1,4 +1,4 @@
-"""The message when a step runs out of memory: planned and held bytes, and ways out."""
+"""The message when a step runs out of memory: planned bytes, bytes held now, and ways out."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 def explained(
     error: torch.OutOfMemoryError, step: int, config: Config, text: TextShape, model: nn.Module, ranks: Ranks
 ) -> OutOfMemory:
-    """The error to raise instead. No communication: other ranks may be anywhere.
+    """Return the error to raise instead of `error`. Does not communicate, because other ranks may be anywhere.
 
     Args:
         error: as torch raised it.
         step: counted from 1.
-        config: fitted to its ranks, its strategy decided.
-        text: the data's shape.
-        model: sharded.
-        ranks: this process among them.
+        config: fitted to its ranks, with the strategy decided.
+        text: the sizes that the data requires.
+        model: the sharded model.
+        ranks: this process's place in the run.
     """
     cause = " ".join(str(error).split()).split(" If reserved")[0][:300]
     lines = [f"step {step} ran out of memory on rank {ranks.rank}: {cause}"]
@@ -48,7 +48,7 @@ def explained(
 
 
 def _ways_out(config: Config) -> Iterator[str]:
-    """Changes that need less memory without changing the result."""
+    """Yield changes of the configuration that need less memory without changing the result."""
     if config.train.activation_checkpointing not in {"full", "offload"}:
         yield "train.activation_checkpointing=full"
     size = config.train.micro_batch
@@ -61,7 +61,7 @@ def _ways_out(config: Config) -> Iterator[str]:
 
 
 def _table(planned: Forecast | None, held: Mapping[str, int]) -> list[str]:
-    """Bytes by kind: the plan's at its peak, and those held now."""
+    """Return the lines of a table of bytes by kind: planned at the plan's peak, and held now."""
     expected = parts(planned) if planned is not None else {}
     kinds = [kind for kind in dict.fromkeys([*KINDS, *expected]) if expected.get(kind) or held.get(kind)]
     rows = [("GiB", "planned", "held now")]

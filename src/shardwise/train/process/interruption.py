@@ -1,4 +1,4 @@
-"""Ending a run before its end: asked for by a signal, done by all ranks after the same step."""
+"""Interrupting a run: a signal asks for it, and all ranks end after the same step."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a run to end; SIGHUP comes when a terminal is closed or a connection is lost."""
+"""Signals that ask a run to end. SIGHUP is sent when a terminal is closed or a connection is lost."""
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Those of `ENDING_SIGNALS` that end this process's run: under `nohup`, which has SIGHUP ignored, it stays so."""
+    """Return the signals of `ENDING_SIGNALS` that end this process's run. Under `nohup`, which ignores SIGHUP, SIGHUP
+    is left out and stays ignored."""
     return tuple(n for n in ENDING_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
 
 
 class Interrupted(KeyboardInterrupt):
-    """All ranks end here, as they have agreed: none waits for another."""
+    """Raised on every rank when the ranks have agreed to end, so that no rank waits for another."""
 
 
 class Interruption:
-    """Whether this rank has been asked to end, and whether the ranks have agreed that they do."""
+    """Whether this rank has been asked to end, and whether the ranks have agreed to end."""
 
     def __init__(self) -> None:
         self.asked = False
-        """This rank has had a signal. The others may not have, or not yet."""
+        """Whether this rank has received a signal. Other ranks may not have received it, or not yet."""
         self.agreed = False
-        """The same on every rank after every step and every forward of an evaluation, in which ranks sum `asked`."""
+        """Whether some rank was asked to end. The same on every rank: the ranks sum `asked` in every step and after
+        every forward of an evaluation."""
         self._counted = False
-        """A signal has come after which the next one ends this rank at once."""
+        """Whether a SIGINT or SIGTERM has been received, so that the next one ends this rank at once."""
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Inside, the first signal that would raise KeyboardInterrupt, or whose handler is there `until_heard`, is only
-        noted; the second raises KeyboardInterrupt at once. SIGHUP is neither: it comes from the shell and from the
-        kernel, and torchrun, interrupted by one, sends SIGTERM after it."""
+        """Inside, replace the handlers of ending signals that would raise KeyboardInterrupt or are marked
+        `until_heard`: the first signal only sets `asked`, the second raises KeyboardInterrupt at once. SIGHUP sets
+        `asked` but does not count as a first or second signal: it is sent by both the shell and the kernel, and
+        torchrun, interrupted by SIGHUP, sends SIGTERM after it."""
         before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
         ours = [n for n, handler in before.items() if _is_until_heard(handler)]
         if threading.current_thread() is not threading.main_thread():

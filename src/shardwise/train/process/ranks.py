@@ -1,4 +1,4 @@
-"""This process among its peers: who it is, which device it has, and the few sums that the trainer needs."""
+"""This process among its peers: its rank, its device, and the few exchanges that the trainer needs."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process's place in a run. Exchanges go from host to host: no device is waited for."""
+    """This process's place in a run. Its exchanges go between hosts and wait for no device."""
 
     rank: int
     world_size: int
     device: torch.device
     _channels: list[Channel] = field(default_factory=list, init=False, repr=False, compare=False)
-    """One, from the first exchange on."""
+    """Empty until the first exchange, then one channel. A list, because the class is frozen."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files and talks to the terminal."""
+        """Whether this is rank 0, which writes files and prints to the terminal."""
         return self.rank == 0
 
     def sum(self, values: Sequence[float], dtype: type[np.generic] = np.float64) -> list[float]:
-        """Elementwise sums over all ranks, the same numbers everywhere. Every rank must call this.
+        """Return elementwise sums over all ranks, the same on every rank. Every rank must call this.
 
         Args:
-            values: local numbers, equally many on every rank.
+            values: local numbers, as many on every rank.
             dtype: float64 or, for counts, int64.
         """
 
@@ -57,11 +57,12 @@ class Ranks:
         return total
 
     def count(self, local: int) -> int:
-        """The sum of an integer over all ranks. Every rank must call this."""
+        """Return the sum of an integer over all ranks. Every rank must call this."""
         return int(self.sum([local], np.int64)[0])
 
     def hear(self, own: T) -> list[T]:
-        """One small picklable object of every rank, in rank order, on every rank. Every rank must call this."""
+        """Return one object from every rank, in rank order, on every rank; small and picklable. Every rank must call
+        this."""
 
         def both(left: bytes, right: bytes) -> bytes:
             return pickle.dumps(pickle.loads(left) | pickle.loads(right))
@@ -93,7 +94,7 @@ class Ranks:
             yield
 
     def on_first(self, task: Callable[[], T]) -> T:
-        """Run a task on rank 0 alone and return its result, small and picklable, on every rank.
+        """Run a task on rank 0 only and return its result, which must be small and picklable, on every rank.
 
         Every rank must call this. If the task raises, all ranks raise, as in `together`.
         """
@@ -106,16 +107,16 @@ class Ranks:
 
 @contextmanager
 def started() -> Iterator[Ranks]:
-    """Join the other ranks for the length of a run, as torchrun's environment says; alone without one.
+    """Join the other ranks for the duration of a run, as torchrun's environment says; without it, run as one rank.
 
-    Uses the backend that is made for this rank's device: nccl for a GPU, gloo for a CPU. Every rank must enter. A
-    process group that exists already is used and left alone; one that was made here is destroyed when all ranks are
-    through, or end together as an `Interrupted` says. After any other exception it stays as it is: to tear a
-    communicator down waits for ranks that may never come, and the error would wait with it. Whoever catches that
-    exception reports it, then ends the process.
+    Uses the backend made for this rank's device: nccl for a GPU, gloo for a CPU. Every rank must enter. An existing
+    process group is used and not destroyed. A group initialised here is destroyed when all ranks leave the block, or
+    end together with `Interrupted`. After any other exception it is kept: destroying a communicator waits for ranks
+    that may never arrive, which would delay the error. The caller that catches the exception must report it and end the
+    process.
 
     Raises:
-        MeshError: two ranks of one host have the same accelerator. On every rank.
+        MeshError: two ranks of one host have the same accelerator. Raised on every rank.
     """
     device = device_here()
     launched = "RANK" in os.environ and not dist.is_initialized()
@@ -135,8 +136,9 @@ def started() -> Iterator[Ranks]:
 
 
 def _refuse_shared_device(ranks: Ranks) -> None:
-    """Every rank must call this. Where each rank sees one device only, as schedulers arrange it, no rank can tell by
-    itself whether it is one of its own; two on one would hang in, or be refused by, the first collective."""
+    """Raise MeshError if two ranks share a device. Every rank must call this. If each rank sees only one device, as
+    schedulers arrange it, no rank can tell alone whether another rank has the same one; two ranks on one device would
+    hang in the first collective, or be refused by it."""
     owners: dict[tuple[str, str], int] = {}
     for rank, (host, identity) in enumerate(ranks.hear((socket.gethostname(), accelerators.identity(ranks.device)))):
         if identity is None:
@@ -150,15 +152,16 @@ def _refuse_shared_device(ranks: Ranks) -> None:
 
 
 def _part() -> None:
-    """Leave the other ranks, which leave too.
+    """Destroy the process group, as all other ranks do now too.
 
-    A sharded model holds its process group, and itself in cycles. While anything holds the group its threads run on,
-    and one that meets the interpreter's end aborts the process: "terminate called without an active exception".
+    A sharded model refers to its process group and to itself in cycles, hence the garbage collection. As long as
+    anything refers to the group, its threads keep running, and a thread that still runs when the interpreter exits
+    aborts the process: "terminate called without an active exception".
     """
     gc.collect()
     dist.destroy_process_group()
 
 
 def device_here() -> torch.device:
-    """This process's accelerator, which becomes the current one, or else the CPU."""
+    """Return this process's accelerator, which becomes the current device, or else the CPU."""
     return accelerators.of_local_rank(int(os.environ.get("LOCAL_RANK", "0")))

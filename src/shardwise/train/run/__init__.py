@@ -1,1 +1,1 @@
-"""A run on disk, without torch: the checks before its ranks start, its directory, who may write there, its logs."""
+"""A run on disk, without torch: checks before its ranks start, its directory, the lock on it, checkpoints and logs."""

@@ -1,4 +1,4 @@
-"""`checkpoints/`: when a run saves, which checkpoints it keeps, and which is the newest good one. No torch."""
+"""`checkpoints/`: when a run saves, which checkpoints it keeps, and which is the newest good one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The processes of a run."""
+    """The interface to the processes of a run that checkpoints need."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that writes files."""
+        """Whether this is the process that writes files."""
 
     def on_first(self, task: Callable[[], T]) -> T:
-        """Run a task in the first one alone and return its result in every one, or raise in every one."""
+        """Run a task in the first process only; return its result in every process, or raise in every process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run goes on."""
+    """The state from which a run resumes."""
 
     path: Path | str
-    """A URL is a string."""
+    """The checkpoint that was loaded: a path, or a URL as a string."""
     step: int
-    """Optimizer steps that were taken."""
+    """Number of optimizer steps taken before."""
     position: Position
-    """Of the next sample."""
+    """Position of the next sample in the data."""
     extra: Mapping[str, Any]
-    """That `Checkpoints.save` was given."""
+    """The `extra` that `Checkpoints.save` was given, and the position as "data"."""
     set_aside: tuple[Path, ...] = ()
-    """Newer checkpoints that are not intact, where they are now."""
+    """New paths of newer checkpoints that are damaged and were renamed."""
     changed: tuple[str, ...] = ()
-    """The optimizer's settings that the configuration gives otherwise, in words."""
+    """Optimizer settings in which the configuration differs from the checkpoint, one line each."""
 
     @contextmanager
     def in_data(self, data: DataConfig) -> Iterator[None]:
-        """Inside, the run's data are taken up at its position. Raises ConfigError, with the way out, if they cannot."""
+        """Add the checkpoint and the way out to a ConfigError that is raised inside, where the caller resumes the data
+        at `position`."""
         try:
             yield
         except ConfigError as error:
@@ -63,28 +64,28 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class KeptCheckpoints:
-    """One run's checkpoints, as `[checkpoint]` says: where they are, and which are kept."""
+    """One run's checkpoints under `[checkpoint]`: where they are, and which are kept."""
 
     directory: Path
     config: CheckpointConfig
     ranks: Ranks
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after so many steps."""
+        """Return whether to save after `step` steps."""
         return self.config.every > 0 and step % self.config.every == 0
 
     def path(self, step: int) -> Path:
-        """The checkpoint after `step` steps."""
+        """Return the path of the checkpoint after `step` steps."""
         return self.directory / f"step-{step:06d}"
 
     @property
     def are_on(self) -> bool:
-        """Whether the run is to be saved at all."""
+        """Whether the run saves checkpoints at all."""
         return self.config.every > 0
 
     def on_first(self, doing: str, task: Callable[[], T]) -> T:
-        """As `Ranks.on_first`, of a task with files, which may change between two ranks' looks at them. An OSError
-        becomes a CheckpointError that begins with `doing`."""
+        """Run a task on files like `Ranks.on_first`, because files may change between one rank's look and another's. An
+        OSError becomes a CheckpointError that begins with `doing`."""
 
         def run() -> T:
             try:
@@ -100,8 +101,8 @@ class KeptCheckpoints:
 
     @contextmanager
     def ending(self, finish: Callable[[], None]) -> Iterator[None]:
-        """`finish` at the end of the block. After an error each process waits for its own save: its peers may be
-        anywhere."""
+        """Call `finish` at the end of the block. After an error each process waits only for its own save, because its
+        peers may be anywhere."""
         try:
             yield
         except Exception as error:
@@ -115,8 +116,9 @@ class KeptCheckpoints:
         finish()
 
     def chosen(self) -> tuple[Path | str | None, list[Path]]:
-        """The checkpoint to go on from, which verifies; and newer ones that do not, where they are now. Every rank must
-        call this. What crashes left in the directory is removed. Raises as `resume` of its kinds."""
+        """Return the checkpoint to resume from, verified, or None; and the new paths of newer checkpoints that were
+        damaged and set aside. Partial checkpoints left by crashes are removed. Every rank must call this. Raises as
+        `resume` of the sub-classes does."""
         self.on_first(f"{self.directory} cannot be read", lambda: commit.remove_partials(self.directory))
         if self.config.resume in {"auto", "never"}:
             return self.newest()
@@ -132,8 +134,8 @@ class KeptCheckpoints:
         set_aside: Sequence[Path],
         changed: Sequence[str] = (),
     ) -> Resumed:
-        """What a checkpoint that was loaded says. Every rank must call this. Raises ConfigError for one that is not a
-        run's, or is older than others of the run."""
+        """Return what a loaded checkpoint says about the run. Every rank must call this. Raises ConfigError if it is
+        not a training run's checkpoint, or is older than others of this run."""
         if "data" not in extra:
             raise ConfigError(f"{path} is not a checkpoint of `shardwise train`: it has no position in the data")
         self.refuse_newer_than(step)
@@ -141,21 +143,22 @@ class KeptCheckpoints:
 
     @property
     def has_any(self) -> bool:
-        """Whether `resume` will load a checkpoint, or raise. Not collective."""
+        """Whether `resume` will load a checkpoint or raise, rather than start anew. Not collective."""
         return self.config.resume not in {"auto", "never"} or bool(self.committed())
 
     def peek(self) -> Mapping[str, Any] | None:
-        """What `save` was given as `extra` for the checkpoint that `resume` will load, as far as that can be told
-        before there is a model: the newest that can be read counts. None where there is none. Not collective."""
+        """Return the `extra` of the checkpoint that `resume` will load, as far as that is known before the model is
+        built: of the newest one that can be read. None if there is none. Not collective."""
         here = self.config.resume in {"auto", "never"}
         for path in [self.path(step) for step in self.committed()] if here else [self.config.resume]:
-            with suppress(UserError, OSError):  # `resume` says it
+            with suppress(UserError, OSError):  # `resume` will report it
                 extra: Mapping[str, Any] = training_json.read(Contents.of(path))["extra"] or {}
                 return extra
         return None
 
     def newest(self) -> tuple[Path | None, list[Path]]:
-        """The run's newest checkpoint that verifies. Those before it, which do not, are renamed; their new paths."""
+        """Return the run's newest checkpoint that verifies, or None, and the new paths of newer ones, which are damaged
+        and are renamed. Every rank must call this."""
         steps = self.on_first(f"{self.directory} cannot be read", self.committed)
         if not steps:
             return None, []
@@ -179,7 +182,8 @@ class KeptCheckpoints:
         return self.path(good), set_aside
 
     def refuse_newer_than(self, step: int) -> None:
-        """A run that goes on would come to save where they are."""
+        """Raise ConfigError if the run has checkpoints of later steps: a run that resumes at `step` would later save to
+        the same paths. Every rank must call this."""
         newest = max(self.on_first(f"{self.directory} cannot be read", self.committed), default=0)
         if newest > step:
             raise ConfigError(
@@ -188,14 +192,15 @@ class KeptCheckpoints:
             )
 
     def committed(self) -> list[int]:
-        """Steps, the newest first. Of names that are not as `path` gives them none is counted."""
+        """Return the steps of committed checkpoints, newest first. Names that `path` would not produce are ignored."""
         there = LocalDirectory(self.directory)
         names = [name for name in there.names() if name.startswith("step-") and there.child(name).has(manifest.NAME)]
         numbers = [int(name[5:]) for name in names if name[5:].isdecimal()]
         return sorted((number for number in numbers if self.path(number).name in names), reverse=True)
 
     def _verifies(self, step: int) -> bool:
-        """Raises UnreadableError where storage cannot be read: a checkpoint must not be set aside for that."""
+        """Return whether a checkpoint is intact. Raises UnreadableError if storage cannot be read, because a checkpoint
+        must not be set aside for that."""
         try:
             manifest.verify(self.path(step))
         except UnreadableError as error:
@@ -208,7 +213,7 @@ class KeptCheckpoints:
 
 
 def why_finished(directory: RunDirectory, config: Config) -> str:
-    """Why there is nothing to do, in words; empty where there is. Not collective."""
+    """Return why there is nothing left to do, in words; empty if there is something to do. Not collective."""
     if not directory.is_finished:
         return ""
     done = f"{directory.path} is finished: the model is in {directory.final}"

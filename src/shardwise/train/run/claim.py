@@ -1,4 +1,4 @@
-"""A run's directory belongs to one launch at a time: rank 0 holds a lock on a file in it for as long as it runs."""
+"""The lock on a run's directory, which one launch at a time may write to: rank 0 locks a file in it while it runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 @contextmanager
 def claimed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a run's directory inside the block. No communication; only rank 0 enters.
+    """Hold the lock of a run's directory inside the block. Does not communicate; only rank 0 enters.
 
-    The operating system drops the lock when the process ends, however it ends.
+    The operating system releases the lock when the process ends, however it ends.
 
     Args:
-        run: the directory, made if it is missing; removed again if nothing was put there.
-        say: takes a line of warning where the storage has no locks.
+        run: the directory. It is created if missing, and removed at the end if it is still empty.
+        say: called with a line of warning if the storage does not support locks.
 
     Raises:
         ConfigError: another launch holds the lock (the message names its process), or the directory cannot be written.
@@ -42,7 +42,7 @@ def claimed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # while it is locked: a launch that has opened it sees that it is gone
+            path.unlink()  # while still locked, so that a launch that has opened the file notices that it is gone
         os.close(fd)
         for directory in made:
             with suppress(OSError):  # not empty
@@ -50,12 +50,12 @@ def claimed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _locked(path: Path, say: Callable[[str], None]) -> int:
-    """A descriptor of the file, locked, with this process's description in it."""
+    """Lock the file, write this process's description into it, and return its descriptor."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             _lock(fd, path, say)
-            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):  # else its holder removed it meanwhile
+            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):  # else the last holder removed the file
                 began = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}, started at {began}".encode(), 0)

@@ -18,43 +18,43 @@ from shardwise.train.run.claim import NAME as CLAIM
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The files of one run. Only rank 0 writes."""
+    """The paths of one run's files. Only rank 0 writes there."""
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The resolved configuration."""
+        """File with the resolved configuration."""
         return self.path / "config.toml"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """File with one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        """One JSON object an evaluation: step, loss in nats per token, tokens."""
+        """File with one JSON object per evaluation: step, loss in nats per token, tokens."""
         return self.path / "evaluations.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """TensorBoard's files."""
+        """Directory of TensorBoard's files."""
         return self.path / "tensorboard"
 
     @property
     def checkpoints(self) -> Path:
-        """`step-NNNNNN/` each."""
+        """Directory of the checkpoints `step-NNNNNN/`."""
         return self.path / "checkpoints"
 
     @property
     def final(self) -> Path:
-        """The trained model; it appears at the very end, complete."""
+        """Directory of the trained model. It appears at the end of the run, complete."""
         return self.path / FINAL
 
     @property
     def is_finished(self) -> bool:
-        """Whether `final` is there. Raises ConfigError where the directory cannot be read."""
+        """Whether `final` exists. Raises ConfigError if the directory cannot be read."""
         try:
             return self.final.is_dir()
         except OSError as error:
@@ -62,7 +62,8 @@ class RunDirectory:
 
     @property
     def steps_taken(self) -> int:
-        """By the last whole line of its metrics; 0 where there is none."""
+        """Number of steps taken, by the last complete line of `metrics`; 0 without one. Raises ConfigError if the file
+        cannot be read or the line is damaged."""
         try:
             lines = self.metrics.read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
@@ -75,10 +76,11 @@ class RunDirectory:
         """Create the directory and write the configuration.
 
         Args:
-            steps: that a run which goes on has taken; what was measured later is dropped, for it comes again.
+            steps: number of steps that a resumed run has taken. Lines about later steps are dropped from the logs,
+                because these steps are taken again.
 
         Returns:
-            Whether metrics of a run that did not finish were there and have been dropped.
+            Whether metrics of an unfinished run existed and were dropped because the run starts anew.
 
         Raises:
             ConfigError: the directory cannot be written, or a log in it is damaged; the message names the line.
@@ -96,10 +98,11 @@ class RunDirectory:
         return dropped
 
     def drop_unbegun(self, made: Sequence[Path]) -> None:
-        """Remove what a run that took no step has left. Never raises.
+        """Remove the files of a run that took no step. Never raises.
 
         Args:
-            made: directories that were not there before, from the run's own up; those with anything else in them stay.
+            made: directories that the launch created, the run's own first, then its parents; any that still has
+                something else in it is kept.
         """
         with suppress(OSError, ConfigError):
             if self.steps_taken or self.final.exists() or any(self.checkpoints.glob("step-*")):
@@ -113,17 +116,17 @@ class RunDirectory:
 
     @contextmanager
     def writing_final(self) -> Iterator[Path]:
-        """A directory to fill, which becomes `final` in one rename when the block ends without an error."""
+        """Yield a directory to fill, which is renamed to `final` when the block ends without an error."""
         partial = self.path / "final.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        shutil.rmtree(self.final, ignore_errors=True)  # of a run that went on
+        shutil.rmtree(self.final, ignore_errors=True)  # a finished run that was resumed has one already
         partial.rename(self.final)
 
 
 def _keep(log: Path, steps: int) -> None:
-    """Keep the lines of the first `steps` steps; a run killed in the middle of a line has lost it."""
+    """Drop all lines about steps after `steps`, and an incomplete last line of a run that was killed."""
     if not steps:
         log.unlink(missing_ok=True)
     elif log.exists():
@@ -135,7 +138,7 @@ def _keep(log: Path, steps: int) -> None:
 
 
 def _step(line: bytes, where: str) -> int:
-    """That a line of a log is about."""
+    """Return the step that a line of a log is about. Raises ConfigError, naming `where`, for a damaged line."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Figures of each step: one JSON object a line, and TensorBoard where asked for."""
+"""Metrics of each step: one JSON object per line, and TensorBoard files if configured."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step. Global unless it says otherwise; the fields are the keys in `metrics.jsonl`."""
+    """Metrics of one optimizer step, over all ranks unless stated otherwise. The fields are the keys in
+    `metrics.jsonl`."""
 
     step: int
-    """Counted from 1: the number of optimizer steps that have been taken."""
+    """Number of optimizer steps taken, this one included: counted from 1."""
     loss: float
     """Mean negative log-likelihood over the step's target tokens of all ranks, in nats, before the update."""
     lr: float
     grad_norm: float | None
-    """Of the whole gradient, before clipping; None where steps are taken in backward."""
+    """Norm of the whole gradient before clipping; None if the optimizer steps in backward."""
     tokens: int
-    """Token positions that went through the model in this step on all ranks, prompts and padding included."""
+    """Token positions that the model processed in this step on all ranks, prompts and padding included."""
     tokens_per_s: float
     step_time_s: float
     memory: Mapping[str, int | None]
-    """Rank 0's bytes by kind, each at its highest so far; None where that was not measured."""
+    """Rank 0's bytes by kind, each kind at its own highest so far; None for a kind that was not measured."""
     world_size: int
 
 
 class MetricsWriter:
-    """Writes steps and evaluations. Rank 0 only."""
+    """Writes the metrics of steps and evaluations. Used on rank 0 only."""
 
     def __init__(self, metrics: Path, evaluations: Path, flush_every: int, tensorboard: Path | None = None) -> None:
         """
         Args:
-            metrics: the file for steps; what it has stays.
-            evaluations: the file for evaluations; what it has stays.
-            flush_every: steps after which what was written is on disk.
-            tensorboard: directory for TensorBoard's files; None = none.
+            metrics: the file for steps, which is appended to.
+            evaluations: the file for evaluations, which is appended to.
+            flush_every: number of steps between flushes of the file for steps.
+            tensorboard: directory for TensorBoard's files; None = write none.
 
         Raises:
-            UserError: TensorBoard is asked for and not installed.
+            UserError: TensorBoard is configured but not installed.
         """
         self._flush_every = flush_every
         self._board = None if tensorboard is None else _open_board(tensorboard)
@@ -69,14 +70,14 @@ class MetricsWriter:
                     self._board.add_scalar(f"memory/{kind}", size, metrics.step)
 
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """The held-out loss after `step` steps, in nats per token."""
+        """Write the held-out loss after `step` steps, in nats per token."""
         self._evaluations.write(json.dumps({"step": step, "loss": loss, "tokens": tokens}) + "\n")
         self._evaluations.flush()
         if self._board is not None:
             self._board.add_scalar("eval/loss", loss, step)
 
     def flush(self) -> None:
-        """Hand every step so far to the operating system."""
+        """Pass all steps written so far to the operating system."""
         self._steps.flush()
 
     def close(self) -> None:
@@ -94,13 +95,13 @@ class MetricsWriter:
 
 
 def open_writer(directory: RunDirectory, config: Config, first_step: int, say: Callable[[str], None]) -> MetricsWriter:
-    """A run's writer, where it begins or goes on: its directory is made ready first. Rank 0 only.
+    """Prepare the directory of a run that starts or resumes, and return its writer. Rank 0 only.
 
     Args:
-        directory: the run's.
-        config: the run's; kept in the directory.
-        first_step: steps that were taken before.
-        say: takes a line where what was there gives way.
+        directory: the run's directory.
+        config: the run's configuration, which is written there.
+        first_step: number of steps taken before.
+        say: called with a line if metrics of an unfinished run are dropped.
     """
     if directory.begin(config, first_step):
         say(f"{directory.path} held a run that had not finished: it starts again")

@@ -1,4 +1,4 @@
-"""Mistakes found before any rank is started: missing files, too few devices, a number of ranks that does not fit."""
+"""Checks before any rank is started: missing files, too few devices, a number of ranks that does not fit."""
 
 import os
 from importlib.util import find_spec
@@ -15,21 +15,21 @@ from shardwise.train.data.early import check_data, check_model
 
 DEFAULT_CPU_RANKS = 2
 _RANK_BYTES = 200 * 2**20
-"""Of a CPU rank before it has a model."""
+"""Memory that a CPU rank takes before it has a model."""
 _NO_HUB = "; name a directory of this machine: nothing is downloaded from a hub"
 
 
 def check(config: Config, gpus: int) -> Config:
-    """The configuration fitted to the ranks of this machine, its files found.
+    """Check a configuration and the files that it names; return it fitted to the ranks of this machine.
 
     Args:
         config: as `config.files.load` returned it.
-        gpus: of this machine; 0 = run on the CPU.
+        gpus: number of GPUs of this machine; 0 = run on the CPU.
 
     Raises:
-        ConfigError: a file or directory that it names is missing, or cannot be read. For the checkpoint at a URL also
-            an UnreadableError, and UsageError if fsspec is not installed.
-        MeshError: more ranks than GPUs, or a number of ranks that does not fit the strategy.
+        ConfigError: a setting cannot be used, or a file or directory is missing or cannot be read. For a checkpoint at
+            a URL also an UnreadableError, and UsageError if fsspec is not installed.
+        MeshError: there are more ranks than GPUs, or their number does not fit the strategy.
     """
     check_wishes(config)
     fitted = config.for_ranks(_ranks(config, gpus))
@@ -38,7 +38,8 @@ def check(config: Config, gpus: int) -> Config:
 
 
 def check_wishes(config: Config) -> None:
-    """Raise ConfigError for what cannot be done, or not with what is installed: nothing is left out in silence."""
+    """Raise ConfigError for settings that contradict each other, or need a package that is not installed, so that no
+    setting is silently ignored."""
     if config.model.dtype == "fp16":
         raise ConfigError(
             'model.dtype="fp16" would update the weights in fp16, which loses small steps; '
@@ -54,11 +55,11 @@ def check_wishes(config: Config) -> None:
 
 
 def crowding(config: Config, gpus: int) -> str | None:
-    """A warning, of one line, where there are more CPU ranks than this machine has cores; None elsewhere.
+    """Return a one-line warning if there are more CPU ranks than cores of this machine; else None.
 
     Args:
         config: fitted to its ranks.
-        gpus: of this machine.
+        gpus: number of GPUs of this machine.
     """
     ranks, cores = config.parallel.ranks, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     cores = cores or os.cpu_count() or 1
@@ -68,7 +69,7 @@ def crowding(config: Config, gpus: int) -> str | None:
 
 
 def check_devices(local_ranks: int, gpus: int) -> None:
-    """Raise MeshError where this machine has GPUs, but fewer than its ranks. For who sees all of them: a launcher."""
+    """Raise MeshError if this machine has GPUs, but fewer than ranks. For a launcher, which sees all GPUs."""
     if 0 < gpus < local_ranks:
         raise MeshError(
             f"parallel.ranks={local_ranks}, but this machine has {gpus} GPU{'s' if gpus > 1 else ''}; "
@@ -77,8 +78,8 @@ def check_devices(local_ranks: int, gpus: int) -> None:
 
 
 def check_devices_of_rank(local_ranks: int, gpus: int) -> None:
-    """As `check_devices`, for a rank. One that sees a single GPU may have been given it for its own, as Slurm does;
-    whether another rank has the same is found when they meet (`process.ranks.started`)."""
+    """Check as `check_devices` does, but on a rank. A rank that sees a single GPU may have it to itself, as under
+    Slurm; `process.ranks.started` checks later that no other rank has the same GPU."""
     if gpus != 1:
         check_devices(local_ranks, gpus)
 
@@ -93,7 +94,7 @@ def _ranks(config: Config, gpus: int) -> int:
 
 
 def _check_memory(ranks: int) -> None:
-    """Raise MeshError for more CPU ranks than this machine's memory has room for, whatever they train."""
+    """Raise MeshError for more CPU ranks than this machine's memory can hold, whatever they train."""
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if ranks * _RANK_BYTES > total_bytes:
         raise MeshError(
@@ -123,7 +124,7 @@ def _check_files(config: Config) -> None:
 
 
 def _is_there(key: str, name: str) -> bool:
-    """Checkpoints may lie wherever fsspec reaches, and only they."""
+    """Return whether a path exists. Only checkpoints may be at a URL that fsspec can read."""
     if key == "checkpoint.resume" and is_url(name):
         return manifest.is_there(directory_of(name))
     return Path(name).exists()

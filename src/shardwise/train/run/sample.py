@@ -1,4 +1,4 @@
-"""What a run shows of its trained model: a prompt out of the data, and how the model goes on."""
+"""The sample that a run prints of its trained model: a prompt from the data, and the model's continuation."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ TEMPERATURE = 0.7
 
 
 class Sample(NamedTuple):
-    """A prompt out of the data and the model's continuation."""
+    """A prompt from the data and the model's continuation."""
 
     prompt: str
     continuation: str
 
     @classmethod
     def of(cls, ids: Sequence[int], prompt_tokens: int, tokenizer: Tokenizer) -> Sample:
-        """Of the tokens of both."""
+        """Decode a sample from token ids: the prompt's, followed by the continuation's."""
         return cls(tokenizer.decode(ids[:prompt_tokens]), tokenizer.decode(ids[prompt_tokens:]))
 
 
 def lengths(seq_len: int) -> tuple[int, int]:
-    """Tokens of the prompt and of its continuation, which fit in a sequence together."""
+    """Return the numbers of tokens of the prompt and of its continuation, which together fit in one sequence."""
     prompt_tokens = min(PROMPT_TOKENS, seq_len // 2)
     return prompt_tokens, min(NEW_TOKENS, seq_len - prompt_tokens)
