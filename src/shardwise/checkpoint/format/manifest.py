@@ -253,7 +253,7 @@ def damage(
         quick: check sizes and the manifest only, without reading the files.
         progress: called with the number of bytes read so far, and the number of all bytes.
 
-    Raises CheckpointError if there is no checkpoint, or its manifest cannot be parsed; UnreadableError if storage does
+    Raises CheckpointError if there is no checkpoint, or its manifest is malformed; UnreadableError if storage does
     not answer: a network file system that is unavailable for a moment has damaged nothing.
     """
     save_thread.wait()
