@@ -67,7 +67,7 @@ def commit(path: Path) -> None:
 
 
 def commit_over(path: Path) -> None:
-    """Like `commit`, but replace the checkpoint `path`, whose files are removed.
+    """Like `commit`, but replace the checkpoint that is at `path`, and remove the old one's files.
 
     After any crash `path` is one of the two, whole. If the file system cannot exchange two names, there is a moment in
     which it is neither: then the old one is `NAME.replaced` and the new one `NAME.partial`.
