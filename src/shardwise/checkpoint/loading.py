@@ -171,8 +171,7 @@ _STATE: dict[str, tuple[set[str], set[str]]] = {
     "Rprop": ({"prev", "step_size"}, set()),
     "SGD": (set(), {"momentum_buffer"}),
 }
-"""By class: the state that it keeps for every parameter besides the number of steps, and the state that some options
-add."""
+"""By class: the state that it keeps for every parameter besides the number of steps, and what some options add."""
 
 
 def _is_state_alone(kind: str, saved: Mapping[str, Any]) -> bool:
@@ -214,8 +213,7 @@ class _Reading:
         """The model's names that are not in the files: all of them, and those that were expected there."""
 
     def expect_model(self, model: nn.Module) -> Matched:
-        """Match the model's state_dict with the files by name. Returns the differences; later ones are added to this
-        object."""
+        """Match the model's state_dict with the files by name. Later differences are added to the returned object."""
         self._matched = match(model, self.model_files.tensors, find_adapter if self.of_adapter else find)
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
         expected = {*map(uncompiled_name, adapter_names(model))} if self.of_adapter else self._matched.missing

@@ -137,8 +137,7 @@ def wait(model: nn.Module) -> None:
 def _prepare(
     target: Target, model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int, adapter: bool
 ) -> tuple[Writing, list[Piece]]:
-    """Return everything to write, and the pieces that every rank holds in full. Tensors share their memory with the
-    model."""
+    """Return everything to write, and the pieces that every rank holds in full. Tensors share the model's memory."""
     stem, own = (
         (tensor_files.ADAPTER, adapter_to_write(model)) if adapter else (tensor_files.MODEL, pieces_to_write(model))
     )

@@ -1,5 +1,4 @@
-"""A checkpoint that is open for reading: its files, whether they exist as such or are joined from parts that ranks
-wrote."""
+"""A checkpoint that is open for reading: its files, which exist as such or are joined from parts that ranks wrote."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class Contents:
             manifest.check_size(self.directory, file, self.manifest.files[file])
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file. Raises CheckpointError if it does not match its checksum, OSError and
-        EOFError."""
+        """Return the content of a small file. Raises CheckpointError for a wrong checksum, OSError and EOFError."""
         manifest.check_file(self.directory, name, self.manifest.files[name])
         with manifest.reading(f"{self}/{name}"):
             return self.directory.read(name)

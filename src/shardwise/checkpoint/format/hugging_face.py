@@ -37,8 +37,7 @@ def weights_of(directory: Directory) -> TensorFiles:
 
 
 def refuse_uncommitted(directory: Directory) -> None:
-    """Raise CheckpointError if the directory has files of `sw.checkpoint.save` but no manifest, which is written
-    last."""
+    """Raise CheckpointError if the directory has files of `sw.checkpoint.save` but no manifest, which comes last."""
     names = directory.names()
     if manifest.NAME in names:
         return
@@ -51,8 +50,7 @@ def refuse_uncommitted(directory: Directory) -> None:
 
 
 def _promised(directory: Directory) -> dict[str, str]:
-    """Return, for each tensor in the index, the file that holds it. Raises CheckpointError if that is not beside the
-    index."""
+    """Return the file of each tensor in the index. Raises CheckpointError if one is not a plain name."""
     path = f"{directory}/{INDEX}"
     try:
         with manifest.reading(path):

@@ -27,7 +27,7 @@ _CHUNK_BYTES = 32 * 2**20
 """Bytes staged at a time if a piece cannot be written from, or read into, its memory directly."""
 
 
-@dataclass(slots=True, eq=False)   # not frozen: that takes three times as long to create, and training waits for it
+@dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to create, and training waits for it
 class Piece:
     """Elements [start, start + tensor.numel()) of a flattened (row-major) tensor of the global `shape`."""
 
@@ -42,8 +42,7 @@ class Piece:
     places: tuple[Place, ...]
     """Where its elements are written: for most tensors, to one whole tensor of the same name."""
     ranks: int = 1
-    """Number of ranks that the tensor is spread over. If there are more ranks, they are replicas, which hold equal
-    pieces."""
+    """Number of ranks that the tensor is spread over. If there are others, they are replicas with equal pieces."""
 
     @property
     def name(self) -> str:
@@ -83,8 +82,7 @@ class Piece:
         return self.part(flat, elements.start)
 
     def part(self, flat: Tensor, start: int) -> Piece:
-        """Return a piece of this piece's elements `flat`, the first of which is element `start` of the global
-        tensor."""
+        """Return a piece of the elements `flat` of this one, which begin at element `start` of the global tensor."""
         return Piece(self.names, self.shape, flat, start, False, self.places, self.ranks)
 
     def with_tensor(self, tensor: Tensor) -> Piece:
@@ -95,7 +93,7 @@ class Piece:
         """See `WritablePiece`. Copies nothing if the elements are in CPU memory in order."""
         flat = self.tensor.reshape(-1)
         for part in runs.stretches(_step(flat.itemsize, runs)):
-            values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # lazy views have other numbers' bytes
+            values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # else lazy conj and neg would be lost
             yield int(part.here[0]), bytes_of(values.contiguous())
 
     def begin_overwrite(self) -> bool:
@@ -219,8 +217,7 @@ class PieceInFewBits(Piece):
         )
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
-        """See `WritablePiece`. Decodes a chunk at a time, or the whole piece if its elements are stored in another
-        order."""
+        """See `WritablePiece`. Decodes a chunk at a time, or everything if elements are stored in another order."""
         flat = self._read(0, self.tensor.numel()) if len(runs) > 1 else None
         for part in runs.stretches(_step(self.tensor.itemsize, runs)):
             first = int(part.there[0])
@@ -281,8 +278,7 @@ def bytes_of(flat: Tensor) -> memoryview:
 
 
 def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
-    """Copy elements that were read to their places in `flat`. Returns the bytes that were staged, including the
-    chunk."""
+    """Copy elements that were read to their places in `flat`. Returns the bytes that were staged, `chunk` included."""
     if len(part) == 1:
         _at(flat, part).copy_(chunk)
         return chunk.nbytes

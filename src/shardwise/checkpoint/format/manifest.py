@@ -96,8 +96,7 @@ def write(directory: Directory, manifest: Manifest) -> None:
 
 
 def read(directory: Directory) -> Manifest:
-    """Read the manifest of a checkpoint. Raises CheckpointError if there is no checkpoint or its manifest is
-    damaged."""
+    """Read a checkpoint's manifest. Raises CheckpointError if there is no checkpoint or its manifest is damaged."""
     found, document = _read(directory)
     _check_own_sum(directory, document)
     return found
@@ -302,7 +301,7 @@ def _damaged_sums(
 
 
 def check_size(directory: Directory, name: str, record: FileRecord) -> None:
-    """Raise CheckpointError if a file is missing or has not the size in the manifest."""
+    """Raise CheckpointError if a file is missing or does not have the size that the manifest gives."""
     try:
         with reading(f"{directory}/{name}"):
             found = directory.size(name)

@@ -83,7 +83,7 @@ def match(model: nn.Module, stored: Mapping[str, StoredTensor], find: Find = fin
     """
     pieces = pieces_to_read(model)
     shapes = {name: piece.shape for piece in pieces for name in piece.names}
-    plain = {uncompiled_name(name): name for name in stored}  # of a compiled model, perhaps
+    plain = {uncompiled_name(name): name for name in stored}  # they may come from a compiled model
     found = find(model, shapes, {name: stored[theirs].shape for name, theirs in plain.items()})
     for name, places in found.places.items():
         found.places[name] = tuple(place.renamed(plain[place.name]) for place in places)
@@ -116,8 +116,8 @@ def _check_writable(piece: Piece) -> None:
 
 def _takes(dtype: torch.dtype, stored: torch.dtype) -> bool:
     """Return whether numbers of dtype `stored` keep their values in `dtype`, except for rounding. Complex, floating and
-    whole numbers are not cast to one another; whole numbers need a dtype that has room for all of `stored`'s. Masks are
-    stored as bool or as uint8."""
+    whole numbers are not cast to one another; whole numbers need a dtype that has room for all of `stored`'s. Masks may
+    be stored as bool or as uint8."""
     if (dtype.is_complex, dtype.is_floating_point) != (stored.is_complex, stored.is_floating_point):
         return False
     if dtype.is_complex or dtype.is_floating_point or stored == torch.bool or dtype == stored:

@@ -105,8 +105,7 @@ def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str],
 
 
 def _written_by_loads(model: nn.Module) -> Callable[[Tensor], bool]:
-    """Return a function that tells whether a tensor's memory belongs to a module, so that a write to it changes the
-    model."""
+    """Return a function that tells whether a tensor's memory belongs to a module: then a write changes the model."""
     registered = [*model.parameters(), *model.buffers()]
     ids = {id(tensor) for tensor in registered}
 

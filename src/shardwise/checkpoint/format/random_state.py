@@ -45,8 +45,7 @@ def _python_state() -> list[Any]:
 
 
 def _numpy_is_usual() -> bool:
-    """Return whether numpy's global generator is of its original kind; a replacement is left to whoever installed
-    it."""
+    """Return whether numpy's global generator is of its original kind; whoever installed another one looks after it."""
     return bool(np.random.get_state(legacy=False)["bit_generator"] == "MT19937")
 
 

@@ -226,8 +226,7 @@ def stem_of(name: str) -> str:
 
 
 def read_layout(path: str, source: Source, nbytes: int) -> TensorFile:
-    """Read the layout in a safetensors file's header. Raises CheckpointError, naming the file, if it cannot be
-    right."""
+    """Read the layout in a safetensors file's header. Raises CheckpointError, naming the file, if it is malformed."""
     try:
         prefix = _read_bytes(source, 0, min(LENGTH_BYTES, nbytes))
         header = prefix + _read_bytes(source, LENGTH_BYTES, header_bytes(prefix, nbytes) - LENGTH_BYTES)

@@ -105,8 +105,7 @@ class _OnDisk:
         return self.tensors.read(self.stored.name, start, start + box.numel).view(box.sizes)
 
     def _boxes(self) -> Iterator[tuple[Box, int]]:
-        """Yield consecutive parts of at most PART_BYTES, each with its first element; an empty tensor is one empty
-        part."""
+        """Yield consecutive parts of at most PART_BYTES, each with its first element; of an empty tensor one, empty."""
         shape, step = self.stored.shape, max(1, PART_BYTES // self.stored.item_bytes)
         if not self.stored.numel:
             yield Box((0,) * len(shape), shape), 0

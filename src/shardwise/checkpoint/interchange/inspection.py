@@ -41,8 +41,7 @@ class ModuleTensors:
 
     @property
     def form(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """Names without the prefix, dtypes and shapes: equal for modules that differ only in their prefix, such as
-        layers."""
+        """Names without the prefix, dtypes and shapes: equal for modules that only their prefixes tell apart."""
         skip = len(self.prefix)
         return tuple((tensor.name[skip:], tensor.dtype, tensor.shape) for tensor in self.tensors)
 
@@ -87,7 +86,7 @@ class RunCheckpoint:
 
     name: str
     step: int | None
-    """None if it is not a checkpoint."""
+    """Its step; None if it is not a checkpoint."""
     nbytes: int
     saved_by: int
     damage: tuple[str, ...]

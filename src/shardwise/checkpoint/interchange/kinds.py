@@ -19,7 +19,7 @@ _ZIP = b"PK\x03\x04"
 
 
 class Kind(enum.Enum):
-    """The kind of a checkpoint. The value is its name for `--to`."""
+    """The kind of a checkpoint. The value is its name for `--to`, if it can be written."""
 
     SHARDWISE = "shardwise"
     """A committed checkpoint of `sw.checkpoint.save`."""
@@ -42,8 +42,7 @@ class Kind(enum.Enum):
 
 
 def kind_of(location: Location) -> Kind:
-    """Return the kind of the checkpoint at a path or URL. Raises CheckpointError, naming what is there, if it is
-    none."""
+    """Return the kind of the checkpoint at a path or URL. Raises CheckpointError, naming what is there instead."""
     if is_url(location):
         return _own(location)
     path = Path(location)

@@ -156,8 +156,8 @@ class _Sorting:
         return key in _STEPS and is_number and (len(key) > 1 or self._has_sections)
 
     def _optimizer(self, model: Mapping[str, str], wanted: bool) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """Take the optimizer out of the tree: the document and the tensors; (None, {}) if there is none, or none is
-        wanted."""
+        """Take the optimizer out of the tree. Returns its document and tensors; (None, {}) without one or if not
+        `wanted`."""
         tensors, values, refused = _taken(self._keys), _taken(self._values), _taken(self._refused)
         if not wanted or not (tensors or values or refused):
             return None, {}
@@ -201,7 +201,7 @@ class _Sorting:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return the value with lists in place of dicts by position, which flattening makes of lists, and with strings for
+    """Return the value with lists for the dicts by position that flattening makes of lists, and with strings as
     keys."""
     if not isinstance(value, dict):
         return value

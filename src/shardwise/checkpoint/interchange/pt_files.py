@@ -99,8 +99,7 @@ def read_pt(path: Path) -> Tree:
 
 
 def _leaves(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield each leaf with its key. Dicts are followed, and so are lists that hold dicts, lists or tensors, as DCP does
-    it."""
+    """Yield each leaf with its key. Like DCP, this follows dicts, and lists that hold dicts, lists or tensors."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _leaves((*key, str(name)), item)

@@ -29,8 +29,8 @@ class _BoundedOrigin(NamedTuple):
     runs: IndexMap
     """From elements of the new tensor to elements of the source."""
     span: Range
-    """Range of the new tensor's elements that holds them all: most parts of a stack of experts are outside a range that
-    is read."""
+    """Range of the new tensor's elements that holds them all. With it, `read` skips most parts of a stack of
+    experts."""
 
     @classmethod
     def of(cls, source: str, runs: IndexMap) -> Self:

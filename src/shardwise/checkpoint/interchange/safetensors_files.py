@@ -67,8 +67,7 @@ def _write_files(directory: Path, stem: str, tensors: Tensors, max_file_bytes: i
 
 
 def _record_of(path: Path) -> FileRecord:
-    """Read a file back for its size and checksums. Sources come in any order; in the file's own order, regions are
-    few."""
+    """Read a file back for its size and checksums: sources come in any order; in the file's order, regions are few."""
     sums, start = RegionSums(), 0
     with path.open("rb") as file:
         while data := file.read(_CHUNK_BYTES):

@@ -64,7 +64,8 @@ class RangeReader:
     def ask(self, start: int, into: memoryview, past_cache: bool = True) -> None:
         """Request that `into` be filled from byte `start` on; ranges in the order of the file are read together.
 
-        past_cache: no other process of this machine is going to read these bytes.
+        past_cache: whether to read past the page cache: right if no other process of this machine is going to read
+        these bytes.
 
         Raises EOFError with the position, perhaps only in a later call, if the file ends too early.
         """
@@ -129,8 +130,7 @@ class _ReadWindow:
         return step
 
     def take(self, pages: memoryview, reached: int) -> int:
-        """Copy bytes that were read to `pages`, up to byte `reached` of the file, into their ranges. Returns their
-        number."""
+        """Copy bytes that were read to `pages`, up to byte `reached` of the file, to their ranges. Returns how many."""
         read, taken_bytes = np.frombuffer(pages, dtype=np.uint8), 0
         for start, into in self.ranges:
             done = min(max(0, reached - start), into.nbytes)

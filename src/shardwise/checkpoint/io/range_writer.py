@@ -36,8 +36,7 @@ _KEPT_BYTES = 2**20
 """Most bytes that are kept. They are written together: a write through the page cache waits until nothing else is
 written to the file."""
 _MOST_OPEN = 128
-"""Most files open at a time. A process may have 1,024 open in many places, and a rank has bytes in every file of a
-checkpoint."""
+"""Most files open at a time. In many places a process may have 1,024, and a rank has bytes in every file of a save."""
 _STEP_BYTES = 512 * 2**10
 """Bytes that are copied and summed at a time, while they are in the processor's cache."""
 
@@ -187,8 +186,8 @@ class _File:
         return self._direct is not None and not self._refused
 
     def write(self, start: int, data: memoryview | bytes) -> int:
-        """Write through the page cache, one thread at a time: the kernel lets no more write to a file, and those that
-        wait spin.
+        """Write through the page cache, one thread at a time: the kernel admits only one to a file, and those that wait
+        spin.
 
         Returns the bytes that went past it: none.
         """
@@ -198,7 +197,7 @@ class _File:
         return 0
 
     def write_pages(self, start: int, data: memoryview) -> int:
-        """Write past the page cache, or through it if the file system turns out to refuse. Returns the bytes that went
+        """Write past the page cache, or through it if the file system refuses after all. Returns the bytes that went
         past it."""
         assert self._direct is not None
         direct_bytes = write_pages(self._direct, start, data)

@@ -30,8 +30,7 @@ class RemoteDirectory:
 
     @classmethod
     def of(cls, url: str) -> RemoteDirectory:
-        """Return the directory at a URL. Raises UsageError if fsspec, or what it needs for such URLs, is not
-        installed."""
+        """Return the directory at a URL. Raises UsageError if fsspec, or what it needs for this URL, is missing."""
         try:
             from fsspec.core import url_to_fs
         except ModuleNotFoundError:

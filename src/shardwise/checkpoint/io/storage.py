@@ -18,8 +18,7 @@ class Source(Protocol):
     """A file that is open for reading, by several threads at a time."""
 
     def read_at(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on. Raises EOFError, with the position, if the file ends too
-        early."""
+        """Fill `into` with the bytes from `start` on. Raises EOFError, with the position, if the file ends first."""
 
     def read_pages(self, start: int, into: memoryview) -> int:
         """Fill `into` (whole pages in page-aligned memory) from byte `start` (the first of a page) on, past the page

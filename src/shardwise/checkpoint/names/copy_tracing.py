@@ -22,8 +22,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """A part of a tensor that comes from the tensor `name`. `runs` maps the former's elements to the latter's, both
-    flattened."""
+    """A part of a tensor that comes from the tensor `name`. `runs` leads from the former's elements to the latter's."""
 
     name: str
     runs: IndexMap
@@ -35,8 +34,7 @@ class CopyTracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[Any, list[Origin]]] = {}
-        """By the storage's address: the storage, kept so that the address is not reused, and the origins of its
-        elements."""
+        """By a storage's address: the storage, kept so that its address is not reused, and its elements' origins."""
         self._why: dict[int, tuple[Any, str]] = {}
         """The same for storages whose elements cannot be followed, with the reason."""
 

@@ -188,7 +188,7 @@ def _whole(name: str, shape: tuple[int, ...]) -> Place:
 
 
 def _fewest(dims: Sequence[tuple[int, int, int]]) -> list[tuple[Any, ...]]:
-    """Return the dimensions (size, strides), outermost first, with neighbours merged that are one dimension on both
+    """Return the dimensions (size, strides), outermost first, with those merged that are one dimension on both
     sides."""
     joined: list[tuple[int, int, int]] = []
     for size, *strides in dims:

@@ -115,7 +115,7 @@ class Found:
     places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
     """Places by the model's names."""
     shapes: dict[str, Shape] = field(default_factory=dict)
-    """Shapes that they have by the files, which are not always the model's; by the model's names."""
+    """Shapes that the files give them, by the model's names; not always the model's shapes."""
     unexpected: dict[str, str] = field(default_factory=dict)
     """Stored names that the model has no tensor for, each with the name that the tensor would have there."""
 

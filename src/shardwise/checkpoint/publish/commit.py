@@ -1,5 +1,4 @@
-"""A checkpoint appears in one rename: it is written as `NAME.partial`, and is on disk before it is renamed to
-`NAME`."""
+"""A checkpoint appears in one rename: written as `NAME.partial`, it is on disk before it is renamed to `NAME`."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def _is_taken(path: Path) -> bool:
 
 
 def commit(path: Path) -> None:
-    """Rename the partial directory, whose files are on disk, to the checkpoint `path`. After this it survives any
+    """Rename the partial directory, whose files are on disk, to `path`. After this the checkpoint survives any
     crash."""
     partial = partial_of(path)
     sync(partial)
@@ -178,7 +177,7 @@ def latest(run_directory: Location) -> Path | str | None:
     over. A save that is under way in this process is waited for, and its error is raised here.
 
     Args:
-        run_directory: a path or a URL; the checkpoint is returned as the same.
+        run_directory: a path, for which a path is returned, or a URL, for which a URL is returned.
 
     Raises UnreadableError if storage does not answer: an older checkpoint must not be taken for the newest.
     """

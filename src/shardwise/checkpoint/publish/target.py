@@ -60,8 +60,7 @@ class Target(Protocol):
 
     @property
     def name(self) -> str:
-        """The last component of its path or URL; the same on every rank, wherever each has mounted the parent
-        directory."""
+        """The last part of its path or URL; equal on every rank, wherever each has mounted the parent directory."""
 
     @property
     def messages(self) -> Directory:
@@ -81,8 +80,7 @@ class Target(Protocol):
         """Write this rank's pieces (rank 0: also headers). They are on disk when this returns."""
 
     def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
-        """Write the small files, the manifest last, and make it a checkpoint. Rank 0 only, after `write` of all
-        ranks."""
+        """Write the small files, the manifest last, and make it a checkpoint. Rank 0 only, after all ranks' `write`."""
 
     def is_committed(self) -> bool:
         """Return whether the checkpoint is committed."""

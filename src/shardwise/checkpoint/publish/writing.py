@@ -40,8 +40,7 @@ class Writing:
     target: Target
     file_sets: list[FileSet[Any]]
     training: dict[str, Any]
-    """Arguments of `training_json.describe` but for `rng`; rank 0's are written. "optimizer" is the same on every
-    rank."""
+    """Arguments of `training_json.describe` but for `rng`. Rank 0's are written; "optimizer" is equal on every rank."""
     rng: dict[str, Any]
     """This rank's random states."""
     documents: dict[str, bytes]
@@ -81,7 +80,7 @@ class Writing:
 
 
 def _report(rank: int) -> str:
-    """Return the name of a rank's note to rank 0: the regions and parts that it wrote, and its random states."""
+    """Return the name of a rank's note to rank 0, with the regions and parts that it wrote and its random states."""
     return f".rank-{rank}"
 
 

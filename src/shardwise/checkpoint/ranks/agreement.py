@@ -51,8 +51,8 @@ class Agreement(ABC):
                 raise CheckpointError(f"{doing}: {error}") from error
 
     def _tell(self, failure: str | None) -> str | None:
-        """Tell other ranks this rank's failure, or None. Returns the message for ranks that did not fail; None if none
-        failed."""
+        """Tell other ranks this rank's failure, or None. Returns the message to raise where nothing failed; None if no
+        rank failed."""
         failed = self._highest([0 if failure is None else self.rank + 1])[0] - 1
         if failed < 0:
             return None

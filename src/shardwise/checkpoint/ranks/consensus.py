@@ -17,7 +17,7 @@ def mesh_of(engines: Sequence[Engine]) -> Mesh:
     """Return the mesh over whose ranks a model with these engines is saved and loaded: one with several shards and
     several replicas, if there is one.
 
-    Raises UsageError if engines are over other ranks, or divide the same ranks into several shards and replicas
+    Raises UsageError if engines are over different ranks, or divide the same ranks into several shards and replicas
     differently.
     """
     meshes = [engine.mesh for engine in engines]

@@ -90,8 +90,8 @@ class FileBarrier:
 
     @contextmanager
     def together(self, doing: str, seen: Callable[[], bool]) -> Iterator[None]:
-        """See `Barrier`. A rank whose process is gone, or that is silent for half an hour (SHARDWISE_TIMEOUT_S), has
-        failed."""
+        """See `Barrier`. A rank has failed if its process is gone, or it is silent for half an hour
+        (SHARDWISE_TIMEOUT_S)."""
         try:
             yield
         except Exception as error:

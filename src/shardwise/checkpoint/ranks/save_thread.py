@@ -1,5 +1,4 @@
-"""The save that runs in a thread of this process. There is at most one, and the next call of `sw.checkpoint` waits for
-it."""
+"""The save that runs in a thread of this process: at most one, and the next call of `sw.checkpoint` waits for it."""
 
 from __future__ import annotations
 
