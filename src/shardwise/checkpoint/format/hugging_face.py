@@ -50,7 +50,8 @@ def refuse_uncommitted(directory: Directory) -> None:
 
 
 def _promised(directory: Directory) -> dict[str, str]:
-    """Return the file of each tensor in the index. Raises CheckpointError if one is not a plain name."""
+    """Return the file of each tensor in the index, by its plain name. Raises CheckpointError for any other index, or
+    none."""
     path = f"{directory}/{INDEX}"
     try:
         with manifest.reading(path):
