@@ -1,6 +1,6 @@
 """Checkpoints: directories of ordinary safetensors files, in which every rank writes and reads its own bytes.
 
-Names are loaded when first used: the manifest and the commit need no torch.
+Names are imported at first use: reading a manifest and committing a checkpoint need no torch.
 """
 
 from __future__ import annotations

@@ -48,13 +48,13 @@ class Loaded(dict[str, Any]):
     """The `extra` that `save` was given, and the names that did not fit."""
 
     step: int = 0
-    """That `save` was given."""
+    """The `step` that `save` was given."""
     missing: tuple[str, ...] = ()
-    """In the model or the optimizer, not in the checkpoint: left as they were."""
+    """Names in the model or the optimizer that the checkpoint lacks: left as they were."""
     unexpected: tuple[str, ...] = ()
-    """In the checkpoint only: not read."""
+    """Names only in the checkpoint: not read."""
     wrong_shape: tuple[str, ...] = ()
-    """In both with different shapes, which are named: left as they were."""
+    """Names in both with different shapes, each with its two shapes: left as they were."""
 
 
 @torch.inference_mode(False)  # tensors made here are trained later
@@ -63,12 +63,13 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
     """Read a checkpoint into a sharded model, and an optimizer. Every rank must call this.
 
     Args:
-        path: a committed checkpoint, or its URL; saved by any number of ranks under any strategy.
-        model: sharded. Its parameters and buffers are overwritten, cast to the dtypes that it keeps them in. From a
-            checkpoint of an adapter those of the model's adapter are, and no others.
-        optimizer: of the model's parameters, in any groups and order: state and options are matched by fqn. Of the
-            class that was saved; with strict=False one of another class is left as it is. With one, this is taken as a
-            resumption: at the world size of the save, random states (Python's, numpy's and torch's) are restored too.
+        path: a committed checkpoint or its URL, saved by any number of ranks under any strategy.
+        model: a sharded model. Its parameters and buffers are overwritten, each cast to the dtype that the model keeps
+            it in. A checkpoint of an adapter overwrites the model's adapter only.
+        optimizer: an optimizer of the model's parameters, in any groups and order: state and options are matched by
+            fqn. Its class must be the one that was saved; with strict=False an optimizer of another class is left as it
+            is. With an optimizer the load counts as a resumption: at the world size of the save, random states
+            (Python's, numpy's and torch's) are restored too.
         strict: False loads what fits and reports the rest in the result, instead of raising.
 
     Returns:
@@ -76,10 +77,10 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
         `.wrong_shape`.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged one, none or another kind of optimizer in it, or entries that are
-            missing, unexpected, of another shape or another kind of numbers: all named, before anything is overwritten.
-            UsageError: something in the model's state_dict that cannot be read into. MismatchError: ranks load
-            different things. On every rank, whichever failed.
+        CheckpointError: there is no checkpoint, it is damaged, it has no optimizer or one of another class, or entries
+            are missing, unexpected, of another shape or of another kind of numbers: all are named, before anything is
+            overwritten. UsageError: an entry of the model's state_dict cannot be read into. MismatchError: ranks load
+            different things. Every rank raises, whichever failed.
 
     Sizes, headers and `training.json` are checked, checksums of tensors are not: `verify` reads everything. Each rank
     reads only its own bytes.
@@ -132,8 +133,8 @@ def load(path: Location, model: nn.Module, optimizer: Optimizer | None = None, s
 def _written_anew(
     shards: Sequence[ShardStore], states: Sequence[StateStore], optimizer: Optimizer | None
 ) -> Iterator[None]:
-    """Inside, all of the model's shards and of the optimizer's state that rest elsewhere is written: if that succeeds,
-    errors of before are forgotten."""
+    """Inside the block, the caller writes all of the model's shards and of the optimizer's state that rest on a medium.
+    If it succeeds, earlier errors of the medium are forgotten."""
     with ExitStack() as anew:
         for shard_store in shards:
             anew.enter_context(shard_store.medium.written_anew())
@@ -144,7 +145,7 @@ def _written_anew(
 
 
 def _describe(model: nn.Module, optimizer: Optimizer | None) -> str:
-    """Text that must be equal on every rank."""
+    """Return text that must be equal on every rank: the optimizer's class, and its groups by fqn."""
     if optimizer is None:
         return "no optimizer"
     groups = optimizer_state.named_groups(model, optimizer)
@@ -152,9 +153,9 @@ def _describe(model: nn.Module, optimizer: Optimizer | None) -> str:
 
 
 _SCALES = ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
-"""Keys of an adapter's configuration that no shape shows and that decide what its numbers add."""
+"""Keys of an adapter's configuration that show in no shape but change what the adapter's numbers add."""
 _UNKNOWN = "unknown"
-"""Kind of the optimizer of a checkpoint that was converted."""
+"""Class of the optimizer in a checkpoint that was converted."""
 _ADAMS = {"Adam", "AdamW"}
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 _STATE: dict[str, tuple[set[str], set[str]]] = {
@@ -170,17 +171,18 @@ _STATE: dict[str, tuple[set[str], set[str]]] = {
     "Rprop": ({"prev", "step_size"}, set()),
     "SGD": (set(), {"momentum_buffer"}),
 }
-"""By class: the state that it keeps of every parameter besides the number of steps, and what some options add."""
+"""By class: the state that it keeps for every parameter besides the number of steps, and what some options add."""
 
 
 def _is_state_alone(kind: str, saved: Mapping[str, Any]) -> bool:
-    """Whether it is the state of an Adam without its options, as JAX writes it: then either of torch's can take it."""
+    """Return whether the saved state is an Adam's without its options, as JAX writes it: torch's Adam and AdamW can
+    both load it."""
     return not saved["groups"] and {kind, saved["class"]} <= _ADAMS
 
 
 def _other_state(kind: str, saved: Mapping[str, Any]) -> str | None:
-    """Names of the state in a converted checkpoint where an optimizer of this kind keeps other state; None where it
-    does not, or that is not known."""
+    """Return the names of the state in a converted checkpoint if an optimizer of class `kind` keeps other state; None
+    if it does not, or if that is not known."""
     needed, possible = _STATE.get(kind, (set(), set()))
     if saved["class"] != _UNKNOWN or kind not in _STATE:
         return None
@@ -199,19 +201,19 @@ class _Reading:
         self.training = training_json.read(contents)
         self.model_files = tensor_files.find_model(contents)
         self.of_adapter = self.model_files.stem == tensor_files.ADAPTER
-        """Whether it was saved without the base."""
+        """Whether the checkpoint was saved without the base model."""
         self.optimizer_files = tensor_files.find(contents, tensor_files.OPTIMIZER)
         self.by_rank_files = tensor_files.find(contents, per_rank_buffers.STEM)
         self.optimizer_pieces: Wanted = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._states: list[tuple[Tensor, dict[str, Any]]] = []
-        """Parameters, each with the state to put into the optimizer when it has been read."""
+        """Parameters, each with the state to put into the optimizer once that has been read."""
         self._matched = Matched()
         self._absent: tuple[list[str], list[str]] = [], []
-        """The model's names that are not in the files: all, and those that were to be there."""
+        """The model's names that are not in the files: all of them, and those that were expected there."""
 
     def expect_model(self, model: nn.Module) -> Matched:
-        """Match the model's state_dict with the files by name. Further differences are added to the result."""
+        """Match the model's state_dict with the files by name. Later differences are added to the returned object."""
         self._matched = match(model, self.model_files.tensors, find_adapter if self.of_adapter else find)
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
         expected = {*map(uncompiled_name, adapter_names(model))} if self.of_adapter else self._matched.missing
@@ -221,7 +223,7 @@ class _Reading:
         return self._matched
 
     def expect_scale(self, model: nn.Module) -> None:
-        """Raise CheckpointError where the model scales what its adapter computes otherwise than the saved one."""
+        """Raise CheckpointError if the model scales its adapter's output differently from the saved adapter."""
         if not self.of_adapter or tensor_files.ADAPTER_CONFIG not in self.contents.sizes:
             return
         saved, own = json.loads(self.contents.read(tensor_files.ADAPTER_CONFIG)), adapter_config(model)
@@ -259,8 +261,8 @@ class _Reading:
         self._matched.unexpected.update((f"optimizer state of {fqn}", fqn) for fqn in left)
 
     def expect_what_is_lost(self, weights: bool, optimizer: Optimizer | None) -> None:
-        """Raise CheckpointError if something would not be read that is lost with a disk which failed: the model's
-        weights, or an optimizer's state and the weights that it was updating."""
+        """Raise CheckpointError if the checkpoint lacks something that a failed disk has lost: the model's weights (if
+        `weights`), or the state of `optimizer` and the weights that it was updating."""
         if not weights and optimizer is None:
             return
         absent = [*self._absent[0 if weights else 1], *self._matched.wrong_shape]
@@ -278,7 +280,7 @@ class _Reading:
     def read(
         self, rows: Wanted, shards: Sequence[ShardStore], states: Sequence[StateStore], alone: bool
     ) -> list[tensor_files.Read]:
-        """Fill all pieces, those that rest elsewhere as well. No communication."""
+        """Fill all pieces, including those that rest on a medium. No communication."""
         done = [
             tensor_files.read(self.contents, self.model_files, self._matched.wanted, alone),
             tensor_files.read(self.contents, self.optimizer_files, self.optimizer_pieces, alone),
@@ -291,7 +293,8 @@ class _Reading:
         return done
 
     def _saved_for(self, kind: str, strict: bool) -> dict[str, Any]:
-        """The saved state that an optimizer of this kind can take; empty if another kind was saved."""
+        """Return the saved state that an optimizer of class `kind` can load. If another class was saved, return empty
+        state, or with `strict` raise CheckpointError."""
         saved: dict[str, Any] | None = self.training["optimizer"]
         other = None if saved is None else _other_state(kind, saved)
         if saved is not None and other is None and (saved["class"] in {kind, _UNKNOWN} or _is_state_alone(kind, saved)):
@@ -314,7 +317,8 @@ class _Reading:
     def _expect_options(
         self, number: int, fqns: list[str], group: dict[str, Any], saved: list[dict[str, Any]], strict: bool
     ) -> None:
-        """Options for one group from the saved groups of its parameters, if these have the same."""
+        """Take the options for one group from the saved groups of its parameters, if these all have the same options.
+        Otherwise raise CheckpointError, or without `strict` report the group's options as missing."""
         options = [optimizer_state.options_of(one) for one in saved]
         if all(one == options[0] for one in options):
             self._options += [(group, one) for one in saved[:1]]
@@ -352,7 +356,7 @@ class _Reading:
                 tensor = stored[value["tensor"]]
                 follows = tensor.dtype == document["dtypes"].get(saved_name)
                 follows = follows and not getattr(optimizer, "keeps_state_dtypes", False)
-                dtype = parameter.dtype if follows else DTYPES[tensor.dtype]  # it was, and stays, the parameter's
+                dtype = parameter.dtype if follows else DTYPES[tensor.dtype]  # follows: was saved in its dtype
                 room = optimizer_state.room_for(optimizer, parameter, name, dtype, tensor.shape)
                 piece = piece_of((f"{fqn}.{name}",), room)
                 if not self._matched.fits(piece, tensor.shape):
@@ -372,7 +376,7 @@ class _Reading:
                 optimizer.state[parameter] = values
 
     def result(self) -> Loaded:
-        """For the caller."""
+        """Return the result for the caller of `load`."""
         loaded = Loaded(self.training["extra"] or {})
         loaded.step = self.training["step"]
         loaded.missing = tuple(self._matched.missing)

@@ -41,18 +41,18 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """What `load_pretrained` read on this rank, and what did not fit."""
+    """What `load_pretrained` read on this rank, and the names that did not fit."""
 
     missing: tuple[str, ...]
-    """In the model, not in the directory: left as they were initialised."""
+    """Names in the model that the directory lacks: left as they were initialised."""
     unexpected: tuple[str, ...]
-    """In the directory only, by the names there: not read."""
+    """Names only in the directory, as they are called there: not read."""
     wrong_shape: tuple[str, ...]
-    """In both with different shapes, which are named: left as they were."""
+    """Names in both with different shapes, each with its two shapes: left as they were."""
     read_bytes: int
-    """Of tensors, by this rank."""
+    """Bytes of tensors that this rank read."""
     peak_staged_bytes: int
-    """Most host memory held for tensor data at one time, beside the shards themselves."""
+    """Most host memory held for tensor data at one time, in addition to the shards themselves."""
 
 
 @torch.no_grad()
@@ -60,26 +60,27 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     """Read the weights of a Hugging Face directory into a sharded model. Every rank must call this.
 
     Args:
-        path: a directory, or its URL, with `model.safetensors` or with files that `model.safetensors.index.json` names;
-            written by `save_pretrained`, by `sw.checkpoint.save` or by anybody else.
-        model: sharded, on the meta device before that or not. Its parameters and buffers are overwritten, cast to the
-            dtypes that it keeps them in.
+        path: a directory or its URL, with `model.safetensors` or the files that `model.safetensors.index.json` names;
+            written by `save_pretrained`, by `sw.checkpoint.save` or by any other program.
+        model: a sharded model, built on the meta device or not. Its parameters and buffers are overwritten, each cast
+            to the dtype that the model keeps it in.
         strict: False loads what fits and reports the rest in the result, instead of raising.
 
-    Of a model with adapters of PEFT it is the base that is read; adapters stay as they are.
+    If the model has PEFT adapters, its base model is read and the adapters stay as they are.
 
-    Of a transformers model names are those that its `from_pretrained` would understand: old ones, those of the model
-    inside or around, split and stacked tensors, either one of two that are tied; what its class declares as not needed
-    is neither missing nor unexpected. A directory that another class wrote may lack the head or have another one: that
-    is reported, with a warning, and the head stays as it was initialised. Anything else raises.
+    For a transformers model, names are accepted as its `from_pretrained` accepts them: old names, names with or without
+    the base model's prefix, split and stacked tensors, either name of two tied tensors. What its class declares as not
+    needed is neither missing nor unexpected. A directory that another class wrote may lack the head or have another
+    one: that is reported with a warning, and the head stays as it was initialised. Any other difference raises.
 
     Raises:
-        CheckpointError: no such directory, a damaged one, only pickles in it, quantized weights, tied weights that
-            differ, or names, shapes and kinds of numbers that do not fit: all named, before anything is overwritten.
-            UsageError: something in the model's state_dict that cannot be read into. MismatchError: ranks read files
-            whose headers differ. On every rank, whichever failed.
+        CheckpointError: there is no such directory, it is damaged, it holds only pickles or quantized weights, tied
+            weights differ, or names, shapes or kinds of numbers do not fit: all are named, before anything is
+            overwritten. UsageError: an entry of the model's state_dict cannot be read into. MismatchError: ranks read
+            files whose headers differ. Every rank raises, whichever failed.
 
-    Each rank reads the bytes of its own elements and no others, in place where dtypes agree, else 32 MiB at a time.
+    Each rank reads the bytes of its own elements and no others: straight into place if dtypes agree, otherwise 32 MiB
+    at a time.
     """
     check_location(path, "sw.checkpoint.load_pretrained(path, model)")
     model = uncompiled(model)
@@ -105,7 +106,7 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
     with peers.together(f"{where} cannot be loaded"):
         for engine in engines:
             engine.reshard_all()
-        read = tensor_files.read(weights.opened, weights.files, matched.wanted)  # next time from the cache
+        read = tensor_files.read(weights.opened, weights.files, matched.wanted)  # cached for the next run
         give_extra_state(model, [piece for piece, _ in matched.wanted])
     return Pretrained(
         tuple(matched.missing),
@@ -118,13 +119,14 @@ def load_pretrained(path: Location, model: nn.Module, strict: bool = True) -> Pr
 
 @contextmanager
 def blank_for(path: Location, model: nn.Module) -> Iterator[None]:
-    """Inside, `sw.shard` of a model on the meta device draws no numbers that `load_pretrained(path)` would overwrite.
+    """Inside the block, `sw.shard` of a model on the meta device does not initialise the tensors that
+    `load_pretrained(path)` would overwrite.
 
         with blank_for(path, model):
             sw.shard(model)
         load_pretrained(path, model)
 
-    Tensors that the directory lacks are initialised as ever. No communication. Raises CheckpointError as
+    Tensors that the directory lacks are initialised as usual. No communication. Raises CheckpointError as
     `load_pretrained` does for the directory itself.
     """
     named: dict[int, list[str]] = {}
@@ -145,7 +147,7 @@ def blank_for(path: Location, model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Weights:
-    """A directory that is open for reading."""
+    """A Hugging Face directory or a checkpoint, open for reading."""
 
     directory: Directory
     opened: Contents | Directory
@@ -159,12 +161,12 @@ class _Weights:
 
     @classmethod
     def at(cls, path: Location) -> _Weights:
-        """Raises CheckpointError if it cannot be read by range."""
+        """Open a directory. Raises CheckpointError if its weights cannot be read by byte range."""
         directory = directory_of(path)
         with manifest.reading(directory):
             configuration = _configuration(directory)
             _refuse_quantized(directory, configuration)
-            if directory.has(manifest.NAME):  # one of ours
+            if directory.has(manifest.NAME):  # a checkpoint of shardwise
                 contents = Contents.of(path)
                 return cls(directory, contents, tensor_files.find(contents, tensor_files.MODEL), configuration)
             _refuse_pickles(directory)
@@ -201,9 +203,9 @@ def _refuse_quantized(directory: Directory, configuration: dict[str, Any]) -> No
 
 
 def _excuse(model: nn.Module, weights: _Weights, matched: Matched) -> str:
-    """Take what may be missing or unexpected out of `matched`. Returns a warning about heads, or "".
+    """Take names that may be missing or unexpected out of `matched`. Returns a warning about heads, or "".
 
-    Heads stay in the result, where `strict` does not see them.
+    Names of heads stay in the result, but `strict` ignores them.
     """
     if not is_transformers(model):
         return ""
@@ -232,14 +234,14 @@ def _excuse(model: nn.Module, weights: _Weights, matched: Matched) -> str:
 
 
 def _ignorable(model: nn.Module, kind: str) -> set[str]:
-    """Patterns of names that the classes of the model and of those inside do not insist on."""
+    """Return patterns of the names that the classes of the model and its submodules declare as not needed."""
     patterns: set[str] = set()
     for module in model.modules():
         patterns.update(getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ())
     if kind == "missing":
         return patterns | {f"^{re.escape(name)}$" for name in getattr(model, "_keys_to_ignore_on_save", None) or ()}
     buffers = [name for name, _ in model.named_buffers()]
-    # Buffers that models once stored, and compute now.
+    # Buffers that models used to store and now compute.
     for ending, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
         if any(name.endswith(ending) for name in buffers):
             patterns.add(pattern)
@@ -247,7 +249,7 @@ def _ignorable(model: nn.Module, kind: str) -> set[str]:
 
 
 def _in_base(model: Any, name: str) -> bool:
-    """Whether a name belongs to the model that heads are put on."""
+    """Return whether a name belongs to the base model that heads are put on."""
     prefix = model.base_model_prefix
     base = getattr(model, prefix, model) if prefix else model
     inside = base is not model and name.startswith(f"{prefix}.")

@@ -61,32 +61,32 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
     """Write a checkpoint that any number of ranks under any strategy can load. Every rank must call this.
 
     Args:
-        path: becomes the checkpoint itself, a directory; on a file system that every rank sees. Written as
-            `path.partial` and renamed when everything is on disk, so `path` is either complete or not there. Or a URL
-            that fsspec knows ("s3://bucket/run/step-000100"): then ranks write files of their own, and it is a
-            checkpoint when its manifest is there.
-        model: sharded. Stored in the master dtype, under the names that its `from_pretrained` expects.
-        optimizer: of the model's parameters; its state, groups and options are saved by fqn.
-        step: of the training, not negative.
+        path: the checkpoint itself, a directory on a file system that every rank sees. It is written as `path.partial`
+            and renamed when everything is on disk, so `path` is either complete or absent. Or a URL that fsspec knows
+            ("s3://bucket/run/step-000100"): then each rank writes a file of its own, and the checkpoint exists once its
+            manifest does.
+        model: a sharded model. Stored in the master dtype, under the names that its `from_pretrained` expects.
+        optimizer: an optimizer of the model's parameters; its state, groups and options are saved by fqn.
+        step: the training step, not negative.
         extra: a dict of anything else that a resumed run needs, as JSON; `load` returns it. Rank 0's is saved.
         asynchronous: copy this rank's bytes to host memory, which is kept for the next save, and return; a thread
-            writes them. A step taken right after the call does not change what is saved. The next call of this package
-            waits for the thread and raises its error. So end a program with `sw.checkpoint.wait(model)`: an error
-            that no later call has raised is printed at exit, and does not change the program's exit status.
-        max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
-        files: small ones to go along, by name: a tokenizer's, for example. Rank 0's are saved.
-        overwrite: a checkpoint that is at `path` is replaced, in one step, when the new one is on disk: until then
-            both need room. Not for URLs.
-        adapter: of the model only its adapter of PEFT, as files that PEFT loads (`adapter_model.safetensors`,
-            `adapter_config.json`). `load` leaves the base as it is.
+            writes them. An optimizer step taken right after the call does not change what is saved. The next call of
+            this package waits for the thread and raises its error. So end a program with `sw.checkpoint.wait(model)`:
+            an error that no later call has raised is printed at exit, and does not change the program's exit status.
+        max_file_bytes: most bytes of tensors in one file; a larger tensor gets a file of its own.
+        files: small files to store as well, by name: a tokenizer's, for example. Rank 0's are saved.
+        overwrite: replace a checkpoint at `path`, in one step, when the new one is on disk: until then the disk holds
+            both. Not for URLs.
+        adapter: save only the model's PEFT adapter, as files that PEFT loads (`adapter_model.safetensors`,
+            `adapter_config.json`). `load` leaves the base model as it is.
 
     Raises:
         CheckpointError: `path` exists (with `overwrite`: and is not a checkpoint), it cannot be written, or not all
-            ranks see it; or the asynchronous save before failed, and nothing else was done. UsageError: something that
-            cannot be saved. MismatchError: ranks want to save different things. On every rank, whichever failed; then
-            `path` is as it was before.
+            ranks see it; or the previous asynchronous save failed, and nothing else was done. UsageError: something
+            cannot be saved. MismatchError: ranks want to save different things. Every rank raises, whichever failed;
+            `path` is then as it was before.
 
-    No weights travel between ranks: each writes the byte ranges of its own fragments, replicas sharing the work.
+    No weights travel between ranks: each writes the byte ranges of its own fragments, and replicas share the work.
     """
     check_location(path, "sw.checkpoint.save(path, model, ...)")
     model = uncompiled(model)
@@ -108,8 +108,8 @@ def save(  # noqa: PLR0913, PLR0917 - the promised signature
 
 
 def _check_ready(engines: Sequence[Engine], optimizer: Optimizer | None, asynchronous: bool) -> None:
-    """Give up what an interrupt left. Raise UsageError where units are at different steps or a disk has failed, and for
-    an asynchronous save of what rests elsewhere."""
+    """Clear up after an interrupted forward or backward. Raise UsageError if units are at different steps, if a disk
+    has failed, or for an asynchronous save of weights or optimizer state that rest on a medium."""
     for engine in engines:
         give_up_interrupted(engine)
         engine.reducer.steps.check()
@@ -129,7 +129,7 @@ def _check_ready(engines: Sequence[Engine], optimizer: Optimizer | None, asynchr
 def wait(model: nn.Module) -> None:
     """Wait until no asynchronous save is under way. Every rank of the model must call this.
 
-    Raises CheckpointError if the last one failed. On every rank, whichever failed.
+    Raises CheckpointError on every rank if the last one failed on any rank.
     """
     wait_for_last_save(Peers(mesh_of(engines_of(model))))
 
@@ -137,7 +137,7 @@ def wait(model: nn.Module) -> None:
 def _prepare(
     target: Target, model: nn.Module, optimizer: Optimizer | None, peers: Peers, max_file_bytes: int, adapter: bool
 ) -> tuple[Writing, list[Piece]]:
-    """Everything to write, and of it what every rank holds in full. Tensors share their memory with the model."""
+    """Return everything to write, and the pieces that every rank holds in full. Tensors share the model's memory."""
     stem, own = (
         (tensor_files.ADAPTER, adapter_to_write(model)) if adapter else (tensor_files.MODEL, pieces_to_write(model))
     )
@@ -162,8 +162,8 @@ def _prepare(
 
 
 def _names(model: nn.Module, pieces: list[Piece]) -> dict[str, bytes]:
-    """`names.json` where the model's names are not those of the files: FSDP2 asks for the model's."""
-    asked = [(piece.names, piece.shape, piece.places) for piece in pieces]  # places are the same objects each time
+    """Return `names.json` if the model's names differ from those in the files: FSDP2 looks for the model's."""
+    asked = [(piece.names, piece.shape, piece.places) for piece in pieces]  # unchanged places are the same objects
     if model not in _encoded_names or _encoded_names[model][0] != asked:
         named = names_json.of_pieces(pieces)
         _encoded_names[model] = asked, {names_json.NAME: names_json.encode(named)} if named else {}
@@ -178,16 +178,16 @@ def _own(pieces: list[Piece], peers: Peers) -> list[Piece]:
 
 
 def _adapter_configuration(model: nn.Module) -> dict[str, bytes]:
-    """`adapter_config.json`, as PEFT writes it."""
+    """Return `adapter_config.json` as PEFT writes it."""
     config = copy.copy(adapter_config(model))
-    config.inference_mode = True  # whoever loads it to train says so
+    config.inference_mode = True  # a caller who loads it to train says so
     with tempfile.TemporaryDirectory(prefix="shardwise-") as directory:
         config.save_pretrained(directory)
         return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
 def _configuration(model: nn.Module) -> dict[str, bytes]:
-    """A transformers model's config.json and generation_config.json, as its save_pretrained writes them."""
+    """Return a transformers model's config.json and generation_config.json, as its save_pretrained writes them."""
     if not is_transformers(model):
         return {}
     source: Any = model

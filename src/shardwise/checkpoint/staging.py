@@ -17,7 +17,7 @@ _ALIGN_BYTES = 64
 
 
 class StagingBuffer:
-    """One buffer, whole pages, as large as the largest copy so far; pinned where pieces lie on an accelerator.
+    """One buffer of whole pages, as large as the largest copy so far; pinned if the pieces are on an accelerator.
 
     Huge pages where possible: a page fault on a fresh 4 KiB page costs more than filling the page. Not from torch's
     allocator of pinned memory, which rounds up to a power of two and keeps what is freed.
@@ -26,7 +26,7 @@ class StagingBuffer:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._unpin = weakref.finalize(self, lambda: None)
-        """Undoes what pinned the buffer, at the latest when this object is gone."""
+        """Unpins the buffer, at the latest when this object is gone."""
 
     @property
     def nbytes(self) -> int:
@@ -40,16 +40,16 @@ class StagingBuffer:
             pieces: 1-D, all on one device.
 
         Returns:
-            The same pieces with their elements in this memory; those of frozen parameters that are kept in few bits as
-            they are. All of them are there on return: later writes to the tensors do not change them.
+            The same pieces with their elements in this memory. Pieces of frozen parameters in few bits are returned as
+            they are. All copies are complete on return: later writes to the tensors do not change them.
 
-        Raises UsageError for a piece that rests elsewhere than in memory, and would be written over there.
+        Raises UsageError for a piece that rests on a medium, where the next step would overwrite it.
         """
         for piece in pieces:
             if isinstance(piece, (PieceAtRest, StateAtRest)):
                 raise UsageError(f"{piece.name!r} is offloaded and cannot be copied: save it with asynchronous=False")
         starts, nbytes = [], 0
-        moving = [not isinstance(piece, PieceInFewBits) for piece in pieces]  # those are frozen, and decoded as written
+        moving = [not isinstance(piece, PieceInFewBits) for piece in pieces]  # these are frozen; decoded as written
         for piece, moves in zip(pieces, moving, strict=True):
             starts.append(nbytes)
             nbytes = round_up(nbytes + piece.tensor.nbytes * moves, _ALIGN_BYTES)
@@ -69,6 +69,6 @@ class StagingBuffer:
             place = self._buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype)
             place.copy_(piece.tensor, non_blocking=True)
             copies.append(piece.with_tensor(place))
-        for device in accelerated:  # the copies are behind the optimizer's step in the same stream
+        for device in accelerated:  # the copies follow the optimizer's step on the same stream
             accelerators.current_stream(device).synchronize()
         return copies

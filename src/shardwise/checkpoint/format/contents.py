@@ -1,4 +1,4 @@
-"""A checkpoint that is open for reading: its files, whether they are there or are joined of what ranks wrote."""
+"""A checkpoint that is open for reading: its files, which exist as such or are joined from parts that ranks wrote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Contents:
 
     @classmethod
     def of(cls, path: Location) -> Contents:
-        """Raises CheckpointError if there is none, or its manifest is damaged."""
+        """Open the checkpoint at `path`. Raises CheckpointError if there is none, or its manifest is damaged."""
         directory = directory_of(path)
         return cls(directory, manifest.read(directory))
 
@@ -30,25 +30,25 @@ class Contents:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file by its name in an ordinary checkpoint."""
+        """Bytes of each file by name; joined files are among them."""
         found = {name: record.nbytes for name, record in self.manifest.files.items()}
         return {**found, **{name: file.nbytes for name, file in self.manifest.joined.items()}}
 
     def check_size(self, name: str) -> None:
-        """Raise CheckpointError if the file, or one that it is joined of, is missing or of another size."""
+        """Raise CheckpointError if the file, or a file that holds a part of it, is missing or of another size."""
         joined = self.manifest.joined.get(name)
         for file in {part.file for part in joined.parts} if joined else {name}:
             manifest.check_size(self.directory, file, self.manifest.files[file])
 
     def read(self, name: str) -> bytes:
-        """All of a small file. Raises CheckpointError if it does not match its checksum, OSError and EOFError."""
+        """Return the content of a small file. Raises CheckpointError for a wrong checksum, OSError and EOFError."""
         manifest.check_file(self.directory, name, self.manifest.files[name])
         with manifest.reading(f"{self}/{name}"):
             return self.directory.read(name)
 
     @contextmanager
     def open(self, name: str) -> Iterator[Source]:
-        """One of the files, for reading byte ranges."""
+        """Open one of the files for reading byte ranges."""
         joined = self.manifest.joined.get(name)
         with ExitStack() as stack:
             if joined is None:
@@ -62,7 +62,7 @@ class Contents:
 @dataclass(frozen=True, slots=True)
 class _JoinedSource:
     parts: Sequence[Part]
-    """In order, without gaps."""
+    """Sorted by `start`, without gaps."""
     sources: Mapping[str, Source]
 
     def read_at(self, start: int, into: memoryview) -> None:
@@ -76,4 +76,4 @@ class _JoinedSource:
             into, start, at = into[length:], start + length, at + 1
 
     def read_pages(self, start: int, into: memoryview) -> int:
-        return 0  # its parts' pages are not its own
+        return 0  # pages of a joined file are not pages of its parts

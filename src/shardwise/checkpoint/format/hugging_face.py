@@ -17,11 +17,11 @@ INDEX = "model.safetensors.index.json"
 
 
 def weights_of(directory: Directory) -> TensorFiles:
-    """The files, each with the tensors that are to be read from it. Nothing of them is read but their headers.
+    """Return the files, each with the tensors that are to be read from it. Only their headers are read.
 
-    Raises CheckpointError: neither they nor an index are there; one is missing, damaged or lacks a tensor that the
-    index promises; two have the same tensor and the index does not say whose it is; or the directory is a checkpoint
-    that was never committed.
+    Raises CheckpointError: there are neither such files nor an index; a file is missing, damaged or lacks a tensor that
+    the index promises; two files have the same tensor and the index does not say which to read; or the directory is a
+    checkpoint that was never committed.
     """
     refuse_uncommitted(directory)
     promised = {} if directory.has(SINGLE) else _promised(directory)
@@ -37,7 +37,7 @@ def weights_of(directory: Directory) -> TensorFiles:
 
 
 def refuse_uncommitted(directory: Directory) -> None:
-    """Raise CheckpointError for files of `sw.checkpoint.save` without the manifest that is written last."""
+    """Raise CheckpointError if the directory has files of `sw.checkpoint.save` but no manifest, which comes last."""
     names = directory.names()
     if manifest.NAME in names:
         return
@@ -50,7 +50,8 @@ def refuse_uncommitted(directory: Directory) -> None:
 
 
 def _promised(directory: Directory) -> dict[str, str]:
-    """Which tensor the index has in which file, which must lie beside it."""
+    """Return the file of each tensor in the index, by its plain name. Raises CheckpointError for any other index, or
+    none."""
     path = f"{directory}/{INDEX}"
     try:
         with manifest.reading(path):
@@ -71,7 +72,8 @@ def _promised(directory: Directory) -> dict[str, str]:
 def _chosen(
     directory: Directory, layouts: Mapping[str, TensorFile], promised: Mapping[str, str]
 ) -> dict[str, TensorFile]:
-    """Each tensor in one file: the index decides between several, and must name no tensor that is missing."""
+    """Assign each tensor to one file; the index decides between several. Raises CheckpointError if it does not, or if
+    it names a tensor that is missing."""
     holders: dict[str, list[str]] = {}
     for file, layout in layouts.items():
         for name in layout.tensors:

@@ -21,28 +21,28 @@ from shardwise.sharded.few_bits import FewBitsParameter
 from shardwise.sharded.parameter import ShardedParameter
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
-"""By the names in safetensors files."""
+"""torch dtypes by their names in safetensors files."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_BYTES = 32 * 2**20
-"""Staged at once where a piece cannot be written, or read into, as it lies in memory."""
+"""Bytes staged at a time if a piece cannot be written from, or read into, its memory directly."""
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to make, and training waits for them
+@dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to create, and training waits for it
 class Piece:
-    """Elements [start, start + local.numel()) of a tensor of the global `shape`, row-major."""
+    """Elements [start, start + tensor.numel()) of a flattened (row-major) tensor of the global `shape`."""
 
     names: tuple[str, ...]
-    """That the state_dict has for it. Under the first one it is written; the others are tied to it."""
+    """Names that the state_dict has for the tensor. It is written under the first; the others are tied to it."""
     shape: tuple[int, ...]
     tensor: Tensor
-    """Plain. A 1-D, contiguous piece, or the whole tensor, which every rank holds."""
+    """A plain tensor: this rank's piece, 1-D and contiguous, or the whole tensor if every rank holds it."""
     start: int
     is_whole: bool
-    """Not sharded: rank 0's is written, and every rank reads all of it."""
+    """Whether it is not sharded: then rank 0's is written, and every rank reads all of it."""
     places: tuple[Place, ...]
-    """Where its elements are written: of most tensors the whole of one with its name."""
+    """Where its elements are written: for most tensors, to one whole tensor of the same name."""
     ranks: int = 1
-    """That the tensor is spread over. If those are not all, the others are replicas, which hold equal pieces."""
+    """Number of ranks that the tensor is spread over. If there are others, they are replicas with equal pieces."""
 
     @property
     def name(self) -> str:
@@ -51,20 +51,20 @@ class Piece:
 
     @property
     def held(self) -> Range:
-        """Elements of the flattened whole that lie on this rank."""
+        """Elements of the flattened global tensor that this rank holds."""
         return Range(self.start, self.start + self.tensor.numel())
 
     @property
     def stored(self) -> list[StoredTensor]:
-        """The tensors that it is written to, each perhaps in part."""
+        """The stored tensors, whole, that the piece's elements are written to."""
         return [StoredTensor(place.name, NAMES[self.tensor.dtype], place.shape) for place in self.places]
 
     def held_at(self, place: Place) -> IndexMap:
-        """From elements of the stored tensor to those of `self.tensor`, flattened, that lie on this rank."""
+        """Return the map from elements of the stored tensor to this rank's elements of flattened `self.tensor`."""
         return place.runs.within(*self.held).moved(here=-self.start).inverse()
 
     def to_write(self, peers: Peers) -> Piece | None:
-        """The part of it that this rank writes, 1-D, without a copy where possible; None if there is none.
+        """Return the part of it that this rank writes, 1-D, without a copy if possible; None if there is none.
 
         Replicas share the work.
         """
@@ -82,29 +82,29 @@ class Piece:
         return self.part(flat, elements.start)
 
     def part(self, flat: Tensor, start: int) -> Piece:
-        """The elements `flat` of this piece, which begin at `start`."""
+        """Return a piece of the elements `flat` of this one, which begin at element `start` of the global tensor."""
         return Piece(self.names, self.shape, flat, start, False, self.places, self.ranks)
 
     def with_tensor(self, tensor: Tensor) -> Piece:
-        """The same piece with its numbers elsewhere. (`dataclasses.replace` takes five times as long.)"""
+        """Return the same piece with its numbers in `tensor`. (`dataclasses.replace` takes five times as long.)"""
         return Piece(self.names, self.shape, tensor, self.start, self.is_whole, self.places, self.ranks)
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
-        """See `WritablePiece`. Without a copy where the elements lie in this process's memory in order."""
+        """See `WritablePiece`. Copies nothing if the elements are in CPU memory in order."""
         flat = self.tensor.reshape(-1)
         for part in runs.stretches(_step(flat.itemsize, runs)):
-            values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # else their bytes are those of other numbers
+            values = _at(flat, part).cpu().resolve_conj().resolve_neg()  # else lazy conj and neg would be lost
             yield int(part.here[0]), bytes_of(values.contiguous())
 
     def begin_overwrite(self) -> bool:
-        """See `ReadablePiece`. Empty pieces too get a new version: all ranks must see the same change."""
+        """See `ReadablePiece`. Empty pieces get a new version too: all ranks must see the same change."""
         torch.autograd.graph.increment_version(self.tensor)
         return bool(self.tensor.numel())
 
     def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
-        """See `ReadablePiece`. Elements that need no staging are there after `reader.finish()`."""
+        """See `ReadablePiece`. Elements that need no staging have arrived only after `reader.finish()`."""
         dtype, target = DTYPES[layout.tensors[place.name].dtype], self.tensor
-        flat = target.view(-1) if target.is_contiguous() else target.flatten()  # one, or a copy
+        flat = target.view(-1) if target.is_contiguous() else target.flatten()  # a view, or a copy
         runs = self.held_at(place)
         as_stored = flat.dtype == dtype and flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
         in_place = target.is_contiguous() and len(runs) == 1 and as_stored
@@ -125,11 +125,11 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class StateAtRest(Piece):
-    """Optimizer state that rests elsewhere: `tensor` has its number of elements, and no memory."""
+    """Optimizer state that rests on a medium: `tensor` has its number of elements, but no memory for them."""
 
     state: RestingState = field(kw_only=True)
     skipped: int = 0
-    """Elements of this rank's state before the piece."""
+    """Elements of this rank's state that come before the piece."""
 
     def part(self, flat: Tensor, start: int) -> Piece:
         """See `Piece`."""
@@ -139,7 +139,7 @@ class StateAtRest(Piece):
         )
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
-        """See `WritablePiece`. Read from its medium a chunk at a time."""
+        """See `WritablePiece`. Reads from the medium a chunk at a time."""
         assert len(runs) <= 1, "state is stored as it is"
         for part in runs.stretches(_step(self.tensor.itemsize, runs)):
             chunk = torch.empty(part.numel, dtype=self.tensor.dtype)
@@ -148,7 +148,7 @@ class StateAtRest(Piece):
             yield int(part.here[0]), bytes_of(chunk)
 
     def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
-        """See `ReadablePiece`. Written to its medium a chunk at a time."""
+        """See `ReadablePiece`. Writes to the medium a chunk at a time."""
         runs = self.held_at(place)
         dtype, staged_bytes = DTYPES[layout.tensors[place.name].dtype], 0
         for part in runs.stretches(_step(dtype.itemsize, runs)):
@@ -166,11 +166,11 @@ class StateAtRest(Piece):
 
 @dataclass(slots=True, eq=False)
 class PieceAtRest(Piece):
-    """A parameter whose shard rests elsewhere: `tensor` has its number of elements, and no memory."""
+    """A parameter whose shard rests on a medium: `tensor` has its number of elements, but no memory for them."""
 
     face: ShardedParameter = field(kw_only=True)
     skipped: int = 0
-    """Elements of this rank's piece before this one."""
+    """Elements of this rank's piece of the parameter that come before this one."""
 
     def part(self, flat: Tensor, start: int) -> Piece:
         """See `Piece`."""
@@ -178,7 +178,7 @@ class PieceAtRest(Piece):
         return PieceAtRest(self.names, self.shape, flat, start, False, self.places, self.ranks, skipped, face=self.face)
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
-        """See `WritablePiece`. The shard is in memory until the last chunk is written."""
+        """See `WritablePiece`. The shard stays in memory until the last chunk is written."""
         yield from self._here().chunks(runs)
 
     def begin_overwrite(self) -> bool:
@@ -188,7 +188,7 @@ class PieceAtRest(Piece):
         return bool(self.tensor.numel())
 
     def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
-        """See `ReadablePiece`. The shard is in memory until another one is wanted."""
+        """See `ReadablePiece`. The shard stays in memory until another one is needed."""
         here = self._here()
         here.begin_overwrite()
         done = here.fill(reader, layout, place, past_cache)
@@ -201,14 +201,14 @@ class PieceAtRest(Piece):
 
 @dataclass(slots=True, eq=False)
 class PieceInFewBits(Piece):
-    """Of a frozen parameter that is kept in blocks and stored in full: `tensor` has its number of elements, on the
-    meta device."""
+    """A piece of a frozen parameter that is kept in blocks of few bits but stored in full: `tensor` has its number of
+    elements, on the meta device."""
 
     parameter: FewBitsParameter = field(kw_only=True)
     _arriving: Tensor | None = None
-    """The piece's numbers, where they come in parts that are no whole blocks."""
+    """The piece's numbers, while they are read in parts that are not whole blocks; otherwise None."""
     _missing: int = 0
-    """Elements of it that have not come yet."""
+    """Elements of `_arriving` that have not been read yet."""
 
     def part(self, flat: Tensor, start: int) -> Piece:
         """See `Piece`."""
@@ -217,7 +217,7 @@ class PieceInFewBits(Piece):
         )
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
-        """See `WritablePiece`. Decoded a chunk at a time, or whole where elements lie in another order."""
+        """See `WritablePiece`. Decodes a chunk at a time, or everything if elements are stored in another order."""
         flat = self._read(0, self.tensor.numel()) if len(runs) > 1 else None
         for part in runs.stretches(_step(self.tensor.itemsize, runs)):
             first = int(part.there[0])
@@ -225,7 +225,7 @@ class PieceInFewBits(Piece):
             yield int(part.here[0]), bytes_of(values.cpu())
 
     def _read(self, first: int, last: int) -> Tensor:
-        """Elements [first, last) of this piece."""
+        """Return elements [first, last) of this piece, decoded."""
         start = self.start + first
         skipped = (start - self.parameter.fragment.start) % BLOCK_NUMEL
         return self.parameter.read(start - skipped, self.start + last)[skipped:]
@@ -236,8 +236,8 @@ class PieceInFewBits(Piece):
         return bool(self.tensor.numel())
 
     def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
-        """See `ReadablePiece`. Encoded a chunk at a time where the whole piece lies there in order; else it is put
-        together first, in memory of its own."""
+        """See `ReadablePiece`. Encodes a chunk at a time if the whole piece is stored there in order; otherwise the
+        piece is assembled first, in memory of its own."""
         dtype, numel = DTYPES[layout.tensors[place.name].dtype], self.tensor.numel()
         runs = self.held_at(place)
         in_order = len(runs) == 1 and runs.numel == numel
@@ -261,24 +261,24 @@ class PieceInFewBits(Piece):
 
 
 def _at(flat: Tensor, part: IndexMap) -> Tensor:
-    """The elements there: a view of them where they are one run."""
+    """Return the elements of `flat` that the map leads to: a view of them if they are one run."""
     if len(part) == 1:
         return flat[int(part.there[0]) : int(part.there[0] + part.length[0])]
     return flat[torch.from_numpy(part.elements()).to(flat.device)]
 
 
 def _step(item_bytes: int, runs: IndexMap) -> int:
-    """Elements to take at once; where they are gathered their indices, 8 bytes each, are staged too."""
+    """Return how many elements to take at once; if they are gathered, their indices, 8 bytes each, are staged too."""
     return max(1, _CHUNK_BYTES // (item_bytes if len(runs) == 1 else item_bytes + 8))
 
 
 def bytes_of(flat: Tensor) -> memoryview:
-    """The memory of a 1-D, contiguous tensor on the CPU. Shared, not copied."""
+    """Return the memory of a 1-D, contiguous tensor on the CPU. Shared, not copied."""
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
-    """Copy elements that were read to their places. Returns the bytes that were staged, the chunk among them."""
+    """Copy elements that were read to their places in `flat`. Returns the bytes that were staged, `chunk` included."""
     if len(part) == 1:
         _at(flat, part).copy_(chunk)
         return chunk.nbytes
@@ -289,7 +289,7 @@ def _put(chunk: Tensor, flat: Tensor, part: IndexMap) -> int:
 
 
 def piece_of(names: Sequence[str], tensor: Tensor, places: tuple[Place, ...] | None = None) -> Piece:
-    """This rank's part of a parameter, buffer or state tensor. Shares its memory.
+    """Return this rank's part of a parameter, buffer or state tensor. Shares its memory.
 
     Without `places` it is stored as it is, under its first name. Raises UsageError if safetensors has no such dtype.
     """

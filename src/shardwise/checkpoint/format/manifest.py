@@ -3,13 +3,14 @@
     {"format": 1, "checksum": "xxh3_64", "sum": its own,
      "files": {name: {"bytes": n, "regions": [[start, stop, sum], ...]}}}
 
-Its own sum is that of its JSON without "sum", sorted and without white space; where it is missing, nothing is compared.
+Its own sum is the checksum of this JSON without "sum", with sorted keys and no white space; if it is missing, nothing
+is compared.
 
-Where ranks could not write into the same files there is also
+If ranks could not write into the same files, there is also
 
     "joined": {name: {"bytes": n, "parts": [[start, stop, file, offset], ...]}}
 
-bytes [start, stop) of what the file `name` would be lie in `file` from `offset` on.
+where bytes [start, stop) of what would be the file `name` are stored in `file` from byte `offset` on.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class FileRecord:
 
 
 class Part(NamedTuple):
-    """Bytes [start, stop) of a joined file lie in `file` from byte `offset` on."""
+    """Bytes [start, stop) of a joined file, which are stored in `file` from byte `offset` on."""
 
     start: int
     stop: int
@@ -55,7 +56,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JoinedFile:
-    """A file that is not there: its bytes lie in others."""
+    """A file that does not exist as such: its bytes are stored in other files."""
 
     nbytes: int
     parts: tuple[Part, ...]
@@ -70,13 +71,13 @@ class Manifest:
 
 
 def record_of(data: bytes) -> FileRecord:
-    """The record of a small file: a single region."""
+    """Return the record of a small file: a single region."""
     regions = (Region(0, len(data), xxhash.xxh3_64_hexdigest(data)),) if data else ()
     return FileRecord(len(data), regions)
 
 
 def write(directory: Directory, manifest: Manifest) -> None:
-    """Write the manifest and have it on disk before this returns."""
+    """Write the manifest. It is on disk when this returns."""
     document: dict[str, Any] = {
         "format": _FORMAT,
         "checksum": _CHECKSUM,
@@ -95,14 +96,14 @@ def write(directory: Directory, manifest: Manifest) -> None:
 
 
 def read(directory: Directory) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError if it is none or its manifest is damaged."""
+    """Read a checkpoint's manifest. Raises CheckpointError if there is no checkpoint or its manifest is damaged."""
     found, document = _read(directory)
     _check_own_sum(directory, document)
     return found
 
 
 def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
-    """The manifest, each part plausible by itself, and its JSON."""
+    """Return the manifest, each entry of which is plausible, and its JSON, whose own checksum is not compared."""
     path = f"{directory}/{NAME}"
     try:
         with reading(path):
@@ -135,7 +136,7 @@ def _read(directory: Directory) -> tuple[Manifest, dict[str, Any]]:
 
 
 def _own_sum(document: Mapping[str, Any]) -> str:
-    """The checksum of the document's content, independent of its white space and order."""
+    """Return the checksum of the document's content, independent of its white space and the order of its keys."""
     rest = {key: value for key, value in document.items() if key != "sum"}
     return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
@@ -149,9 +150,10 @@ def _check_own_sum(directory: Directory, document: Mapping[str, Any]) -> None:
 
 
 def is_there(directory: Directory) -> bool:
-    """Whether a checkpoint was committed in `directory`. A manifest that is not all there yet, or no file, is none.
+    """Return whether a checkpoint was committed in `directory`. A manifest that is incomplete, or is not a file, does
+    not count.
 
-    Raises UnreadableError where that cannot be told.
+    Raises UnreadableError if that cannot be told.
     """
     try:
         with reading(f"{directory}/{NAME}"):
@@ -169,7 +171,7 @@ def is_there(directory: Directory) -> bool:
 def reading(path: object) -> Iterator[None]:
     """Raise OSErrors in the block as UnreadableError, except those for a missing file or directory.
 
-    The message names the file of the error, or else `path`.
+    The message names the file of the error or, if it has none, `path`.
     """
     try:
         yield
@@ -180,7 +182,8 @@ def reading(path: object) -> Iterator[None]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse equal names: JSON readers keep the last, and the first would go unchecked."""
+    """Return the pairs as a dict. Raises ValueError for equal names: JSON readers keep the last, and the first would go
+    unchecked."""
     named: dict[str, Any] = {}
     for name, value in pairs:
         if name in named:
@@ -190,7 +193,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """The name itself. Raises ValueError if it cannot be a file's in a checkpoint."""
+    """Return the name itself. Raises ValueError if a file in a checkpoint cannot have it."""
     if name != os.path.basename(name) or name in {"", ".", "..", NAME} or "\0" in name or "\\" in name:  # noqa: PTH119
         raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
     return name
@@ -207,7 +210,7 @@ def _joined(entry: Any) -> JoinedFile:
 
 
 def _check_parts(name: str, joined: JoinedFile, files: Mapping[str, FileRecord]) -> None:
-    """Raise ValueError unless every byte lies in one place, and that in a file of the checkpoint."""
+    """Raise ValueError unless every byte is stored exactly once, and in a file of the checkpoint."""
     if name in files:
         raise ValueError(f"{name!r} is both a file and joined of others")
     reached = 0
@@ -227,12 +230,13 @@ def verify(path: Location, progress: Callable[[int, int], None] | None = None) -
     A save that is under way in this process is waited for, and its error is raised here.
 
     Args:
-        path: of the checkpoint, or its URL.
-        progress: called with the bytes that have been read, and all of them.
+        path: the checkpoint's path or URL.
+        progress: called with the number of bytes read so far, and the number of all bytes.
 
     Raises:
-        CheckpointError: a file is missing or has another size, a region of one is in no checksum or does not match its
-            own; the message names the file and the bytes. UnreadableError: a file is there and cannot be read.
+        CheckpointError: a file is missing or has another size, some of its bytes have no checksum, or a region does not
+            match its checksum; the message names the file and the bytes. UnreadableError: a file exists and cannot be
+            read.
     """
     for error in damage(path, progress=progress):
         raise error
@@ -244,12 +248,12 @@ def damage(
     """Yield the first fault of each file of a checkpoint; nothing if it is intact. No communication.
 
     Args:
-        path: of the checkpoint, or its URL.
-        quick: look at sizes only.
-        progress: called with the bytes that have been read, and all of them.
+        path: the checkpoint's path or URL.
+        quick: check sizes and the manifest only, without reading the files.
+        progress: called with the number of bytes read so far, and the number of all bytes.
 
-    Raises CheckpointError if there is no checkpoint, or its manifest is damaged; UnreadableError where storage does not
-    answer: a network file system that is away for a moment has damaged nothing.
+    Raises CheckpointError if there is no checkpoint, or its manifest is malformed; UnreadableError if storage does
+    not answer: a network file system that is unavailable for a moment has damaged nothing.
     """
     save_thread.wait()
     directory = directory_of(path)
@@ -297,7 +301,7 @@ def _damaged_sums(
 
 
 def check_size(directory: Directory, name: str, record: FileRecord) -> None:
-    """Raise CheckpointError if a file is missing or not as long as in the manifest."""
+    """Raise CheckpointError if a file is missing or does not have the size that the manifest gives."""
     try:
         with reading(f"{directory}/{name}"):
             found = directory.size(name)
@@ -328,10 +332,11 @@ def _check_tiling(path: str, record: FileRecord) -> None:
 
 
 def checked_chunks(path: str, file: Source, record: FileRecord) -> Iterator[tuple[int, memoryview]]:
-    """Yield the bytes of a whole file by region, 8 MiB at a time, each with its first byte. The memory is used again.
+    """Yield a whole file by region, at most 8 MiB at a time: first byte, and bytes. The memory is reused for the next
+    ones.
 
-    Raises CheckpointError at the end of the first region that has another checksum, UnreadableError, and EOFError, with
-    the position, where the file ends first.
+    Raises CheckpointError at the end of the first region that has another checksum, UnreadableError, and EOFError with
+    the position if the file ends too early.
     """
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, record.nbytes)))
     for region in sorted(record.regions):

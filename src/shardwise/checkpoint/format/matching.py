@@ -24,29 +24,29 @@ Find = Callable[[nn.Module, Mapping[str, Shape], Mapping[str, Shape]], Found]
 
 @dataclass
 class Matched:
-    """Which tensors of a model are in files."""
+    """A model's tensors, matched with those in files."""
 
     wanted: Wanted = field(default_factory=list)
-    """To be read."""
+    """Pieces to read, each with a place to read from."""
     missing: list[str] = field(default_factory=list)
-    """In the model only."""
+    """Names only in the model."""
     unexpected: dict[str, str] = field(default_factory=dict)
-    """In the files only: stored names, each with what the model would call it."""
+    """Names only in the files, each with what the model would call it."""
     wrong_shape: list[str] = field(default_factory=list)
-    """In both; with both shapes."""
+    """Names in both with different shapes, each with its two shapes."""
     excused: set[str] = field(default_factory=set)
     """Names in `missing` and `unexpected` that are no reason to raise."""
     also: list[tuple[Piece, tuple[Place, ...]]] = field(default_factory=list)
-    """Of tied tensors that are stored under more than one name, the places that are not in `wanted`."""
+    """For tied tensors that are stored under more than one name: the places that are not in `wanted`."""
 
     def fits(self, piece: Piece, shape: tuple[int, ...]) -> bool:
-        """Whether a stored tensor has the shape of a piece; remembered if not."""
+        """Return whether a stored tensor has the shape of a piece; if not, add it to `wrong_shape`."""
         if shape != piece.shape:
             self.wrong_shape.append(f"{piece.name} (here {piece.shape}, stored {shape})")
         return shape == piece.shape
 
     def check_dtypes(self, where: object, stored: Mapping[str, StoredTensor]) -> None:
-        """Raise CheckpointError if numbers would be taken for something else, and not just rounded."""
+        """Raise CheckpointError if a cast would change numbers by more than rounding."""
         for piece, place in self.wanted:
             dtype = DTYPES[stored[place.name].dtype]
             if not _takes(piece.tensor.dtype, dtype):
@@ -56,7 +56,8 @@ class Matched:
                 )
 
     def raise_differences(self, where: object, instead: str) -> None:
-        """Raise CheckpointError, naming what does not fit, if anything does not. `instead` is the way out."""
+        """Raise CheckpointError, naming what does not fit, unless everything fits or is excused. `instead` tells the
+        way out."""
         found = (
             ("missing from the checkpoint", self.missing),
             ("unexpected in it", self.unexpected),
@@ -75,14 +76,14 @@ def match(model: nn.Module, stored: Mapping[str, StoredTensor], find: Find = fin
     """Match a sharded model's state_dict with stored tensors. No communication.
 
     Args:
-        find: how names and shapes are matched.
+        find: matches the names and shapes.
 
-    Raises CheckpointError for a tensor that would have to be computed from stored ones, UsageError for an entry that
-    is no tensor or cannot be written to.
+    Raises CheckpointError for a tensor that would have to be computed from stored ones, UsageError for an entry that is
+    not a tensor or cannot be written to.
     """
     pieces = pieces_to_read(model)
     shapes = {name: piece.shape for piece in pieces for name in piece.names}
-    plain = {uncompiled_name(name): name for name in stored}  # an earlier save of a compiled model
+    plain = {uncompiled_name(name): name for name in stored}  # they may come from a compiled model
     found = find(model, shapes, {name: stored[theirs].shape for name, theirs in plain.items()})
     for name, places in found.places.items():
         found.places[name] = tuple(place.renamed(plain[place.name]) for place in places)
@@ -114,8 +115,9 @@ def _check_writable(piece: Piece) -> None:
 
 
 def _takes(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether numbers of the one are numbers of the other, perhaps rounded: complex, real or whole ones, of which those
-    that a smaller dtype has no room for would be others. Masks are stored as bool or as uint8."""
+    """Return whether numbers of dtype `stored` keep their values in `dtype`, except for rounding. Complex, floating and
+    whole numbers are not cast to one another; whole numbers need a dtype that has room for all of `stored`'s. Masks may
+    be stored as bool or as uint8."""
     if (dtype.is_complex, dtype.is_floating_point) != (stored.is_complex, stored.is_floating_point):
         return False
     if dtype.is_complex or dtype.is_floating_point or stored == torch.bool or dtype == stored:
@@ -127,7 +129,7 @@ def _takes(dtype: torch.dtype, stored: torch.dtype) -> bool:
 
 
 def shown(names: Iterable[str]) -> str:
-    """A few of many names."""
+    """Return the first few names as text, with the number of the others."""
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

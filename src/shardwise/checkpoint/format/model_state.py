@@ -19,15 +19,15 @@ from shardwise.modules.adapters import adapter_names
 from shardwise.sharded.parameter import ShardedParameter
 
 _EXTRA_STATE = "_extra_state"
-"""torch's name for the entry of a module with a `get_extra_state`."""
+"""torch's name for the state_dict entry of a module with a `get_extra_state`."""
 
 
 def pieces_to_write(model: nn.Module) -> list[Piece]:
-    """Everything that is saved of the model's state_dict, tied tensors once, with places in the model's files.
+    """Return everything that is saved of the model's state_dict, tied tensors once, with places in the model's files.
 
-    Raises UsageError, naming it, for an entry that is no tensor, is a copy that a load could not give back, or has no
-    byte ranges of its own in such files; and inside a forward, a backward or sw.unsharded, where modules do not hold
-    the sharded parameters.
+    Raises UsageError, naming the entry, for one that is not a tensor, is a copy that a load could not write back to, or
+    has no byte ranges of its own in such files; and inside a forward, a backward or sw.unsharded, where modules do not
+    hold the sharded parameters.
     """
     tensors = _tensors(model, set(getattr(model, "_keys_to_ignore_on_save", None) or ()))
     places = places_to_write(model, {names[0]: tuple(tensor.shape) for names, tensor in tensors})
@@ -35,10 +35,10 @@ def pieces_to_write(model: nn.Module) -> list[Piece]:
 
 
 def adapter_to_write(model: nn.Module) -> list[Piece]:
-    """What `pieces_to_write` has of the model's adapter, with places in PEFT's files.
+    """Return the pieces of the model's adapter, with places in PEFT's files.
 
-    Raises UsageError as that does, where the model has not exactly one adapter, and where something is trained that is
-    no part of it.
+    Raises UsageError as `pieces_to_write` does, if the model has not exactly one adapter, and if something outside the
+    adapter is trained.
     """
     theirs = {uncompiled_name(name): uncompiled_name(stored) for name, stored in adapter_names(model).items()}
     tensors = _tensors(model, set())
@@ -55,7 +55,7 @@ def adapter_to_write(model: nn.Module) -> list[Piece]:
 
 
 def pieces_to_read(model: nn.Module) -> list[Piece]:
-    """Everything in the model's state_dict, tied tensors once. Raises UsageError as `pieces_to_write` does."""
+    """Return everything in the model's state_dict, tied tensors once. Raises UsageError as `pieces_to_write` does."""
     return [piece_of(names, tensor) for names, tensor in _tensors(model, set())]
 
 
@@ -69,7 +69,8 @@ def give_extra_state(model: nn.Module, pieces: Iterable[Piece]) -> None:
 
 
 def _taker_of_extra_state(model: nn.Module, name: str) -> nn.Module | None:
-    """The module that an entry of the state_dict is the extra state of, if it takes it back."""
+    """Return the module whose extra state the entry `name` of the state_dict is, if it has both `get_extra_state` and
+    `set_extra_state`; otherwise None."""
     prefix, _, last = name.rpartition(".")
     if last != _EXTRA_STATE:
         return None
@@ -82,7 +83,7 @@ def _taker_of_extra_state(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str], Tensor]]:
-    """The state_dict's tensors, each once, with its names, the one that is stored first."""
+    """Return the state_dict's tensors, each once and with its names; the name that it is stored under is the first."""
     if any(engine.is_suspended or not give_up_interrupted(engine) for engine in engines_of(model)):
         raise UsageError(
             "sw.checkpoint inside a forward, a backward or sw.unsharded of the same model: leave that first"
@@ -104,7 +105,7 @@ def _tensors(model: nn.Module, ignored: Container[str]) -> list[tuple[list[str],
 
 
 def _written_by_loads(model: nn.Module) -> Callable[[Tensor], bool]:
-    """Whether a tensor's memory belongs to a module, so that a write to it changes the model."""
+    """Return a function that tells whether a tensor's memory belongs to a module: then a write changes the model."""
     registered = [*model.parameters(), *model.buffers()]
     ids = {id(tensor) for tensor in registered}
 
@@ -113,7 +114,7 @@ def _written_by_loads(model: nn.Module) -> Callable[[Tensor], bool]:
         attributes = (value for module in model.modules() for value in vars(module).values())
         return {_memory(value) for value in (*registered, *attributes) if isinstance(value, Tensor)}
 
-    # Only what hooks put into the state_dict comes further than the first test.
+    # Only tensors that hooks put into the state_dict get past the first test.
     return lambda tensor: id(tensor) in ids or _memory(tensor) in memories() or not _numel(tensor)
 
 
@@ -122,7 +123,7 @@ def _numel(tensor: Tensor) -> int:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Of tensors that exist, the same for those that share memory."""
+    """Return a number that is the same for tensors that share memory, as long as they exist."""
     if isinstance(tensor, ShardedParameter) and tensor.home is not None:  # it has none of its own
         return id(tensor.face or tensor)
     plain = tensor.local if isinstance(tensor, ShardedParameter) else tensor

@@ -1,12 +1,13 @@
-"""`names.json`: what the model calls the tensors of a checkpoint's files, where it calls them otherwise.
+"""`names.json`: the model's names for the tensors of a checkpoint's files, where they differ from the files' names.
 
     {"format": 1,
      "tensors": [{"names": [...], "shape": [...], "places": [[name in a file, its shape there, runs], ...]}, ...]}
 
-Files have the names of transformers, and one of the names of a tied tensor. A model in memory, of FSDP2 for example,
-asks for its own. Nothing that shardwise loads needs this file, so it is there only where something differs. A run is
-[here, there, length] as in `names/index_map.py`. With three more numbers (count, step here, step there) it stands for
-`count` runs.
+As in `names/index_map.py`, a run is [here, there, length]. With three more numbers (count, step here, step there) it
+stands for `count` runs.
+
+Files use transformers' names, and one of the names of a tied tensor. A model in memory, of FSDP2 for example, looks for
+its own names. shardwise itself loads without this file, so it is written only if something differs.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedTensor:
-    """A tensor of a model that has other names than the file, more than one, or no tensor of its own there."""
+    """A tensor of a model that has another name than in the files, several names, or no stored tensor of its own."""
 
     names: tuple[str, ...]
-    """In the model's state_dict; several are tied."""
+    """Names in the model's state_dict; several are tied."""
     shape: tuple[int, ...]
     places: tuple[Place, ...]
     """Where its elements are stored."""
 
 
 def of_pieces(pieces: Iterable[WritablePiece]) -> list[NamedTensor]:
-    """Those whose names or places differ from the files'. Shapes and places are global: those of any rank will do."""
+    """Return the pieces whose names or places differ from the files'. Shapes and places are global, so any rank's
+    pieces will do."""
     return [NamedTensor(piece.names, piece.shape, piece.places) for piece in pieces if not _is_plain(piece)]
 
 
@@ -53,7 +55,7 @@ def _is_plain(piece: WritablePiece) -> bool:
 
 
 def encode(tensors: Sequence[NamedTensor]) -> bytes:
-    """The file's bytes."""
+    """Return the file's bytes."""
     described = [
         {
             "names": tensor.names,
@@ -77,7 +79,8 @@ def decode(text: str | bytes) -> list[NamedTensor]:
 
 
 def read(contents: Contents) -> list[NamedTensor]:
-    """Of a checkpoint; none where all names are the same, or it is of a version that did not write them.
+    """Read a checkpoint's `names.json`; empty if all names are the same, or if the version that saved it did not write
+    the file.
 
     Raises CheckpointError if it is damaged.
     """
@@ -106,7 +109,8 @@ def _sizes(shape: Any) -> tuple[int, ...]:
 
 
 def _progressions(runs: IndexMap) -> Iterator[list[int]]:
-    """Runs of one length at equal distances are one entry: permuted rows and transposed matrices need few."""
+    """Yield the entries for the runs. Runs of one length at equal distances form one entry: permuted rows and
+    transposed matrices need few."""
     table = np.stack([runs.here, runs.there, runs.length], axis=1)
     steps = np.diff(table, axis=0)
     turns = np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
@@ -126,7 +130,7 @@ def _runs(progressions: Any, stored: Sequence[int]) -> IndexMap:
     table = np.array([[*run, 1, 0, 0][:6] for run in progressions], dtype=np.int64).reshape(-1, 6)
     here, there, length, count, step_here, step_there = table.T
     elements = sum(a * b for a, b in zip(length.tolist(), count.tolist(), strict=True))
-    if (table[:, 2:4] < 1).any() or elements > numel:  # before that much memory is allocated
+    if (table[:, 2:4] < 1).any() or elements > numel:  # before memory for them is allocated
         raise ValueError(f"runs that are not of a tensor of shape {tuple(stored)}")
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     found = IndexMap(
@@ -134,7 +138,7 @@ def _runs(progressions: Any, stored: Sequence[int]) -> IndexMap:
         np.repeat(there, count) + number * np.repeat(step_there, count),
         np.repeat(length, count),
     )
-    ordered = IndexMap.joined([found])  # raises where they overlap
+    ordered = IndexMap.joined([found])  # raises if they overlap
     back = ordered.inverse()
     if len(back) and (back.here[0] < 0 or back.here[-1] + back.length[-1] > numel):
         raise ValueError(f"runs that leave a tensor of shape {tuple(stored)}")

@@ -21,7 +21,7 @@ from shardwise.sharded.optimizer_state import NUMBERS
 from shardwise.sharded.parameter import SHARDED_FACE, ShardedParameter
 
 _BY_POSITION = {"params", "param_names"}
-"""Of a group: parameters, and their names in the same order, which is this optimizer's own."""
+"""Keys of a group that list its parameters, or their names, in an order that only this optimizer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +35,20 @@ class OptimizerState:
 
 
 def fqns_of(model: nn.Module) -> dict[int, str]:
-    """Of every parameter that the model has, by id: its first name from there, which is not `p.fqn` where the module
-    that was sharded is a part of the model, or torch.compile is around it."""
+    """Return the first name, in `model`, of each of its parameters, by the parameter's id. It is not `p.fqn` if the
+    module that was sharded is a part of the model, or torch.compile is around it."""
     return {id(parameter): uncompiled_name(name) for name, parameter in model.named_parameters()}
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """Which kind of state it keeps: its class's name, unless it says otherwise."""
+    """Return the name for the kind of state that the optimizer keeps: its `class_name` if it has one, otherwise its
+    class's name."""
     name: str = getattr(optimizer, "class_name", type(optimizer).__name__)
     return name
 
 
 def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str, Tensor]]]:
-    """For each group the parameters with their fqns. Raises UsageError for one that is not the model's."""
+    """Return, for each group, its parameters with their fqns. Raises UsageError for one that is not the model's."""
     fqns = fqns_of(model)
     groups: list[list[tuple[str, Tensor]]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -64,10 +65,10 @@ def named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str,
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
-    """The optimizer's groups, options and state. No communication; shares its tensors' memory.
+    """Return the optimizer's groups, options and state. No communication; shares its tensors' memory.
 
     Raises UsageError, naming it, for state or an option that can be saved neither as JSON nor as a tensor of its
-    parameter's shape, and for state of anything but a parameter.
+    parameter's shape, and for state that belongs to no parameter.
     """
     groups: list[dict[str, Any]] = []
     state: dict[str, dict[str, Any]] = {}
@@ -91,10 +92,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
 
 
 def _check_owners(optimizer: Optimizer, named: list[list[tuple[str, Tensor]]]) -> None:
-    """State is saved by parameter; what else there is would be lost."""
+    """Raise UsageError for state that belongs to no parameter: state is saved by parameter, so it would be lost."""
     owners = {id(parameter) for members in named for _, parameter in members}
     for key, values in optimizer.state.items():
-        if id(key) in owners or (isinstance(values, dict) and not values):  # looking makes empty ones
+        if id(key) in owners or (isinstance(values, dict) and not values):  # reading creates empty dicts
             continue
         what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
         raise UsageError(
@@ -112,19 +113,20 @@ def _option(key: str, value: Any) -> Any:
 
 
 def places_state(optimizer: Optimizer) -> bool:
-    """Whether it says itself where state lies that has another shape than its parameter (`state_placement`)."""
+    """Return whether the optimizer itself places state that has another shape than its parameter
+    (`state_placement`)."""
     return hasattr(optimizer, "state_placement")
 
 
 def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece], any_shape: bool) -> Any:
-    """The JSON form of one value of the state; a tensor is appended to `pieces`.
+    """Return the JSON form of one value of the state; a tensor is appended to `pieces`.
 
-    `any_shape`: also of a parameter that is not sharded.
+    `any_shape`: accept a tensor of any shape if the parameter is not sharded.
     """
     if isinstance(value, ShardedParameter) and type(parameter) is ShardedParameter:
         pieces.append(piece_of((name,), value))
         return {"tensor": name}
-    if isinstance(value, dict):  # in the document these stand for tensors
+    if isinstance(value, dict):  # in the document a dict stands for a tensor
         raise UsageError(
             f"optimizer state {name!r} is a dict, which cannot be saved: keep its values as state of their own"
         )
@@ -146,10 +148,10 @@ def _value(name: str, value: Any, parameter: Tensor, pieces: list[Piece], any_sh
 
 
 def saved_names(model: nn.Module, fqns: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
-    """For each of the parameters' fqns the name that its state was saved under, as far as it is there.
+    """Return, for each of the parameters' fqns, the name that its state was saved under, if it was saved.
 
-    Earlier versions named state from the module that was given to `sw.shard`: such a name counts where it can be no
-    other parameter's.
+    Earlier versions named state from the module that was given to `sw.shard`: such a name counts if it can be no other
+    parameter's.
     """
     stored = {uncompiled_name(name): name for name in saved}
     earlier = {
@@ -167,7 +169,7 @@ def saved_names(model: nn.Module, fqns: Iterable[str], saved: Iterable[str]) -> 
 
 
 def options_of(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved group without the names of its parameters, which may be grouped otherwise now."""
+    """Return a saved group's options, without the names of its parameters, which may be grouped differently now."""
     return {key: value for key, value in saved.items() if key not in {"fqns", *_BY_POSITION}}
 
 
@@ -182,10 +184,11 @@ def restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def scalar(name: str, saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """A number that was a tensor, where the optimizer expects it: beside the parameter if its step is fused.
+    """Return a saved number as the tensor that the optimizer expects: on the parameter's device if its step is fused or
+    capturable, otherwise on the CPU.
 
-    `name`: of the state. State in the shape of a one-element parameter that was not sharded when it was saved is
-    sharded like it now.
+    `name`: of the state. State in the shape of a one-element parameter that was not sharded when it was saved is now
+    sharded like the parameter.
     """
     dtype = DTYPES[saved["dtype"]]
     if isinstance(parameter, ShardedParameter) and name not in NUMBERS and tuple(saved["shape"]) == parameter.shape:
@@ -198,9 +201,9 @@ def scalar(name: str, saved: Mapping[str, Any], parameter: Tensor, group: Mappin
 
 
 def room_for(optimizer: Optimizer, parameter: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Uninitialised state with the parameter's shape and sharding, on disk where it is kept there; or with `shape`
-    where the optimizer places its state itself (`state_placement`). The optimizer's current value is reused if shape,
-    dtype and sharding agree: state is not held twice."""
+    """Return a tensor to read state into, uninitialised: with the parameter's shape and sharding, on the medium if the
+    state is kept there; or with `shape` if the optimizer places its state itself (`state_placement`). The optimizer's
+    current value is reused if shape, dtype and sharding agree, so that state is not held twice."""
     present = optimizer.state.get(parameter, {}).get(name)
     if isinstance(parameter, ShardedParameter):
         return _sharded_room(optimizer, parameter, (name, present), dtype, shape)
@@ -220,7 +223,7 @@ def _sharded_room(
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> Tensor:
-    """`named`: the state's name and its current value."""
+    """Do the work of `room_for` for a sharded parameter. `named`: the state's name and its current value."""
     name, present = named
     own_placement = getattr(optimizer, "state_placement", None)
     own = None if own_placement is None else own_placement(parameter, shape)

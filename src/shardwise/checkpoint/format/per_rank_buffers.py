@@ -1,7 +1,7 @@
 """Tensors that every rank holds whole and that differ between ranks, such as statistics of unsynchronised batch norms.
 
-The model's files have rank 0's numbers. `by_rank.safetensors` has everybody's: each such tensor with one more dim in
-front, which counts the ranks. A load at the same number of ranks gives each rank its own back, as it does with random
+The model's files have rank 0's numbers. `by_rank.safetensors` has those of all ranks: each such tensor with a further
+first dim of size world_size. A load at the same world size gives each rank its own numbers back, as it does with random
 states.
 """
 
@@ -23,7 +23,7 @@ STEM = "by_rank"
 
 
 def differing(pieces: Iterable[Piece], peers: Peers) -> list[Piece]:
-    """This rank's rows, 1-D, of the tensors in which some rank differs. Collective.
+    """Return this rank's rows, 1-D, of the tensors in which some rank differs. Collective.
 
     pieces: with the same names on every rank.
     """
@@ -38,9 +38,9 @@ def differing(pieces: Iterable[Piece], peers: Peers) -> list[Piece]:
 def own_rows(
     wanted: Sequence[tuple[Piece, Place]], stored: dict[str, StoredTensor], peers: Peers
 ) -> list[tuple[Piece, Place]]:
-    """Of the pieces that are read anyway, the rows of this rank: to be read after them. No communication.
+    """Return this rank's rows of the pieces that are read anyway, to be read after these. No communication.
 
-    Warns, on rank 0, where another number of ranks saved them: then rank 0's numbers stay.
+    Warns, on rank 0, if another number of ranks saved them: then rank 0's numbers stay.
     """
     rows = [_row(piece, peers) for piece, _ in wanted if piece.is_whole and piece.name in stored]
     fitting = [row for row in rows if stored[row.name].shape == row.shape]
@@ -61,6 +61,6 @@ def _row(piece: Piece, peers: Peers) -> Piece:
 
 
 def _checksum(piece: Piece) -> int:
-    """Not negative, and less than 2^62."""
+    """Return a checksum of this rank's numbers, in [0, 2^62)."""
     data = piece.tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
     return int(xxhash.xxh3_64_intdigest(data.numpy().data)) >> 2

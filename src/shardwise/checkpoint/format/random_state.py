@@ -14,8 +14,8 @@ from shardwise import accelerators
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Return this process's random states as JSON: torch's on the CPU and on `device`, Python's, and numpy's
-    unless somebody has exchanged its global generator (`np.random.set_bit_generator`)."""
+    """Return this process's random states as JSON: torch's on the CPU and on `device`, Python's, and numpy's unless its
+    global generator was replaced (`np.random.set_bit_generator`)."""
     states: dict[str, Any] = {
         "torch": _encode(torch.get_rng_state()),
         "python": _python_state(),
@@ -45,7 +45,7 @@ def _python_state() -> list[Any]:
 
 
 def _numpy_is_usual() -> bool:
-    """Whether numpy's global generator is the one it begins with; another is whose who put it there."""
+    """Return whether numpy's global generator is of its original kind; whoever installed another one looks after it."""
     return bool(np.random.get_state(legacy=False)["bit_generator"] == "MT19937")
 
 

@@ -1,8 +1,8 @@
-"""A safetensors file as byte arithmetic: the header, and where in the file each element of each tensor lies.
+"""A safetensors file as byte arithmetic: the header, and where in the file each element of each tensor is stored.
 
     | 8 bytes: n | n bytes: JSON, padded with spaces | tensor | tensor | ... |
 
-Tensors follow one another without gaps, the widest dtypes first, so that each lies on a multiple of its item size.
+Tensors follow one another without gaps, the widest dtypes first, so that each begins at a multiple of its item size.
 Source: https://huggingface.co/docs/safetensors
 """
 
@@ -36,13 +36,13 @@ _DTYPES = {
     "C64": (8, "complex64"),
 }
 ITEM_BYTES = {name: item_bytes for name, (item_bytes, _) in _DTYPES.items()}
-"""Bytes of an element, by the format's name of its dtype."""
+"""Bytes of an element, by the format's name for its dtype."""
 TORCH_NAMES = {name: torch_name for name, (_, torch_name) in _DTYPES.items()}
 """torch's name of each dtype, as in `torch.bfloat16`; where numpy has the dtype, also numpy's."""
 LENGTH_BYTES = 8
-"""The header's length, little-endian, before the header."""
+"""Bytes of the header's length, a little-endian number before the header."""
 RESERVED = "__metadata__"
-"""The entry of a header that is no tensor's."""
+"""The header's only entry that does not describe a tensor."""
 _HEADER_ALIGN = 8
 _MOST_HEADER_BYTES = 100_000_000
 
@@ -74,17 +74,17 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """Which tensors lie where. Offsets count from the beginning of the file."""
+    """The layout of a file: its tensors and where they begin. Offsets count from the beginning of the file."""
 
     header: bytes
     """Everything before the first tensor."""
     tensors: Mapping[str, StoredTensor]
     starts: Mapping[str, int]
-    """Of each tensor, in bytes."""
+    """First byte of each tensor."""
     nbytes: int
 
     def byte_range(self, name: str, start: int, stop: int) -> Range:
-        """The bytes of elements [start, stop) of the flattened (row-major) tensor `name`."""
+        """Return the bytes of elements [start, stop) of the flattened (row-major) tensor `name`."""
         tensor = self.tensors[name]
         if not 0 <= start <= stop <= tensor.numel:
             raise ValueError(f"elements [{start}, {stop}) of {name!r}, which has {tensor.numel}")
@@ -93,7 +93,7 @@ class TensorFile:
 
 
 def lay_out(tensors: Iterable[StoredTensor], metadata: Mapping[str, str] | None = None) -> TensorFile:
-    """The file that holds `tensors`: the widest dtypes first, otherwise in the order given."""
+    """Lay out the file that holds `tensors`: the widest dtypes first, otherwise in the order given."""
     ordered = sorted(tensors, key=lambda tensor: -tensor.item_bytes)
     described: dict[str, Any] = {RESERVED: dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
@@ -113,7 +113,7 @@ def lay_out(tensors: Iterable[StoredTensor], metadata: Mapping[str, str] | None 
 
 
 def split(tensors: Sequence[StoredTensor], max_file_bytes: int) -> list[list[StoredTensor]]:
-    """Cut a sequence into files of at most `max_file_bytes` of tensors each; a larger tensor is a file of its own.
+    """Cut a sequence into files of at most `max_file_bytes` of tensors each; a larger tensor gets a file of its own.
 
     Returns at least one file, perhaps an empty one.
     """
@@ -131,7 +131,8 @@ def split(tensors: Sequence[StoredTensor], max_file_bytes: int) -> list[list[Sto
 
 
 def header_bytes(prefix: bytes, file_bytes: int) -> int:
-    """Bytes before the first tensor, from a file's first 8 and its size. Raises ValueError if they cannot be right."""
+    """Return the bytes before the first tensor, from a file's first 8 bytes and its size. Raises ValueError if they
+    cannot be right."""
     length = int.from_bytes(prefix, "little") if len(prefix) == LENGTH_BYTES else -1
     if not 2 <= length <= min(_MOST_HEADER_BYTES, file_bytes - LENGTH_BYTES):
         raise ValueError(f"no safetensors header fits in its {file_bytes} bytes")

@@ -31,9 +31,9 @@ from shardwise.files.local_file import allocate
 
 METADATA = {"format": "pt"}
 MODEL, ADAPTER, OPTIMIZER = "model", "adapter_model", "optimizer"
-"""Stems. PEFT's own is the second, of adapters without their base."""
+"""Stems of file names. `ADAPTER` is PEFT's own, for adapters without their base."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""Beside the second."""
+"""The file beside those of the stem `ADAPTER`."""
 
 
 class WritablePiece(Protocol):
@@ -41,7 +41,7 @@ class WritablePiece(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the model's state_dict; several are tied."""
+        """Names in the model's state_dict; several are tied."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class WritablePiece(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global."""
+        """The global shape."""
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -60,7 +60,8 @@ class WritablePiece(Protocol):
         """The stored tensors, whole, in the order of `places`."""
 
     def held_at(self, place: Place) -> IndexMap:
-        """Map the elements of a stored tensor that this process holds to its own, flattened, counted from its first."""
+        """Return the map from the elements of a stored tensor that this process holds to the process's own, flattened,
+        counted from its first."""
 
     def chunks(self, runs: IndexMap) -> Iterator[tuple[int, memoryview]]:
         """Yield (first element of the stored tensor, bytes of the elements from there on), in the order of `runs`."""
@@ -74,31 +75,32 @@ class ReadablePiece(Protocol):
         """Whether every rank reads all of it."""
 
     def begin_overwrite(self) -> bool:
-        """Note that the elements are about to change. Returns whether there are any."""
+        """Note that the elements are about to change. Returns whether the piece has any."""
 
     def fill(self, reader: RangeReader, layout: TensorFile, place: Place, past_cache: bool) -> Read:
-        """Read the elements of one place, cast to the piece's dtype. They may be there only after `reader.finish()`."""
+        """Read the elements of one place, cast to the piece's dtype. They may have arrived only after
+        `reader.finish()`."""
 
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Files by name, each with its layout, in order."""
+    """The files of one stem by name, in order, each with its layout."""
 
     stem: str
     files: dict[str, TensorFile]
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        """All of them, by name."""
+        """All stored tensors, by name."""
         return {name: tensor for layout in self.files.values() for name, tensor in layout.tensors.items()}
 
     def file_of(self, name: str) -> str:
-        """The file that holds a tensor, which must be in one."""
+        """Return the file that holds a tensor, which must be in one of them."""
         return next(file for file, layout in self.files.items() if name in layout.tensors)
 
     @property
     def index(self) -> dict[str, bytes]:
-        """`<stem>.safetensors.index.json`, by that name, where there are several files."""
+        """`<stem>.safetensors.index.json`, by that name; empty if there is only one file."""
         if len(self.files) == 1:
             return {}
         stored = self.tensors.values()
@@ -115,7 +117,8 @@ class TensorFiles:
 def files_for(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -> TensorFiles:
     """Lay tensors out in files of at most `max_file_bytes`. The same on every rank.
 
-    Raises UsageError for a stored tensor that is made of tensors of several dtypes, or that several would fill.
+    Raises UsageError for a stored tensor that consists of tensors of several dtypes, or has more elements in pieces
+    than it holds.
     """
     stored: dict[str, StoredTensor] = {}
     filled: dict[str, int] = {}
@@ -137,7 +140,7 @@ def files_for(stem: str, pieces: Iterable[WritablePiece], max_file_bytes: int) -
 
 @functools.lru_cache(maxsize=8)
 def lay_out_files(stem: str, tensors: tuple[StoredTensor, ...], max_file_bytes: int) -> TensorFiles:
-    """The files that hold `tensors`, in their order, of at most `max_file_bytes` each.
+    """Lay `tensors` out, in their order, in files of at most `max_file_bytes` each.
 
     Raises CheckpointError for a name that no file can hold.
     """
@@ -154,7 +157,7 @@ def lay_out_files(stem: str, tensors: tuple[StoredTensor, ...], max_file_bytes: 
 
 
 def create(directory: Path, files: TensorFiles) -> None:
-    """Make the files in their full size, so that a full disk is an error now. One rank does it."""
+    """Create the files in their full size, so that a full disk is an error now. Called on one rank."""
     for name, layout in files.files.items():
         with (directory / name).open("xb") as file:
             allocate(file.fileno(), layout.nbytes)
@@ -163,7 +166,8 @@ def create(directory: Path, files: TensorFiles) -> None:
 def write(
     directory: Path, files: TensorFiles, pieces: Iterable[WritablePiece], headers: bool, writer: RangeWriter
 ) -> dict[str, list[Region]]:
-    """Write all of `pieces`, and the `headers`, in their final place. No communication. On disk after `writer.sync()`.
+    """Write all of `pieces`, and if `headers` the files' headers, in their final place. No communication. On disk after
+    `writer.sync()`.
 
     Returns the checksums of the written bytes by file.
     """
@@ -171,7 +175,7 @@ def write(
 
 
 def to_write(files: TensorFiles, pieces: Iterable[WritablePiece], headers: bool) -> Iterator[tuple[str, Ranges]]:
-    """The files that `pieces`, and the `headers`, have bytes in, each with these."""
+    """Yield the files in which `pieces` (and if `headers`, their headers) have bytes, each with these bytes."""
     by_name: dict[str, list[tuple[WritablePiece, IndexMap]]] = {}
     for piece in pieces:
         for place in piece.places:
@@ -196,7 +200,7 @@ def _ranges(layout: TensorFile, own: Iterable[tuple[str, WritablePiece, IndexMap
 
 
 def find(contents: Contents, stem: str) -> TensorFiles:
-    """The files of one kind that a checkpoint has, by their own headers.
+    """Find a checkpoint's files of one stem, and read their headers.
 
     Raises CheckpointError, naming the file, if one is missing, truncated or has a header that cannot be right.
     """
@@ -211,18 +215,18 @@ def find(contents: Contents, stem: str) -> TensorFiles:
 
 
 def find_model(contents: Contents) -> TensorFiles:
-    """The files of a checkpoint's model, or of its adapter where it was saved without its base. Raises as `find`."""
+    """Find the files of a checkpoint's model, or of its adapter if it was saved without its base. Raises as `find`."""
     adapter = find(contents, ADAPTER)
     return adapter if adapter.files else find(contents, MODEL)
 
 
 def stem_of(name: str) -> str:
-    """Of which kind a file is."""
+    """Return the stem of a file's name."""
     return name.split(".")[0].split("-")[0]
 
 
 def read_layout(path: str, source: Source, nbytes: int) -> TensorFile:
-    """The layout in a safetensors file's header. Raises CheckpointError, naming the file, if it cannot be right."""
+    """Read the layout in a safetensors file's header. Raises CheckpointError, naming the file, if it is malformed."""
     try:
         prefix = _read_bytes(source, 0, min(LENGTH_BYTES, nbytes))
         header = prefix + _read_bytes(source, LENGTH_BYTES, header_bytes(prefix, nbytes) - LENGTH_BYTES)
@@ -241,11 +245,11 @@ class Read(NamedTuple):
     """Statistics of a `read` on this rank."""
 
     read_bytes: int
-    """Of elements; bytes between them do not count."""
+    """Bytes of elements; those between them do not count."""
     peak_staged_bytes: int
-    """Most memory held at one time for what could not be read into a piece as it lies."""
+    """Most memory held at one time for elements that could not be read straight into a piece."""
     direct_bytes: int = 0
-    """Of `read_bytes`, those that came past the page cache."""
+    """Those of `read_bytes` that were read past the page cache."""
 
 
 def read(
@@ -256,10 +260,11 @@ def read(
 ) -> Read:
     """Fill pieces with the elements stored at the places given, cast to the pieces' dtypes. No communication.
 
-    Each rank reads the bytes of its own elements; past the page cache whole pages, with the few that lie between.
+    Each rank reads the bytes of its own elements; past the page cache it reads whole pages, with a few other bytes in
+    them.
 
-    past_cache: read pages that are not cached past the page cache. Right where no other process of this machine is
-        going to read the same elements soon. Pieces that all ranks hold are read through the cache all the same.
+    past_cache: read pages past the page cache, unless it has them already. Right if no other process of this machine is
+        going to read the same elements soon. Pieces that all ranks hold are read through the cache nevertheless.
     """
     by_file: dict[str, list[tuple[ReadablePiece, Place]]] = {}
     for piece, place in wanted:

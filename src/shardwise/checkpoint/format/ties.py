@@ -1,4 +1,4 @@
-"""Tensors that a model ties and files hold under several names."""
+"""Tensors that a model ties and that files hold under several names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from shardwise.errors import CheckpointError
 
 
 def check_ties(where: object, opened: Contents | Directory, files: TensorFiles, matched: Matched) -> int:
-    """A tensor that is tied here, and stored under several names, has to be the same under all of them. No
-    communication: this rank's elements are compared.
+    """Raise CheckpointError if a tensor that is tied in the model, and stored under several names, is not the same
+    under all of them. No communication: this rank's elements are compared.
 
-    Returns the bytes that were staged at most to compare them.
-
-    Raises CheckpointError where they are not.
+    Returns the most bytes that were staged at one time to compare them.
     """
     staged_bytes = 0
     for piece, others in matched.also:

@@ -13,11 +13,11 @@ from shardwise.errors import CheckpointError, UsageError
 NAME = "training.json"
 _FORMAT = 1
 _DEEPEST = 20
-"""Levels of a value that an error leads into."""
+"""Most levels of a nested value that an error message leads through."""
 
 
 def package_version() -> str:
-    """Of shardwise, as installed."""
+    """Return the version of shardwise that is installed."""
     try:
         return version("shardwise")
     except PackageNotFoundError:
@@ -34,7 +34,7 @@ def check_json(value: object, what: str) -> None:
 
 
 def is_json(value: object) -> bool:
-    """Whether JSON gives the value back as it is."""
+    """Return whether JSON gives the value back as it is."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError, RecursionError):
@@ -42,9 +42,9 @@ def is_json(value: object) -> bool:
 
 
 def _fault(value: object) -> str:
-    """The part of a value that JSON does not give back, and the way to it."""
+    """Describe the part of a value that JSON does not give back, and the way to it."""
     way = ""
-    for _ in range(_DEEPEST):  # what contains itself has no end
+    for _ in range(_DEEPEST):  # a value that contains itself has no end
         inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         where, found = next(((f"[{key!r}]", item) for key, item in inner if not is_json(item)), ("", None))
         if not where:
@@ -60,7 +60,7 @@ def _fault(value: object) -> str:
 
 
 def describe(step: int, optimizer: Mapping[str, Any] | None, rng: list[Any], extra: object) -> dict[str, Any]:
-    """The document."""
+    """Return the document."""
     return {
         "format": _FORMAT,
         "shardwise": package_version(),
@@ -73,12 +73,12 @@ def describe(step: int, optimizer: Mapping[str, Any] | None, rng: list[Any], ext
 
 
 def encode(document: Mapping[str, Any]) -> bytes:
-    """The file's bytes."""
+    """Return the file's bytes."""
     return (json.dumps(document, indent=1) + "\n").encode()
 
 
 def read(contents: Contents) -> dict[str, Any]:
-    """The document of a checkpoint. Raises CheckpointError if it is missing or damaged."""
+    """Read the document of a checkpoint. Raises CheckpointError if it is missing or damaged."""
     if NAME not in contents.manifest.files:
         raise CheckpointError(f"{contents} is damaged: its manifest names no {NAME}")
     try:

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint of any kind, on their way to another kind."""
+"""The contents of a checkpoint of any kind, as a conversion carries them to another kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.checkpoint.format.names_json import NamedTensor
 from shardwise.checkpoint.format.safetensors_layout import StoredTensor
 
 PART_BYTES = 32 * 2**20
-"""Of a tensor in memory at once."""
+"""Most bytes of a tensor in memory at once."""
 
 
 class Run(NamedTuple):
@@ -24,17 +24,17 @@ class Run(NamedTuple):
 
 
 class Tensors(Protocol):
-    """Tensors by name, in files. Nothing is read before it is asked for."""
+    """Tensors by name, in files. Nothing is read before it is requested."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
         """Names, dtypes and shapes, in the order in which they are to be written."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor: 1-D, plain, on the CPU. Raises CheckpointError."""
+        """Return elements [start, stop) of the flattened tensor: 1-D, plain, on the CPU. Raises CheckpointError."""
 
     def runs(self, name: str) -> Iterator[Run]:
-        """Every element once, in the order that suits the source, at most PART_BYTES at a time."""
+        """Yield every element once, in the order that suits the source, at most PART_BYTES at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +65,24 @@ class Carried:
     """A checkpoint of any kind."""
 
     model: Tensors
-    """In the files' form, which `names` maps to the model's; without `names` in the source's form."""
+    """The model's tensors, named and cut as in the files of a checkpoint, which `names` maps to the model's; without
+    `names`, as in the source."""
     state: Tensors
-    """The optimizer's, named `<fqn>.<state name>`."""
+    """The optimizer's state tensors, named `<fqn>.<state name>`."""
     optimizer: dict[str, Any] | None = None
-    """As `training.json` has it: groups and state by fqn. None without an optimizer."""
+    """The optimizer's groups and state by fqn, in the form of `training.json`; None without an optimizer."""
     step: int = 0
     extra: dict[str, Any] | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Configuration and tokenizer, by name."""
+    """Files of the configuration and tokenizer, by name."""
     left_out: tuple[str, ...] = field(default=())
-    """Names of the source's other contents, which have no place in a checkpoint."""
+    """Names of the source's other contents, which a checkpoint has no place for."""
     names: Sequence[NamedTensor] = ()
-    """Of the model's tensors, those that are called otherwise in memory, or are otherwise cut."""
+    """Those of the model's tensors that are named or cut differently in memory."""
 
 
 def parts(tensors: Tensors, name: str) -> Iterator[Run]:
-    """`runs` for sources that read any range."""
+    """Implement `runs` for sources that can read any range."""
     tensor = tensors.stored[name]
     step = max(1, PART_BYTES // tensor.item_bytes)
     for start in range(0, tensor.numel, step):

@@ -35,14 +35,14 @@ class Converted:
     source: Kind
     target: Kind
     tensors: int
-    """Of the model."""
+    """Number of the model's tensors."""
     nbytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     optimizer_parameters: int | None
-    """That the optimizer has state of; None without an optimizer."""
+    """Number of parameters that have optimizer state; None without an optimizer."""
     step: int
     left_out: tuple[str, ...]
-    """What the source has besides and the target has no place for."""
+    """Names of the source's contents that the target has no place for."""
 
 
 def convert(  # noqa: PLR0913 - options of a command
@@ -60,25 +60,27 @@ def convert(  # noqa: PLR0913 - options of a command
 
     Args:
         source: a checkpoint of `sw.checkpoint.save` (or its URL), a torch DCP directory, a `.pt` file or a Hugging Face
-            directory: told apart by their files. A checkpoint that was saved to a URL is joined to ordinary files.
-            A LoRA adapter of PEFT's (a directory with `adapter_model.safetensors`) is merged into its base.
+            directory: told apart by their files. A checkpoint that was saved to a URL is consolidated into ordinary
+            files. A LoRA adapter of PEFT's (a directory with `adapter_model.safetensors`) is merged into its base.
             Pickles are read with `weights_only=True`, DCP's metadata through an allow-list.
         target: must not exist. It appears complete, or not at all.
-        to: "shardwise", "dcp", "pt" or "hf". None: "pt" for a name that ends so, otherwise "shardwise", of an adapter
-            "hf"; from a checkpoint of shardwise it must be given.
-        flat: for "dcp": the model's tensors at the top level, as torchtitan has them, and not below "model".
+        to: "shardwise", "dcp", "pt" or "hf". None: "pt" if the target's name ends like a torch file's, "hf" for an
+            adapter, otherwise "shardwise"; for a checkpoint of shardwise that is ordinary files already, it must then
+            be given.
+        flat: for "dcp": put the model's tensors at the top level, as torchtitan has them, and not below "model".
         model_only: leave the optimizer out.
-        files_from: a directory whose configuration and tokenizer files go along, for sources without.
-        base: of an adapter, a Hugging Face directory; None = the one that its configuration names.
-        max_file_bytes: for "shardwise" and "hf": of tensors in one file.
+        files_from: a directory whose configuration and tokenizer files are copied to the target, for sources without
+            them.
+        base: for an adapter: the Hugging Face directory of its base; None = the one that its configuration names.
+        max_file_bytes: for "shardwise" and "hf": most bytes of tensors in one file.
 
-    Tensors keep the names that the source has for them. Optimizer state is carried by fqn; state that is known by
-    position only is refused. Learning rate schedules and the like go into `extra` where JSON can hold them.
+    Tensors keep the names that the source has for them. Optimizer state is matched by fqn; state that is known by
+    position only is refused. Learning rate schedules and the like go into `extra` if JSON can hold them.
 
     Raises:
-        CheckpointError: the source is not a checkpoint, damaged, or holds what does not belong there; the target exists
-            or cannot be written; `files_from` is not a directory. UnreadableError: the source cannot be read.
-        UsageError: the target is a URL.
+        CheckpointError: the source is not a checkpoint, is damaged, or holds what does not belong there; the target
+            exists or cannot be written; `files_from` is not a directory. UnreadableError: the source cannot be read.
+            UsageError: the target is a URL.
     """
     save_thread.wait()
     if is_url(target):
@@ -87,7 +89,7 @@ def convert(  # noqa: PLR0913 - options of a command
     with manifest.reading(source):
         kind = kind_of(source)
         if kind is Kind.SHARDWISE and is_adapter(Path(source)):
-            kind = Kind.ADAPTER  # of which there is a checkpoint
+            kind = Kind.ADAPTER  # a checkpoint of an adapter
         goal = target_kind(kind, end, to)
         if kind is Kind.ADAPTER:
             carried = read_merged(Path(source), None if base is None else Path(base))
@@ -107,7 +109,7 @@ def convert(  # noqa: PLR0913 - options of a command
 
 
 def read(source: Location, kind: Kind, model_only: bool = False) -> Carried:
-    """Everything in a checkpoint of a known kind; tensors stay in their files. Raises CheckpointError."""
+    """Return everything in a checkpoint of a known kind; tensors stay in their files. Raises CheckpointError."""
     path = Path(source)
     if kind.is_own:
         carried = read_checkpoint(source)

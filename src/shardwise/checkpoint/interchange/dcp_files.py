@@ -45,12 +45,12 @@ _FILE = f"__0_0{DEFAULT_SUFFIX}"
 
 
 def write_dcp(carried: Carried, target: Path, flat: bool) -> None:
-    """Write a directory that `torch.distributed.checkpoint.load` reads: all there or not there. Raises CheckpointError.
+    """Write a directory that `torch.distributed.checkpoint.load` reads: complete or absent. Raises CheckpointError.
 
     Args:
-        flat: the model's tensors at the top level, as torchtitan has them, instead of below `model`.
+        flat: put the model's tensors at the top level, as torchtitan has them, instead of below `model`.
 
-    The optimizer is there in both of torch's forms: groups as a list, and options by fqn.
+    The optimizer is stored in both of torch's forms: groups as a list, and options by fqn.
     """
     state: dict[str, Any] = nested_state(carried, _OnDisk)
     if "optimizer" in state:
@@ -100,12 +100,12 @@ class _OnDisk:
         ]
 
     def part(self, offsets: tuple[int, ...]) -> Tensor:
-        """The part that begins there."""
+        """Return the part that begins at `offsets`."""
         box, start = next((box, start) for box, start in self._boxes() if box.offsets == offsets)
         return self.tensors.read(self.stored.name, start, start + box.numel).view(box.sizes)
 
     def _boxes(self) -> Iterator[tuple[Box, int]]:
-        """Consecutive parts of at most PART_BYTES, each with its first element; an empty tensor is one empty part."""
+        """Yield consecutive parts of at most PART_BYTES, each with its first element; of an empty tensor one, empty."""
         shape, step = self.stored.shape, max(1, PART_BYTES // self.stored.item_bytes)
         if not self.stored.numel:
             yield Box((0,) * len(shape), shape), 0
@@ -117,7 +117,7 @@ class _OnDisk:
 
 
 class _Writer(FileSystemWriter):
-    """torch's, which keeps a part of every tensor in memory until its file is full; this keeps none."""
+    """torch's writer keeps a part of every tensor in memory until its file is full; this one keeps none."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert isinstance(planner, _Planner)
@@ -143,7 +143,7 @@ class _Writer(FileSystemWriter):
 
 class _Planner(DefaultSavePlanner):
     def part_of(self, write_item: WriteItem) -> tuple[Any, ...]:
-        """Equal for the same part of tied tensors, which is written once."""
+        """Return a key that is equal for the same part of tied tensors, which is written once."""
         return id(self.state_dict[write_item.index.fqn]), write_item.index.offset, write_item.type
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
@@ -166,7 +166,7 @@ def _first_cause() -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence torch's warning and log that one process saves alone: that is intended here."""
+    """Silence torch's warning and log message that one process saves alone: that is intended here."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -182,7 +182,7 @@ def _quietly() -> Iterator[None]:
 
 
 def read_dcp(directory: Path) -> Tree:
-    """Everything in the directory by the way to it; tensors stay in their files. Raises CheckpointError."""
+    """Return everything in the directory by `Key`; tensors stay in their files. Raises CheckpointError."""
     metadata = dcp_metadata.read(directory)
     for place in {place.file: place for place in metadata.places()}.values():
         if not (directory / place.file).is_file():
@@ -201,7 +201,7 @@ def read_dcp(directory: Path) -> Tree:
 
 
 class DcpTensors:
-    """Tensors by the way to them, joined with dots."""
+    """The tensors of a DCP directory, named by their keys, joined with dots."""
 
     def __init__(self, directory: Path, tensors: Mapping[Key, DcpTensor]) -> None:
         self._directory = directory
@@ -213,7 +213,7 @@ class DcpTensors:
         self._chunk = lru_cache(maxsize=8)(self._open)
 
     def runs(self, name: str) -> Iterator[Run]:
-        """Chunk by chunk."""
+        """See `Tensors`. Reads chunk by chunk."""
         tensor = self._tensors[name]
         for number, (box, _) in enumerate(tensor.chunks):
             saved, at = self._chunk(name, number), 0
@@ -225,7 +225,7 @@ class DcpTensors:
                     at += count
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Gathered from the chunks that have it."""
+        """See `Tensors`. Gathers the elements from the chunks that hold them."""
         tensor = self._tensors[name]
         found = torch.empty(stop - start, dtype=getattr(torch, tensor.dtype), device="cpu")
         for number, (box, _) in enumerate(tensor.chunks):

@@ -1,7 +1,9 @@
-"""The `.metadata` of a torch DCP directory: which chunk of which tensor lies where. A pickle, read with an allow-list.
+"""The `.metadata` of a torch DCP directory: where each chunk of each tensor is stored. A pickle, read with an
+allow-list.
 
-Only the names that DCP writes there are known, and they stand for inert records made for this one reading: no class of
-torch is touched, nothing is imported, nothing is executed. Any other name is refused.
+Only the names that DCP writes there are known. They stand for inert records made for this one reading, or for plain
+builtins: no class of torch is touched, nothing is imported, nothing of the pickle's choosing is executed. Any other
+name is refused.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ _RECORDS = {
 _DTYPES = frozenset(TORCH_NAMES.values())
 
 Key = tuple[str | int, ...]
-"""The way to a value through nested dicts (names) and lists (numbers)."""
+"""The keys that lead to a value through nested dicts (names) and lists (numbers)."""
 
 
 def dotted(key: Key) -> str:
-    """The names and numbers of a way, joined with dots."""
+    """Join the names and numbers of a key with dots."""
     return ".".join(map(str, key))
 
 
@@ -59,29 +61,30 @@ class DcpTensor:
     """A tensor that is cut into boxes."""
 
     dtype: str
-    """torch's name."""
+    """torch's name of the dtype."""
     shape: tuple[int, ...]
     chunks: tuple[tuple[Box, FileRange], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """Everything in a directory, by the way to it."""
+    """Everything in a directory, by `Key`."""
 
     tensors: Mapping[Key, DcpTensor]
     objects: Mapping[Key, FileRange]
 
     def places(self) -> Iterator[FileRange]:
-        """Of everything."""
+        """Yield the file ranges of all objects and tensors."""
         yield from self.objects.values()
         for tensor in self.tensors.values():
             yield from (place for _, place in tensor.chunks)
 
 
 def read(directory: Path) -> DcpMetadata:
-    """Read `.metadata`. Raises CheckpointError, naming it, for a global that does not belong there, and for damage.
+    """Read `.metadata`.
 
-    UnreadableError if it is there and cannot be read; FileNotFoundError if it is not.
+    Raises CheckpointError for a global that does not belong there, naming it, and for damage; UnreadableError if the
+    file exists and cannot be read; FileNotFoundError if it does not exist.
     """
     path = directory / NAME
     with manifest.reading(path):
@@ -99,7 +102,7 @@ def read(directory: Path) -> DcpMetadata:
 
 
 class _Record:
-    """Stands for an object of DCP's: its attributes, or the arguments that it was made with."""
+    """Stands for an object of DCP's: has its attributes, or the arguments that it was made with."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -143,7 +146,7 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch.serialization", "_get_layout"): str,
     **{(module, name): _joined for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
 }
-"""Functions and classes called in place of other globals."""
+"""Functions and classes that are called in place of the named globals."""
 
 
 def _checked(document: Any) -> DcpMetadata:
@@ -174,7 +177,7 @@ def _tensor(name: str, entry: Any, place: Callable[[tuple[str, tuple[int, ...]]]
     chunks = []
     for chunk in entry.chunks:
         box = Box(_numbers(chunk.offsets), _numbers(chunk.sizes))
-        next(runs_of(shape, box), None)  # raises where it lies outside
+        next(runs_of(shape, box), None)  # raises if it is not inside
         chunks.append((box, place((name, box.offsets))))
     numel = Box(shape, shape).numel
     if sum(box.numel for box, _ in chunks) != numel:

@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensors:
-    """The tensors of one module, and of those below it."""
+    """The tensors of one module, including those of its submodules."""
 
     prefix: str
     tensors: tuple[StoredTensor, ...]
@@ -41,32 +41,32 @@ class ModuleTensors:
 
     @property
     def form(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """Equal for groups that differ in their number alone."""
+        """Names without the prefix, dtypes and shapes: equal for modules that only their prefixes tell apart."""
         skip = len(self.prefix)
         return tuple((tensor.name[skip:], tensor.dtype, tensor.shape) for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint as it was found."""
+    """The result of inspecting one checkpoint."""
 
     location: str
     kind: Kind
     files: dict[str, int]
-    """Bytes by name."""
+    """Bytes of each file, by name."""
     damage: tuple[str, ...]
-    """Its faults, as far as was checked; empty where it is whole."""
+    """The faults that the checks found; empty if there are none."""
     checked: str
-    """How far that is."""
+    """Which checks were made, in words."""
     model: tuple[ModuleTensors, ...] = ()
     optimizer: dict[str, Any] | None = None
-    """As `training.json` has it."""
+    """The optimizer's groups and state by fqn, in the form of `training.json`."""
     optimizer_bytes: int = 0
     step: int | None = None
     saved_by: int = 0
-    """Ranks; 0 where that is not known."""
+    """Number of ranks that saved it; 0 if unknown."""
     version: str | None = None
-    """Of the shardwise that wrote it."""
+    """Version of the shardwise that wrote it."""
     extra: dict[str, Any] | None = None
     left_out: tuple[str, ...] = field(default=())
     """Names of contents that no other kind has a place for."""
@@ -82,22 +82,22 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class RunCheckpoint:
-    """One directory of a run."""
+    """One checkpoint directory of a run."""
 
     name: str
     step: int | None
-    """None where it is not a checkpoint."""
+    """Its step; None if it is not a checkpoint."""
     nbytes: int
     saved_by: int
     damage: tuple[str, ...]
-    """By sizes alone."""
+    """Faults that sizes and the manifest show."""
     state: str
     """"committed", "partial" or "damaged"."""
 
 
 @dataclass(frozen=True, slots=True)
 class InspectedRun:
-    """A directory of checkpoints, in order."""
+    """A run's directory and its checkpoints, sorted by name."""
 
     location: str
     checkpoints: tuple[RunCheckpoint, ...]
@@ -111,11 +111,11 @@ def inspect(
 
     Args:
         location: a path, or the URL of a checkpoint.
-        quick: compare sizes and read headers, but sum no bytes.
-        progress: called with the bytes that have been summed, and all of them.
+        quick: compare sizes and read headers, but compute no checksums.
+        progress: called with the number of bytes whose checksum was computed so far, and the number of all bytes.
 
-    Raises CheckpointError, saying what it is instead, if there is nothing of the kind; UnreadableError where storage
-    does not answer. Damage is no error: it is in the result.
+    Raises CheckpointError, saying what is there instead, if there is nothing of the kind; UnreadableError if storage
+    does not answer. Damage does not raise: it is in the result.
     """
     save_thread.wait()
     with manifest.reading(location):
@@ -143,12 +143,12 @@ def _inspect(location: Location, quick: bool, progress: Progress | None) -> Insp
     if kind.is_own:
         checked = checked if quick else "every byte checked"
         more = [str(error) for error in manifest.damage(location, quick, progress)]
-        damage = more or damage  # faults of the files say more than that they cannot be read
+        damage = more or damage  # they say more than the error of `read`
     return Inspection(str(location), kind, _sizes(location), tuple(damage), checked, **found)
 
 
 def _found(location: Location, kind: Kind) -> dict[str, Any]:
-    """The other fields of an Inspection. Raises CheckpointError where it cannot be read."""
+    """Return the other fields of an `Inspection`. Raises CheckpointError if the checkpoint cannot be read."""
     carried: Carried = read(location, kind)
     found: dict[str, Any] = {
         "model": groups(list(carried.model.stored.values())),
@@ -178,7 +178,8 @@ def _check_places(directory: Path) -> None:
 
 
 def groups(tensors: list[StoredTensor]) -> tuple[ModuleTensors, ...]:
-    """By module: up to and with the first number of a name, or else all but its last part; in order of appearance."""
+    """Group tensors by module: up to and including the first number of a name, or else all but its last part; in order
+    of appearance."""
     found: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         parts = tensor.name.split(".")[:-1]
@@ -197,7 +198,7 @@ def _sizes(location: Location) -> dict[str, int]:
 
 
 def _run(path: Path) -> InspectedRun | None:
-    """The checkpoints of a run's directory or of its `checkpoints`; None if it is neither."""
+    """Return the checkpoints of a run's directory or of its `checkpoints`; None if it is neither."""
     if directory_of(path).has(manifest.NAME):
         return None
     inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -15,25 +15,25 @@ PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 ADAPTER_WEIGHTS = f"{tensor_files.ADAPTER}.safetensors"
 _PICKLE = b"\x80"
 _ZIP = b"PK\x03\x04"
-"""What torch.save writes; before 1.6 it was a pickle."""
+"""First bytes of a file of torch.save; before torch 1.6 it was a pickle."""
 
 
 class Kind(enum.Enum):
-    """The kind of a checkpoint. The value is its name for `--to`."""
+    """The kind of a checkpoint. The value is its name for `--to`, if it can be written."""
 
     SHARDWISE = "shardwise"
     """A committed checkpoint of `sw.checkpoint.save`."""
     PARTS = "parts"
-    """One that was saved to storage without ranged writes: files of each rank, to be joined."""
+    """A committed checkpoint on storage without ranged writes: files of each rank, to be joined."""
     DCP = "dcp"
     """A directory of torch.distributed.checkpoint."""
     PT = "pt"
-    """A full file of torch.save."""
+    """A file of torch.save with full tensors."""
     HUGGING_FACE = "hf"
     """A directory of `model.safetensors`, or of files and their index, as `save_pretrained` writes it."""
 
     ADAPTER = "peft"
-    """A directory of PEFT's. To convert it is to merge it into its base."""
+    """A directory of PEFT's. It is converted by merging it into its base."""
 
     @property
     def is_own(self) -> bool:
@@ -42,7 +42,7 @@ class Kind(enum.Enum):
 
 
 def kind_of(location: Location) -> Kind:
-    """The kind of the checkpoint at a path or URL. Raises CheckpointError, naming what is there, if it is none."""
+    """Return the kind of the checkpoint at a path or URL. Raises CheckpointError, naming what is there instead."""
     if is_url(location):
         return _own(location)
     path = Path(location)
@@ -65,7 +65,7 @@ def kind_of(location: Location) -> Kind:
 
 
 def _of_others(path: Path) -> Kind:
-    """Of a directory of ordinary safetensors files."""
+    """Return the kind of a directory of ordinary safetensors files."""
     if (path / hugging_face.SINGLE).is_file() or (path / hugging_face.INDEX).is_file():
         return Kind.HUGGING_FACE
     if is_adapter(path):
@@ -74,7 +74,7 @@ def _of_others(path: Path) -> Kind:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory has an adapter in it, as PEFT writes it; a checkpoint of ours may."""
+    """Return whether a directory has an adapter in it, as PEFT writes it; a checkpoint of shardwise may have one."""
     return (path / tensor_files.ADAPTER_CONFIG).is_file() and (path / ADAPTER_WEIGHTS).is_file()
 
 
@@ -83,7 +83,7 @@ def _own(location: Location) -> Kind:
 
 
 def _instead(path: Path) -> str:
-    """A description of a directory that is not a checkpoint, and the path to give instead."""
+    """Describe a directory that is not a checkpoint, and name the path to give instead."""
     if _has(path, "*.distcp"):
         return "has .distcp files and no .metadata: a DCP save that did not end"
     if _has(path, "shard-*.safetensors"):
@@ -112,7 +112,7 @@ def _begins(path: Path, magic: bytes) -> bool:
 
 
 def target_kind(source: Kind, target: Path, asked: str | None) -> Kind:
-    """The kind that a conversion writes. Raises CheckpointError if it is ambiguous or makes no sense."""
+    """Return the kind that a conversion writes. Raises CheckpointError if it is ambiguous or makes no sense."""
     if asked is not None:
         known = {kind.value: kind for kind in Kind if kind not in {Kind.PARTS, Kind.ADAPTER}}
         if asked not in known:

@@ -34,23 +34,23 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "alpha_pattern": (None, {}),
     "rank_pattern": (None, {}),
 }
-"""Keys of a configuration, and the values with which merging is one product a layer."""
+"""Keys of a configuration, with the values for which merging is one matrix product a layer."""
 
 
 def read_adapter(adapter: Path) -> Carried:
-    """The adapter alone, under PEFT's names. Raises CheckpointError."""
+    """Return the adapter alone, under PEFT's names. Raises CheckpointError."""
     directory = LocalDirectory(adapter)
     return Carried(_tensors(directory), SafetensorsTensors(directory, {}), files=configuration_of(adapter))
 
 
 def read_merged(adapter: Path, base: Path | None) -> Carried:
-    """The base's model with a LoRA adapter added, under the base's names; tensors stay in their files.
+    """Return the base's model with a LoRA adapter added, under the base's names; tensors stay in their files.
 
     Args:
         adapter: PEFT's directory, or a checkpoint of an adapter.
         base: a Hugging Face directory; None = the one that the adapter's configuration names.
 
-    Raises CheckpointError: there is no base, the adapter is not plain LoRA, or it is not one of this base.
+    Raises CheckpointError if there is no base, the adapter is not plain LoRA, or it does not belong to this base.
     """
     config = _config(adapter)
     for key, plain in _PLAIN.items():
@@ -64,7 +64,7 @@ def read_merged(adapter: Path, base: Path | None) -> Carried:
 
 
 class Factors(NamedTuple):
-    """What is added to a weight: `scale * left @ right`."""
+    """The factors of what is added to a weight: `scale * left @ right`."""
 
     left: Tensor
     """[rows, r]."""

@@ -1,8 +1,8 @@
 """Checkpoints as users of torch nest them: `{"model": {...}, "optimizer": {"state": ..., "param_groups": ...}, ...}`.
 
-Known are what users of torch write: `model` / `state_dict` and `optimizer` / `optim` side by side, perhaps inside one
-more dict (`app`); torchtitan's model at the top level beside `optimizer`; a bare state_dict. Optimizer state is matched
-by fqn, never by position.
+The known forms are those that users of torch write: `model` / `state_dict` and `optimizer` / `optim` side by side,
+perhaps inside one more dict (`app`); torchtitan's model at the top level beside `optimizer`; a bare state_dict.
+Optimizer state is matched by fqn, never by position.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from shardwise.sharded.optimizer_state import NUMBERS
 FILE_NAMES = "file_names"
 """Key of the text of `names.json`: the names of the model's tensors in files."""
 EXACT_EXTRA = "extra_json"
-"""Key of `extra` as a text, where it has what a nested state_dict loses."""
+"""Key of `extra` as JSON text, present if `extra` has something that a nested state_dict loses."""
 
 
 def nested_state(carried: Carried, tensor: Callable[[Tensors, StoredTensor], Any]) -> dict[str, Any]:
-    """`model` by name, `optimizer` by fqn as `get_optimizer_state_dict` gives it, `step`, and `extra` if there is one.
+    """Return `model` by name, `optimizer` by fqn as `get_optimizer_state_dict` gives it, `step`, and `extra` if there
+    is one.
 
-    The model is as `state_dict()` has it in memory, as far as that is known: of tied tensors all names are there, with
+    The model is as `state_dict()` has it in memory, as far as that is known: all names of a tied tensor are there, with
     the very same value.
 
     Args:
-        tensor: what to put for each tensor. Numbers that the optimizer keeps as tensors are plain tensors.
+        tensor: returns what to put for each tensor. Numbers that the optimizer keeps as tensors become plain tensors.
     """
     in_memory = as_in_memory(carried.model, carried.names)
     model = {name: tensor(in_memory, stored) for name, stored in in_memory.stored.items()}
@@ -88,12 +89,12 @@ _INTEGERS = frozenset({"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"})
 
 @dataclass(frozen=True)
 class Tree:
-    """A nested state_dict by the way to each value."""
+    """A nested state_dict, flattened: every value by its `Key`."""
 
     tensors: Tensors
-    """Named by the way to them, joined with dots."""
+    """Named by their keys, joined with dots."""
     keys: Mapping[Key, str]
-    """The way to each tensor -> its name in `tensors`."""
+    """The key of each tensor -> its name in `tensors`."""
     values: Mapping[Key, Any]
     """Everything but tensors. A list of plain values is one value."""
     refused: Mapping[Key, str] = field(default_factory=dict)
@@ -101,9 +102,9 @@ class Tree:
 
 
 def sort_out(tree: Tree, with_optimizer: bool = True) -> Carried:
-    """The checkpoint that a tree is.
+    """Interpret a tree as a checkpoint.
 
-    Raises CheckpointError: no model is in it, or its optimizer state cannot be told apart by fqn.
+    Raises CheckpointError if there is no model in it, or its optimizer state cannot be told apart by fqn.
     """
     return _Sorting(tree).carried(with_optimizer)
 
@@ -137,7 +138,7 @@ class _Sorting:
         return carried if file_names is None else _named_as_files(carried, file_names)
 
     def _model(self) -> dict[str, str]:
-        """Names of the model's tensors, taken out of the keys."""
+        """Take the model's tensors out of the keys. Returns their names in the tree, by their names in the model."""
         prefix = next((k for k in _MODEL if any(key[0] == k and len(key) > 1 for key in self._keys)), None)
         if prefix is None:
             found = [key for key in self._keys if len(key) == 1 and not self._is_step(key)]
@@ -149,13 +150,14 @@ class _Sorting:
         return {name: self._keys.pop(key) for name, key in keys.items()}
 
     def _is_step(self, key: Key) -> bool:
-        """Whether a tensor is the training's step. In a state_dict alone it is always the model's."""
+        """Return whether a tensor is the training's step. In a bare state_dict it is always the model's."""
         saved = self._tree.tensors.stored[self._keys[key]]
         is_number = saved.shape == () and saved.dtype in _INTEGERS
         return key in _STEPS and is_number and (len(key) > 1 or self._has_sections)
 
     def _optimizer(self, model: Mapping[str, str], wanted: bool) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """The document and the tensors, taken out of the tree; (None, {}) if there is none, or none is wanted."""
+        """Take the optimizer out of the tree. Returns its document and tensors; (None, {}) without one or if not
+        `wanted`."""
         tensors, values, refused = _taken(self._keys), _taken(self._values), _taken(self._refused)
         if not wanted or not (tensors or values or refused):
             return None, {}
@@ -177,7 +179,7 @@ class _Sorting:
         return 0
 
     def _extra(self) -> dict[str, Any] | None:
-        """All other values that JSON can hold, nested as they were; a tensor of one element as a number."""
+        """Return all other values that JSON can hold, nested as they were; a tensor of one element becomes a number."""
         tensors = self._tree.tensors
         for key in [key for key, name in self._keys.items() if tensors.stored[name].numel == 1]:
             self._values[key] = _number(tensors, self._keys.pop(key))
@@ -191,7 +193,7 @@ class _Sorting:
                     inner = inner.setdefault(part, {})
                 inner[key[-1]] = value
         extra = {str(name): _with_lists(value) for name, value in extra.items()}
-        given = extra.pop("extra", None)  # of `sw.checkpoint.save`, where shardwise converted its checkpoint
+        given = extra.pop("extra", None)  # that `sw.checkpoint.save` was given, if shardwise wrote this file
         exact = extra.pop(EXACT_EXTRA, None)
         if isinstance(exact, str):
             given = json.loads(exact)
@@ -199,7 +201,8 @@ class _Sorting:
 
 
 def _with_lists(value: Any) -> Any:
-    """With lists in place of dicts by positions, which lists become on the way, and names for keys."""
+    """Return the value with lists for the dicts by position that flattening makes of lists, and with strings as
+    keys."""
     if not isinstance(value, dict):
         return value
     inside = {key: _with_lists(item) for key, item in value.items()}
@@ -209,19 +212,20 @@ def _with_lists(value: Any) -> Any:
 
 
 def _has_empty(value: Any) -> bool:
-    """Whether a dict or list without items is in it, which torch's own format has no place for."""
+    """Return whether a dict or list without items is in it, which torch's own format has no place for."""
     if not isinstance(value, (dict, list)):
         return False
     return not value or any(_has_empty(item) for item in (value.values() if isinstance(value, dict) else value))
 
 
 def _taken(entries: dict[Key, V]) -> dict[Key, V]:
-    """The optimizer's entries, taken out of all."""
+    """Take the optimizer's entries out of `entries` and return them."""
     return {key: entries.pop(key) for key in list(entries) if len(key) > 1 and key[0] in _OPTIMIZER}
 
 
 def _named_as_files(carried: Carried, file_names: Any) -> Carried:
-    """With the names that shardwise's files had before it was converted; as it is where it has changed since."""
+    """Return the checkpoint with the names that shardwise's files had before it was converted; as it is if it has
+    changed since."""
     try:
         found = names_json.decode(file_names)
         return replace(carried, model=as_stored(carried.model, found), names=found)
@@ -230,7 +234,7 @@ def _named_as_files(carried: Carried, file_names: Any) -> Carried:
 
 
 class _Optimizer:
-    """An optimizer's state_dict by fqn: nested or flattened, groups as a list or by parameter."""
+    """Reads an optimizer's state_dict by fqn: nested or flattened, groups as a list or by parameter."""
 
     def __init__(self, values: dict[Key, Any], source: Tensors, model: Mapping[str, str]) -> None:
         self._source = source
@@ -272,7 +276,8 @@ class _Optimizer:
         return self._source.stored[self._model[fqn]].shape
 
     def _numbers(self, tensors: Mapping[Key, str]) -> set[str]:
-        """State that is one number for each parameter: told by parameters that are no numbers themselves."""
+        """Return the names of state that is one number for each parameter, as parameters that are not numbers
+        themselves show."""
         numbers: set[str] = set()
         shaped: set[str] = set()
         for key, name in tensors.items():
@@ -282,7 +287,7 @@ class _Optimizer:
         return numbers | (NUMBERS - shaped)
 
     def _owner(self, key: Key) -> tuple[str, str]:
-        """(fqn, name) of one value of the state."""
+        """Return (fqn, name) of one value of the state."""
         way = dotted(key)
         owner, _, name = way.removeprefix("state.").rpartition(".")
         fqn = self._fqns.get(owner, owner)
@@ -327,7 +332,7 @@ class _Optimizer:
 
 
 def _grouped(by_fqn: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters with equal options form a group."""
+    """Return the groups: parameters with equal options form one."""
     groups: dict[str, dict[str, Any]] = {}
     for fqn, options in by_fqn.items():
         kept = _options(options)
@@ -336,7 +341,7 @@ def _grouped(by_fqn: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options without its parameters, as JSON has them."""
+    """Return a group's options without its parameters, as JSON has them."""
     options = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
     for key, value in options.items():
         options[key] = list(value) if isinstance(value, tuple) else value
@@ -353,7 +358,7 @@ def _number(source: Tensors, name: str) -> Any:
 
 
 def _wrapper(tree: Tree) -> str | None:
-    """The one dict around everything that users of torch's recipes have (`app`)."""
+    """Return the key of the one dict around everything that torch's recipes have (`app`); None if there is none."""
     keys = list(tree.keys)
     if any(key[0] in _MODEL and len(key) > 1 for key in keys) or any(len(key) == 1 for key in keys):
         return None

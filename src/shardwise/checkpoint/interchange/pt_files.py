@@ -1,7 +1,7 @@
 """Full `.pt` files: what torch.save makes of a state_dict, or of several in a dict.
 
-`torch.load(weights_only=True)` reads those that are written here: a dict of `model`, `optimizer`, `step`. torch.save
-writes such a file with room for the tensors, of which none exists yet; their bytes are then written in place.
+`torch.load(weights_only=True)` reads the files that are written here: a dict of `model`, `optimizer`, `step`.
+torch.save writes such a file from fake tensors, with room for their bytes, which are then written in place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.files.local_file import write_at
 
 
 def write_pt(carried: Carried, target: Path) -> None:
-    """Write the file: all there or not there. Raises CheckpointError.
+    """Write the file: complete or absent. Raises CheckpointError.
 
     The file's zip entries carry no checksums (torch.load looks at none).
     """
@@ -70,7 +70,7 @@ def _fill(path: Path, carried: Carried) -> None:
 
 
 def _without_ties(model: dict[str, Any]) -> dict[str, Any]:
-    """Each value under one of its names; torch.save has written it once, too."""
+    """Return each value under one of its names; torch.save, too, has written it once."""
     firsts = {id(value): name for name, value in reversed(model.items())}
     return {name: model[name] for name in firsts.values()}
 
@@ -84,7 +84,7 @@ def _copy(fd: int, saved: SavedTensor, tensors: Tensors, name: str) -> None:
 
 
 def read_pt(path: Path) -> Tree:
-    """Everything in the file by the way to it; tensors stay in it. Raises CheckpointError."""
+    """Return everything in the file by `Key`; tensors stay in it. Raises CheckpointError."""
     document = read_stream(path)
     if not isinstance(document, Mapping):
         what = "tensor" if isinstance(document, SavedTensor) else type(document).__name__
@@ -99,7 +99,7 @@ def read_pt(path: Path) -> Tree:
 
 
 def _leaves(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
-    """Dicts are followed, and lists that hold dicts or tensors, as DCP does it."""
+    """Yield each leaf with its key. Like DCP, this follows dicts, and lists that hold dicts, lists or tensors."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _leaves((*key, str(name)), item)
@@ -111,7 +111,7 @@ def _leaves(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
 
 
 class PtTensors:
-    """Tensors by the way to them, joined with dots."""
+    """The tensors of a `.pt` file, named by their keys, joined with dots."""
 
     def __init__(self, tensors: Mapping[str, SavedTensor]) -> None:
         self._tensors = tensors
@@ -126,5 +126,5 @@ class PtTensors:
         tensor = self._tensors[name]
         if tensor.is_contiguous:
             yield from parts(self, name)
-        elif self.stored[name].numel:  # in another order: once as a whole
+        elif self.stored[name].numel:  # stored in another order: read once, as a whole
             yield Run(0, tensor.read(0, self.stored[name].numel))

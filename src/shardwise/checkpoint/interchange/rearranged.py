@@ -1,6 +1,7 @@
-"""Tensors under other names, and cut and stacked otherwise: as a model has them in memory, or as files have them.
+"""Tensors that are renamed, cut and stacked: into the form that a model has in memory, or the form that files have.
 
-Each of them consists of runs of elements of others, which are read when it is: nothing is held but the part asked for.
+Each consists of runs of elements of a source's tensors, which are read when it is read: only the requested part is in
+memory.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from shardwise.layout.ranges import Range
 
 
 class _BoundedOrigin(NamedTuple):
-    """Some elements of a tensor are those of another."""
+    """Elements of a new tensor that are elements of the tensor `source`, and their bounds."""
 
     source: str
     runs: IndexMap
     """From elements of the new tensor to elements of the source."""
     span: Range
-    """Of the new tensor, the elements between which they all lie: of a stack of experts most parts are elsewhere."""
+    """Range of the new tensor's elements that holds them all. With it, `read` skips most parts of a stack of
+    experts."""
 
     @classmethod
     def of(cls, source: str, runs: IndexMap) -> Self:
@@ -54,7 +56,7 @@ class Rearranged:
             if span.start >= stop or span.stop <= start:
                 continue
             back = runs.within(start, stop).moved(here=-start).inverse()
-            gathered_bytes = 8 * (len(back) > 1)  # of an element's number
+            gathered_bytes = 8 * (len(back) > 1)  # for the element's index
             for part in back.stretches(max(1, PART_BYTES // (stored.item_bytes + gathered_bytes))):
                 first = int(part.here[0])
                 values = self.source.read(source, first, first + part.numel)
@@ -70,9 +72,9 @@ class Rearranged:
 
 
 def as_in_memory(files: Tensors, names: Sequence[NamedTensor]) -> Tensors:
-    """The tensors of files under the names that their model has for them, tied ones under the first.
+    """Return the tensors of files under the names that their model has for them, tied ones under the first.
 
-    Raises ValueError where `names` are of other tensors than these.
+    Raises ValueError if `names` belongs to other tensors than these.
     """
     made = {tensor.names[0]: [_BoundedOrigin.of(place.name, place.runs) for place in tensor.places] for tensor in names}
     _check(files, {place.name: place.shape for tensor in names for place in tensor.places})
@@ -80,9 +82,10 @@ def as_in_memory(files: Tensors, names: Sequence[NamedTensor]) -> Tensors:
 
 
 def as_stored(model: Tensors, names: Sequence[NamedTensor]) -> Tensors:
-    """The tensors of a model in memory as they are in files: what `as_in_memory` was given. Of tied ones the first.
+    """Return the tensors of a model in memory as they are in files: the inverse of `as_in_memory`. Of tied ones the
+    first is read.
 
-    Raises ValueError where `names` are of other tensors than these.
+    Raises ValueError if `names` belongs to other tensors than these.
     """
     made: dict[str, list[_BoundedOrigin]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -106,7 +109,7 @@ def _rearranged(
     shapes: Mapping[str, tuple[int, ...]],
     tied: set[str] | frozenset[str] = frozenset(),
 ) -> Rearranged:
-    """In the source's order, each new tensor at the place of the first tensor that it is made of."""
+    """Return the tensors in the source's order, each new one at the place of the first tensor that it consists of."""
     of: dict[str, list[str]] = {}
     for name, found in made.items():
         for part in found:

@@ -46,7 +46,7 @@ def write_checkpoint(carried: Carried, target: Path, max_file_bytes: int) -> Non
 
 
 def write_hugging_face(carried: Carried, target: Path, max_file_bytes: int) -> None:
-    """Write the model alone, with its configuration: all there or not there. Raises CheckpointError."""
+    """Write the model alone, with its configuration: complete or absent. Raises CheckpointError."""
     with commit.building(target) as partial:
         _write_files(partial, "model", carried.model, max_file_bytes)
         write_documents(LocalDirectory(partial), carried.files)
@@ -67,7 +67,7 @@ def _write_files(directory: Path, stem: str, tensors: Tensors, max_file_bytes: i
 
 
 def _record_of(path: Path) -> FileRecord:
-    """Size and checksums, from reading the file: sources come in any order; in the file's own, regions are few."""
+    """Read a file back for its size and checksums: sources come in any order; in the file's order, regions are few."""
     sums, start = RegionSums(), 0
     with path.open("rb") as file:
         while data := file.read(_CHUNK_BYTES):
@@ -88,7 +88,7 @@ class _Files(Protocol):
 
 
 class SafetensorsTensors:
-    """Tensors of several files of one place."""
+    """The tensors of several safetensors files in one directory or checkpoint."""
 
     def __init__(self, place: _Files, files: Mapping[str, TensorFile]) -> None:
         self._place = place
@@ -116,7 +116,7 @@ class SafetensorsTensors:
 
 
 def read_checkpoint(path: Location) -> Carried:
-    """A committed checkpoint of `sw.checkpoint.save`. Raises CheckpointError."""
+    """Return the contents of a committed checkpoint of `sw.checkpoint.save`. Raises CheckpointError."""
     contents = Contents.of(path)
     training = training_json.read(contents)
     return Carried(
@@ -134,19 +134,19 @@ def read_checkpoint(path: Location) -> Carried:
 
 
 def read_hugging_face(path: Path) -> Carried:
-    """The weights in a directory of `save_pretrained`. Raises CheckpointError."""
+    """Return the weights in a directory of `save_pretrained`. Raises CheckpointError."""
     directory = LocalDirectory(path)
     tensors = SafetensorsTensors(directory, weights_of(directory).files)
     return Carried(tensors, SafetensorsTensors(directory, {}), files=configuration_of(path))
 
 
 def configuration_of(path: Path) -> dict[str, bytes]:
-    """Files of a directory that belong to a model's configuration or tokenizer, by name."""
+    """Return the files of a directory that belong to a model's configuration or tokenizer, by name."""
     directory = LocalDirectory(path)
     return _configuration(directory, (name for name in directory.names() if directory.has(name)))
 
 
 def _configuration(directory: Directory, found: Iterable[str]) -> dict[str, bytes]:
-    """All that hold no weights and no training state."""
+    """Return the files that hold no weights and no training state."""
     kept = (name for name in found if name not in _OWN and not name.endswith(_TENSORS) and name[0] != ".")
     return {name: directory.read(name) for name in kept}

@@ -1,4 +1,5 @@
-"""Files of torch.save, read without their tensors' bytes: where these lie, so that any range of them can be read.
+"""Reads files of torch.save without their tensors' bytes: it finds where these are, so that any range can be read
+later.
 
 A full `.pt` file is one such stream; a DCP directory has one for each chunk of each tensor. They are read with
 `weights_only=True` under fake tensors, which execute nothing, own no memory and know the offset of their bytes.
@@ -28,20 +29,20 @@ from shardwise.files.local_file import read_at
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """Where a tensor's bytes lie."""
+    """A tensor in a file of torch.save, and where its bytes are."""
 
     path: Path
     start: int
-    """Byte of its storage in the file."""
+    """First byte of its storage in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Elements before its first one in the storage."""
+    """Elements of the storage before the tensor's first."""
     is_conj: bool = False
-    """The stored numbers are still to be conjugated."""
+    """Whether the stored numbers are still to be conjugated."""
     is_neg: bool = False
-    """The stored numbers are still to be negated."""
+    """Whether the stored numbers are still to be negated."""
 
     @property
     def is_contiguous(self) -> bool:
@@ -49,13 +50,14 @@ class SavedTensor:
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def stored(self, name: str) -> StoredTensor:
-        """As safetensors describe it. Raises CheckpointError if they have no such dtype."""
+        """Return it as safetensors describes it. Raises CheckpointError if safetensors has no such dtype."""
         return StoredTensor(name, dtype_name(self.dtype, name), self.shape)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-D. Raises CheckpointError if the file has ended before.
+        """Return elements [start, stop) of the flattened tensor, 1-D. Raises CheckpointError if the file ends too
+        early.
 
-        Of a tensor that was saved with gaps or in another order (a transposed view), all of it is read each time.
+        A tensor that was saved with gaps or in another order (a transposed view) is read as a whole each time.
         """
         first = self.start + self.offset * self.dtype.itemsize
         if self.is_contiguous:
@@ -75,8 +77,8 @@ class SavedTensor:
 def read_stream(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
     """Read one torch.save stream, in bytes [start, start + nbytes) of a file, with a `SavedTensor` for each tensor.
 
-    Raises CheckpointError if that is no stream of torch's, of a version before 1.6, or holds anything but tensors,
-    containers and plain values: nothing of it is executed. UnreadableError if the file is there and cannot be read.
+    Raises CheckpointError if that is not a torch.save stream, is from before torch 1.6, or holds anything but tensors,
+    containers and plain values: nothing of it is executed. UnreadableError if the file exists and cannot be read.
     """
     with _opened(path) as fd:
         view = _FileView(fd, start, os.fstat(fd).st_size - start if nbytes is None else nbytes)
@@ -96,7 +98,7 @@ def read_stream(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
                 f"{path} holds more than tensors and plain values, so it is not read: {why}"
             ) from None
         except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if view.failure is not None:  # torch makes of it that the file has no `read`
+            if view.failure is not None:  # torch reports a file without `read`
                 raise view.failure from None
             raise CheckpointError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
 
@@ -111,14 +113,14 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:
-    """safetensors' name of a dtype. Raises CheckpointError, naming the tensor, if there is none."""
+    """Return safetensors' name of a dtype. Raises CheckpointError, naming the tensor, if there is none."""
     if dtype not in NAMES:
         raise CheckpointError(f"{name!r} is of {dtype}, which safetensors files cannot hold")
     return NAMES[dtype]
 
 
 def read_elements(path: Path, start: int, dtype: torch.dtype, numel: int) -> Tensor:
-    """`numel` elements that lie one after another from byte `start` of a file, 1-D. Raises CheckpointError."""
+    """Return `numel` consecutive elements from byte `start` of a file on, 1-D. Raises CheckpointError."""
     values = torch.empty(numel, dtype=dtype, device="cpu")
     with _opened(path) as fd:
         try:
@@ -129,7 +131,7 @@ def read_elements(path: Path, start: int, dtype: torch.dtype, numel: int) -> Ten
 
 
 def _why(error: Exception) -> str:
-    """The line of torch's explanation that names the refused global."""
+    """Return the line of torch's explanation that names the refused global."""
     lines = [line.strip() for line in str(error).splitlines()]
     telling = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0] if lines else "")
     return telling.split(". Please")[0][:200]
@@ -152,12 +154,12 @@ def _without_fakes(path: Path, start: int, value: Any) -> Any:
 
 
 class _FileView(io.RawIOBase):
-    """Part of a file as a file."""
+    """Part of a file, as a file object."""
 
     def __init__(self, fd: int, start: int, nbytes: int) -> None:
         self._fd, self._start, self._nbytes, self._at = fd, start, max(0, nbytes), 0
         self.failure: OSError | None = None
-        """The error of the operating system, if any."""
+        """The operating system's error, if there was one; otherwise None."""
 
     def readable(self) -> bool:
         return True

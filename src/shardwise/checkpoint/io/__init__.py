@@ -1,1 +1,1 @@
-"""Files: where they lie, byte ranges on their way to and from them, checksums. No torch."""
+"""Files: where they are stored, reading and writing of byte ranges, checksums. No torch."""

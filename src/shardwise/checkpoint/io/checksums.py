@@ -19,7 +19,7 @@ class Region(NamedTuple):
 
 
 class RegionSums:
-    """Checksums of bytes as they are written: bytes that continue the last ones belong to their region."""
+    """Checksums of bytes as they are written: bytes that directly follow the last ones extend their region."""
 
     def __init__(self) -> None:
         self._done: list[Region] = []
@@ -27,7 +27,7 @@ class RegionSums:
         self._start = self._stop = 0
 
     def add(self, start: int, data: Any) -> None:
-        """`data` (a buffer) has been written at byte `start`."""
+        """Note that `data` (a buffer) has been written at byte `start`."""
         if start != self._stop or self._stop - self._start >= _REGION_BYTES:
             self._close()
             self._start = self._stop = start
@@ -35,7 +35,7 @@ class RegionSums:
         self._stop += memoryview(data).nbytes
 
     def regions(self) -> list[Region]:
-        """All of them, in the order of writing."""
+        """Return all regions, in the order of writing."""
         self._close()
         self._start = self._stop
         return list(self._done)

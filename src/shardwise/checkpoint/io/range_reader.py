@@ -1,8 +1,9 @@
-"""Byte ranges on their way from files: several at a time, neighbours together, past the page cache where that pays.
+"""Reads byte ranges of files: several at a time, neighbours together, past the page cache where that pays.
 
 The kernel reads a file into small pages unless one reader goes through it from end to end, which ranks that each read
-their own ranges do not; and a disk is asked for less at a time the smaller the pages are. So whole pages are read into
-a little memory in huge pages, and copied to where they belong. Pages that the page cache has are taken from there.
+their own ranges do not do; and the smaller the pages, the less is asked of a disk at a time. So whole pages are read
+into a few buffers of huge pages, and copied from there to where they belong. Pages that are in the page cache are taken
+from it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from shardwise.files.thread_pool import ThreadPool
 from shardwise.layout.flat import round_up
 
 _BUFFERS, _BUFFER_BYTES = 4, 4 * 2**20
-"""As many are read into at a time."""
+"""Number of buffers, all of which may be read into at the same time, and the size of each."""
 _LEAST_BYTES = 256 * 2**10
-"""Less is read through the page cache: it is not worth a wait for the disk."""
+"""Fewer bytes are read through the page cache: they are not worth a wait for the disk."""
 _GAP_BYTES = 64 * 2**10
-"""Between ranges that are read together."""
+"""Largest gap between ranges that are read together."""
 
 
 class Buffers(SimpleQueue[memoryview]):
-    """What whole pages are read into, one buffer for each thread that reads; of a load, for one file after another.
+    """The buffers that whole pages are read into, one for each reading thread. A load uses them for one file after
+    another.
 
     They cost nothing until they are used.
     """
@@ -41,7 +43,7 @@ class Buffers(SimpleQueue[memoryview]):
 
 
 class RangeReader:
-    """Reads ranges of one file. A context manager; all requested bytes are there after `finish`."""
+    """Reads ranges of one file. A context manager; all requested bytes have arrived after `finish`."""
 
     def __init__(self, source: Source, buffers: Buffers) -> None:
         self._source = source
@@ -50,7 +52,7 @@ class RangeReader:
         self._asked: deque[Future[int]] = deque()
         self._window: _ReadWindow | None = None
         self.direct_bytes = 0
-        """Requested bytes that came past the page cache."""
+        """Requested bytes that were read past the page cache."""
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -60,11 +62,12 @@ class RangeReader:
         self._pool.__exit__(*error)
 
     def ask(self, start: int, into: memoryview, past_cache: bool = True) -> None:
-        """Fill `into` from byte `start` on; ranges in the order of the file are read together.
+        """Request that `into` be filled from byte `start` on; ranges in the order of the file are read together.
 
-        past_cache: no other process of this machine is going to read these bytes.
+        past_cache: whether to read past the page cache: right if no other process of this machine is going to read
+        these bytes.
 
-        Raises EOFError, perhaps only in a later call, with the position, if the file ends before.
+        Raises EOFError with the position, perhaps only in a later call, if the file ends too early.
         """
         while into.nbytes:
             if self._window is not None and not self._window.takes(start, past_cache):
@@ -75,7 +78,7 @@ class RangeReader:
             into, start = into[step:], start + step
 
     def finish(self) -> None:
-        """Wait for everything that was asked for."""
+        """Wait until all requested bytes have arrived."""
         self._put()
         while self._asked:
             self.direct_bytes += self._asked.popleft().result()
@@ -89,7 +92,7 @@ class RangeReader:
         self._asked.append(self._pool.submit(self._read, window))
 
     def _read(self, window: _ReadWindow) -> int:
-        """Returns the bytes wanted that came past the page cache."""
+        """Fill a window's ranges. Returns how many of their bytes were read past the page cache."""
         reached, direct_bytes = window.base, 0
         if window.past_cache and window.stop - window.base >= _LEAST_BYTES:
             buffer = self._buffers.get()
@@ -106,7 +109,7 @@ class RangeReader:
 
 
 class _ReadWindow:
-    """Some pages of a file, and the ranges in them that are wanted."""
+    """Some pages of a file, and the requested ranges in them."""
 
     def __init__(self, start: int, past_cache: bool) -> None:
         self.base = start // PAGE_BYTES * PAGE_BYTES
@@ -115,19 +118,19 @@ class _ReadWindow:
         self.ranges: list[tuple[int, memoryview]] = []
 
     def takes(self, start: int, past_cache: bool) -> bool:
-        """Whether the next range, or its beginning, belongs here."""
+        """Return whether the next range, or its beginning, belongs to this window."""
         follows = self.stop <= start <= self.stop + _GAP_BYTES
         return follows and start < self.base + _BUFFER_BYTES and past_cache == self.past_cache
 
     def add(self, start: int, into: memoryview) -> int:
-        """Take as much of a range as fits. Returns the bytes taken."""
+        """Take as much of a range as fits. Returns the number of bytes taken."""
         step = min(into.nbytes, self.base + _BUFFER_BYTES - start)
         self.ranges.append((start, into[:step]))
         self.stop = start + step
         return step
 
     def take(self, pages: memoryview, reached: int) -> int:
-        """Copy bytes that were read, up to byte `reached` of the file, into their ranges. Returns their number."""
+        """Copy bytes that were read to `pages`, up to byte `reached` of the file, to their ranges. Returns how many."""
         read, taken_bytes = np.frombuffer(pages, dtype=np.uint8), 0
         for start, into in self.ranges:
             done = min(max(0, reached - start), into.nbytes)

@@ -1,8 +1,8 @@
-"""Byte ranges on their way to files: gathered in a little memory that is written while more of it is filled.
+"""Writes byte ranges to files: gathered in a few buffers, some of which are written while another is filled.
 
-Whole pages go past the page cache where the file system lets them (O_DIRECT): the kernel then need not find pages for
+Whole pages go past the page cache if the file system lets them (O_DIRECT): the kernel then need not find pages for
 bytes that are not read soon, nor copy into them, and there is little left to wait for at the end. The rest, less than a
-page at either end of what a rank writes in one piece, goes through the page cache; so does everything where the file
+page at either end of what a rank writes in one piece, goes through the page cache; so does everything if the file
 system refuses.
 """
 
@@ -26,18 +26,19 @@ from shardwise.files.thread_pool import ThreadPool
 from shardwise.layout.ranges import Range
 
 Ranges = Iterator[tuple[int, bytes | memoryview]]
-"""Bytes, and where in a file they belong."""
+"""Pairs of a byte position in a file and the bytes that belong there."""
 
 _BUFFERS, _BUFFER_BYTES = 4, 4 * 2**20
-"""One is filled while the others are written."""
+"""Number of buffers, one of which is filled while the others are written, and the size of each."""
 _LEAST_BYTES = 256 * 2**10
-"""Less is not worth a wait for the disk: it is kept, and goes through the page cache."""
+"""Fewer bytes are not worth a wait for the disk: they are kept, and go through the page cache."""
 _KEPT_BYTES = 2**20
-"""Kept at most. Written together: what goes through the page cache waits until nothing else is written to the file."""
+"""Most bytes that are kept. They are written together: a write through the page cache waits until nothing else is
+written to the file."""
 _MOST_OPEN = 128
-"""Files at a time. A process may have 1,024 open in many places, and a rank has bytes in every file of a checkpoint."""
+"""Most files open at a time. In many places a process may have 1,024, and a rank has bytes in every file of a save."""
 _STEP_BYTES = 512 * 2**10
-"""Copied and summed while it is in the processor's cache."""
+"""Bytes that are copied and summed at a time, while they are in the processor's cache."""
 
 
 class RangeWriter:
@@ -53,7 +54,7 @@ class RangeWriter:
         self._busy: deque[tuple[Future[int], memoryview]] = deque()
         self._files: list[_File] = []
         self.written_bytes = self.direct_bytes = 0
-        """In all, and past the page cache."""
+        """Bytes written in all, and those of them that went past the page cache."""
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -65,7 +66,7 @@ class RangeWriter:
             self._files.pop().close()
 
     def write(self, path: Path, ranges: Iterable[tuple[int, bytes | memoryview]]) -> list[Region]:
-        """Write `ranges`, in order and apart from one another, to a file that is there. On disk after `sync`.
+        """Write `ranges`, in order and without overlaps, to a file that exists. On disk after `sync`.
 
         Returns the checksums of the written bytes. Raises OSError, perhaps only in a later call.
         """
@@ -97,7 +98,7 @@ class RangeWriter:
         return sums.regions()
 
     def sync(self) -> None:
-        """Have everything on disk that was written."""
+        """Wait until everything that was written is on disk."""
         for future in [self._pool.submit(os.fsync, file.fd) for file in self._files]:
             future.result()
         while self._files:
@@ -119,7 +120,7 @@ class RangeWriter:
         self._busy.append((writing, window.memory))
 
     def _take(self) -> memoryview:
-        """A buffer to fill; where all are being written, the one that has been longest."""
+        """Return a buffer to fill; if all are being written, wait for the one that has been longest."""
         if not self._free:
             self._wait()
         return self._free.pop()
@@ -131,7 +132,7 @@ class RangeWriter:
 
 
 class _WriteWindow:
-    """A buffer that lies over some pages of a file, and what of them has been filled."""
+    """A buffer for some pages of a file, and the range of them that has been filled."""
 
     def __init__(self, memory: memoryview, start: int) -> None:
         self.memory = memory
@@ -144,7 +145,7 @@ class _WriteWindow:
         return self.stop - self._base == self.memory.nbytes
 
     def fill(self, data: memoryview) -> int:
-        """Copy the beginning of `data`, a step of it. Returns its bytes."""
+        """Copy the beginning of `data`, at most `_STEP_BYTES`. Returns the number of bytes copied."""
         at = self.stop - self._base
         step = min(data.nbytes, _STEP_BYTES, self.memory.nbytes - at)
         np.copyto(self._bytes[at : at + step], np.frombuffer(data[:step], dtype=np.uint8))
@@ -174,7 +175,7 @@ class _File:
         self.end_direct()
 
     def end_direct(self) -> None:
-        """Stop writing past the page cache; errors there have been raised."""
+        """Stop writing past the page cache. Errors of such writes have already been raised."""
         if self._direct is not None:
             os.close(self._direct)
             self._direct = None
@@ -185,7 +186,8 @@ class _File:
         return self._direct is not None and not self._refused
 
     def write(self, start: int, data: memoryview | bytes) -> int:
-        """Through the page cache, one thread at a time: the kernel takes no more, and those that wait for it spin.
+        """Write through the page cache, one thread at a time: the kernel admits only one to a file, and those that wait
+        spin.
 
         Returns the bytes that went past it: none.
         """
@@ -195,7 +197,8 @@ class _File:
         return 0
 
     def write_pages(self, start: int, data: memoryview) -> int:
-        """Past the page cache, or through it where the file system turns out to refuse. Returns the former's bytes."""
+        """Write past the page cache, or through it if the file system refuses after all. Returns the bytes that went
+        past it."""
         assert self._direct is not None
         direct_bytes = write_pages(self._direct, start, data)
         if direct_bytes < data.nbytes:

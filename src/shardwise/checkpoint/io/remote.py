@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.errors import UsageError
 
 _READ_BYTES = 32 * 2**20
-"""Asked for at once: what fsspec returns is a copy."""
+"""Bytes requested at a time: fsspec returns a copy of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class RemoteDirectory:
     fs: Any
     """An fsspec.AbstractFileSystem."""
     root: str
-    """What `fs` calls it."""
+    """The directory's path in `fs`."""
 
     @classmethod
     def of(cls, url: str) -> RemoteDirectory:
-        """Raises UsageError if fsspec, or what it needs for such URLs, is not installed."""
+        """Return the directory at a URL. Raises UsageError if fsspec, or what it needs for this URL, is missing."""
         try:
             from fsspec.core import url_to_fs
         except ModuleNotFoundError:
@@ -96,9 +96,9 @@ class RemoteDirectory:
 
     @contextmanager
     def writing(self, name: str, durable: bool = True) -> Iterator[Any]:
-        """A file object to write one object with; the object is there when the block has been left without an error.
+        """Open a file object to write one object with; the object exists when the block has been left without an error.
 
-        An object store keeps what it has taken; a file system that lies behind fsspec is asked to sync.
+        An object store keeps what it has accepted; a file system behind fsspec is asked to sync if `durable`.
         """
         file = self.fs.open(self._path(name), "wb")
         try:
@@ -129,4 +129,4 @@ class _RemoteSource:
             into, start = into[len(data) :], start + len(data)
 
     def read_pages(self, start: int, into: memoryview) -> int:
-        return 0  # there are none
+        return 0  # an object has no pages

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: directories of files, on a file system or wherever fsspec reaches. No torch."""
+"""Where checkpoints are stored: directories of files, on a file system or wherever fsspec reaches. No torch."""
 
 from __future__ import annotations
 
@@ -18,49 +18,51 @@ class Source(Protocol):
     """A file that is open for reading, by several threads at a time."""
 
     def read_at(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on. Raises EOFError, with the position, where the file ends first."""
+        """Fill `into` with the bytes from `start` on. Raises EOFError, with the position, if the file ends first."""
 
     def read_pages(self, start: int, into: memoryview) -> int:
-        """Fill `into`, whole pages in page-aligned memory, from byte `start`, a page's first, on past the page cache.
+        """Fill `into` (whole pages in page-aligned memory) from byte `start` (the first of a page) on, past the page
+        cache.
 
-        Returns the bytes that were read: fewer where the file ends first, none where that way is closed or no faster.
+        Returns the bytes that were read: fewer if the file ends too early, none if that way is not possible or not
+        faster.
         """
 
 
 class Directory(Protocol):
-    """A directory's own files, by plain names. Nothing is cached: what another process did is seen."""
+    """A directory's own files, by plain names. Nothing is cached: changes by other processes are seen."""
 
     @property
     def location(self) -> Path | str:
-        """What `directory_of` makes this of."""
+        """The path or URL from which `directory_of` makes this directory."""
 
     def child(self, name: str) -> Directory:
-        """A directory in this one."""
+        """Return a directory in this one."""
 
     def names(self) -> list[str]:
-        """Of the files and directories in it, sorted; none if there is no such directory."""
+        """Return the names of the files and directories in it, sorted; none if there is no such directory."""
 
     def has(self, name: str) -> bool:
-        """Whether it has a file of that name."""
+        """Return whether it has a file of that name."""
 
     def size(self, name: str) -> int:
-        """Bytes of a file. Raises FileNotFoundError."""
+        """Return the bytes of a file. Raises FileNotFoundError."""
 
     def read(self, name: str) -> bytes:
-        """All of a small file. Raises FileNotFoundError."""
+        """Return the content of a small file. Raises FileNotFoundError."""
 
     def open(self, name: str) -> AbstractContextManager[Source]:
         """Open a file for reading byte ranges. Raises FileNotFoundError."""
 
     def write(self, name: str, data: bytes, durable: bool = True) -> None:
-        """Make or replace a small file; where `durable` it is on disk before this returns."""
+        """Create or replace a small file; if `durable`, it is on disk when this returns."""
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
 
 
 def directory_of(location: Location) -> Directory:
-    """The directory at a path or URL, which need not be there.
+    """Return the directory at a path or URL, which need not exist.
 
     Raises UsageError if fsspec, or what it needs for this kind of URL, is not installed.
     """
@@ -81,7 +83,7 @@ def check_location(location: object, call: str) -> None:
 
 
 def is_url(location: Location) -> bool:
-    """Whether fsspec is asked, and not the operating system."""
+    """Return whether `location` is a URL, for fsspec, and not a path."""
     return "://" in os.fspath(location)
 
 

@@ -1,1 +1,1 @@
-"""What tensors are called in files, and where the elements of one lie in another."""
+"""Names of tensors in files, and where the elements of one tensor are stored in another."""

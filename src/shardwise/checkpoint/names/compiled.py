@@ -1,4 +1,4 @@
-"""Models and names of tensors where torch.compile has put a module of its own around the model or some of its parts."""
+"""Models and names of tensors without the module that torch.compile puts around the model or some of its parts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _WRAPPED = "_orig_mod"
 
 
 def uncompiled_name(name: str) -> str:
-    """The name that a tensor has without torch.compile."""
+    """Return the name that a tensor has without torch.compile."""
     return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model inside what `torch.compile(model)` gave."""
+    """Return the model inside the result of `torch.compile(model)`; any other model as it is."""
     inside = model._modules.get(_WRAPPED)
     return model if inside is None else uncompiled(inside)

@@ -1,7 +1,7 @@
-"""Which elements of which tensors a conversion's results are made of, found by converting tensors without memory.
+"""Finds which elements of which tensors a conversion's results consist of, by converting tensors without memory.
 
-Views need no help: on the meta device they know their storage, offset and strides. What copies (clone, cat, stack) is
-noticed, and remembered as runs of elements.
+Views need no help: on the meta device they know their storage, offset and strides. Operations that copy (clone, cat,
+stack) are intercepted, and recorded as runs of elements.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """A part of a tensor that comes from the tensor `name`: from the one's elements to the other's, both flattened."""
+    """A part of a tensor that comes from the tensor `name`. `runs` leads from the former's elements to the latter's."""
 
     name: str
     runs: IndexMap
 
 
 class CopyTracer(TorchDispatchMode):
-    """While active, follows the elements of its probes through operations that move them unchanged."""
+    """A dispatch mode that follows the elements of its probes through operations that move them unchanged."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[Any, list[Origin]]] = {}
-        """By storage: itself, kept so that its number is not used again, and the origins of its elements."""
+        """By a storage's address: the storage, kept so that its address is not reused, and its elements' origins."""
         self._why: dict[int, tuple[Any, str]] = {}
-        """Of storages whose elements cannot be followed."""
+        """The same for storages whose elements cannot be followed, with the reason."""
 
     def probe(self, name: str, shape: Sequence[int]) -> Tensor:
-        """A tensor without memory whose elements are to be followed."""
+        """Return a tensor without memory whose elements are to be followed."""
         tensor = torch.empty(tuple(shape), device="meta")
         self._known[_key(tensor)] = (tensor.untyped_storage(), [Origin(name, IndexMap.one(tensor.numel()))])
         return tensor
 
     def origins(self, tensor: Tensor) -> list[Origin]:
-        """Where a contiguous tensor of this shape would have its elements from.
+        """Return the origins of a tensor's elements, counted as in a contiguous tensor of its shape.
 
         Raises ValueError, saying why, unless each of them is an element of a probe.
         """
@@ -70,7 +70,8 @@ class CopyTracer(TorchDispatchMode):
         return result
 
     def _moved(self, made: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """`made` has a new storage; of each pair a view of it holds what the other tensor holds."""
+        """Record the origins of `made`, which has a new storage. In each pair, a view of `made` holds what another
+        tensor holds."""
         if _key(made) in self._known:
             return
         by_name: dict[str, list[IndexMap]] = {}
@@ -83,7 +84,7 @@ class CopyTracer(TorchDispatchMode):
         self._known[_key(made)] = (made.untyped_storage(), origins)
 
     def _through(self, tensor: Tensor, here: Strided) -> list[Origin]:
-        """From the places `here` to the origins of the tensor's elements."""
+        """Return the maps from the places `here` to the origins of the tensor's elements."""
         _, origins = self._known.get(_key(tensor), (None, []))
         if not origins:
             return []
@@ -105,7 +106,7 @@ def _copies(made: Tensor, copied: Tensor, *_: Any, **__: Any) -> list[tuple[Tens
 
 
 def _joins(made: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Of cat. An empty 1-D tensor may be among others of any shape, and adds nothing."""
+    """The pairs for torch.cat. An empty 1-D tensor may be among tensors of any shape, and adds nothing."""
     pairs, start = [], 0
     for tensor in tensors:
         if tensor.numel():

@@ -1,4 +1,4 @@
-"""Where the elements of one flattened tensor lie in another: runs of consecutive elements that move together.
+"""Where the elements of one flattened tensor are stored in another: runs of consecutive elements that move together.
 
 A rename is a single run. A tensor that is split, stacked, sliced or permuted on its way to a file is several, so that
 one arithmetic serves them all. Imports numpy, no torch.
@@ -18,13 +18,14 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 MOST_RUNS = 2**20
-"""In one map, 24 bytes each, of runs so short that a large matrix which is transposed has no ranges worth the name."""
+"""Most runs in one map, 24 bytes each, if they are short: a large matrix that is transposed would have more, and no
+byte ranges worth the name."""
 LONG_RUN = 512
-"""Elements. Of such runs (rows of a stack of many experts that are interleaved) there may be any number."""
+"""Elements of a long run. A map may have any number of those, such as interleaved rows of a stack of many experts."""
 
 
 class Strided(NamedTuple):
-    """Places of a tensor's elements in a storage, as torch gives them; counted in elements."""
+    """Positions of a tensor's elements in a storage, as torch gives them; counted in elements."""
 
     start: int
     strides: tuple[int, ...]
@@ -43,15 +44,15 @@ class IndexMap:
 
     @classmethod
     def one(cls, numel: int, here: int = 0, there: int = 0) -> Self:
-        """A single run; none where `numel` is 0."""
+        """Return a map of a single run; of none if `numel` is 0."""
         starts = [(here, there, numel)] if numel else []
         return cls(*np.array(starts, dtype=np.int64).reshape(-1, 3).T)
 
     @classmethod
     def paired(cls, sizes: Sequence[int], here: Strided, there: Strided) -> Self:
-        """The map between two tensors of the same sizes that lie in their storages with these strides.
+        """Return the map between two tensors of the same sizes that have these strides in their storages.
 
-        Raises ValueError if it would need more than MOST_RUNS runs and these are short, or elements lie on one another.
+        Raises ValueError if it would need more than MOST_RUNS runs and these are short, or if elements overlap.
         """
         dims = [dim for dim in zip(sizes, here.strides, there.strides, strict=True) if dim[0] != 1]
         if not math.prod(sizes):
@@ -69,7 +70,7 @@ class IndexMap:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Several maps between the same two tensors as one. Raises ValueError where they overlap."""
+        """Join several maps between the same two tensors. Raises ValueError if they overlap."""
         return cls._ordered(*(np.concatenate([getattr(part, side) for part in parts]) for side in _SIDES))
 
     @classmethod
@@ -93,26 +94,27 @@ class IndexMap:
 
     @property
     def numel(self) -> int:
-        """Elements that have a place on the other side."""
+        """Number of elements that are mapped."""
         return int(self.length.sum())
 
     def inverse(self) -> Self:
-        """From there to here."""
+        """Return the map from there to here."""
         return self._ordered(self.there, self.here, self.length)
 
     def within(self, start: int, stop: int) -> Self:
-        """The part whose elements here are in [start, stop)."""
+        """Return the part whose elements here are in [start, stop)."""
         span = slice(np.searchsorted(self._stops, start, "right"), np.searchsorted(self.here, stop, "left"))
         low: Ints = np.maximum(self.here[span], start)
         high: Ints = np.minimum(self._stops[span], stop)
         return type(self)(low, self.there[span] + (low - self.here[span]), high - low)
 
     def moved(self, here: int = 0, there: int = 0) -> Self:
-        """The same runs, with elements counted from elsewhere."""
+        """Return the same runs, with `here` and `there` added to the numbers of the elements."""
         return type(self)(self.here + here, self.there + there, self.length)
 
     def through(self, other: Self) -> Self:
-        """The composition with `other`: from here, through there, to `other.there`. Other elements are left out."""
+        """Return the composition with `other`: from here, through there, to `other.there`. Elements that `other` does
+        not map are left out."""
         first = np.searchsorted(other._stops, self.there, "right")
         count = np.maximum(0, np.searchsorted(other.here, self.there + self.length, "left") - first)
         own = np.repeat(np.arange(len(self)), count)
@@ -125,12 +127,12 @@ class IndexMap:
         return self._ordered(here[keep], there[keep], (high - low)[keep])
 
     def elements(self) -> Ints:
-        """Every element there, in the order of here. int64, one for each element."""
+        """Return the number of each element there, in the order of here. int64."""
         ends = np.cumsum(self.length)
         return np.repeat(self.there - (ends - self.length), self.length) + np.arange(self.numel)
 
     def stretches(self, most: int) -> Iterator[Self]:
-        """In order, parts of at most `most` elements that follow one another without gaps here."""
+        """Yield, in order, parts of at most `most` elements that follow one another without gaps here."""
         breaks = np.flatnonzero(self.here[1:] != self._stops[:-1]) + 1
         firsts, lasts = [0, *breaks.tolist()], [*(breaks - 1).tolist(), len(self) - 1]
         for first, last in zip(firsts, lasts, strict=True) if len(self) else ():
@@ -139,7 +141,7 @@ class IndexMap:
                 yield self.within(low, min(low + most, stop))
 
     def tuples(self) -> list[tuple[int, int, int]]:
-        """(here, there, length) of each run."""
+        """Return (here, there, length) of each run."""
         return list(zip(self.here.tolist(), self.there.tolist(), self.length.tolist(), strict=True))
 
     @property
@@ -152,7 +154,7 @@ _SIDES = ("here", "there", "length")
 
 
 def tile(parts: Sequence[IndexMap], numel: int) -> bool:
-    """Whether every one of `numel` elements here is in exactly one of the maps, which may lead to several tensors."""
+    """Return whether each of `numel` elements here is in exactly one of the maps, which may lead to several tensors."""
     here, length = (np.concatenate([getattr(part, side) for part in parts]) for side in ("here", "length"))
     order = np.argsort(here, kind="stable")
     ends = np.cumsum(length[order])
@@ -161,21 +163,22 @@ def tile(parts: Sequence[IndexMap], numel: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """A tensor in a file that holds elements of one of the model's. Most often the whole of it: a name."""
+    """A stored tensor that holds elements of one of the model's: most often all of them, in order, under some name."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the stored tensor."""
+    """Shape of the stored tensor."""
     runs: IndexMap
     """From elements of the model's flattened tensor to elements of the stored one."""
 
     def renamed(self, name: str) -> Place:
-        """The same in a tensor of another name."""
+        """Return the same place in a tensor of another name."""
         return self if name == self.name else Place(name, self.shape, self.runs)
 
     @staticmethod
     def whole(name: str, shape: Sequence[int]) -> Place:
-        """A tensor stored as it is. The same object each time, while it is among the latest."""
+        """Return the place of a tensor that is stored as it is. Repeated calls return the same object, while it is
+        among the latest."""
         return _whole(name, tuple(shape))
 
 
@@ -185,7 +188,8 @@ def _whole(name: str, shape: tuple[int, ...]) -> Place:
 
 
 def _fewest(dims: Sequence[tuple[int, int, int]]) -> list[tuple[Any, ...]]:
-    """Dimensions (size, strides), outermost first, with those joined that advance as one on both sides."""
+    """Return the dimensions (size, strides), outermost first, with those merged that are one dimension on both
+    sides."""
     joined: list[tuple[int, int, int]] = []
     for size, *strides in dims:
         if joined and joined[-1][1:] == tuple(stride * size for stride in strides):

@@ -1,7 +1,7 @@
-"""What tensors are called in the files that transformers reads and writes, and how they are cut and stacked there.
+"""Names of tensors in the files that transformers reads and writes, and how tensors are cut and stacked there.
 
-Found by having transformers convert tensors without memory, in both directions: every tensor of the model then has its
-elements in runs of elements of stored tensors, and a rename is the simplest case.
+Found by having transformers convert tensors without memory, in both directions: every tensor of the model then consists
+of runs of elements of stored tensors, and a rename is the simplest case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether `from_pretrained` and `save_pretrained` are the model's."""
+    """Return whether the model has transformers' `from_pretrained` and `save_pretrained`."""
     return all(hasattr(model, name) for name in ("save_pretrained", "from_pretrained", "config"))
 
 
@@ -34,9 +34,9 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def stored_first(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """The names of one tensor, the one that is stored first.
+    """Return the names of one tensor, beginning with the one that it is stored under.
 
-    As transformers chooses: of names that the class declares as tied to another, the others are kept.
+    As transformers chooses: a name that the class declares as tied to another is not stored, unless no other is left.
     """
     if len(names) == 1 or not is_transformers(model):
         return list(names)
@@ -53,14 +53,14 @@ def stored_first(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def places_to_write(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple[Place, ...]]:
-    """Where `save_pretrained` would put each tensor, given by name and global shape.
+    """Return where `save_pretrained` would put each tensor, given by name and global shape.
 
-    Raises UsageError, naming it, for a tensor that transformers changes on its way to the file, or cuts so fine that
-    no ranges of bytes are left.
+    Raises UsageError, naming it, for a tensor that transformers changes on its way to the file, or cuts so finely that
+    no byte ranges are left.
     """
     if not is_transformers(model):
         return {name: (Place.whole(name, shape),) for name, shape in shapes.items()}
-    # A model is saved many times, and one of many experts takes seconds to go through.
+    # Cached: a model is saved many times, and one with many experts takes seconds to convert.
     asked = (dict(shapes), list(getattr(model, "_weight_conversions", None) or ()))
     known = _known.get(model)
     if known is None or known[0] != asked:
@@ -93,7 +93,7 @@ def _converted(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, tuple
     for name, found in places.items():
         if sum(place.runs.numel for place in found) != probes[name].numel():
             raise _refused(model, name, ValueError("it is not stored exactly once"))
-        if not found:  # of no elements
+        if not found:  # it has no elements
             found.append(Place.whole(name, shapes[name]))
     return {name: tuple(found) for name, found in places.items()}
 
@@ -110,21 +110,21 @@ def _refused(model: nn.Module, name: str, error: Exception) -> UsageError:
 
 @dataclass
 class Found:
-    """Which tensors of a model are in files, and where."""
+    """The tensors of a model that are in files, and where."""
 
     places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
-    """By the model's names."""
+    """Places by the model's names."""
     shapes: dict[str, Shape] = field(default_factory=dict)
-    """That the files give them; not always the model's."""
+    """Shapes that the files give them, by the model's names; not always the model's shapes."""
     unexpected: dict[str, str] = field(default_factory=dict)
-    """Stored names that the model has no tensor for, each with the name that it would have there."""
+    """Stored names that the model has no tensor for, each with the name that the tensor would have there."""
 
 
 def find(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
     """Match stored tensors with a model's, as `from_pretrained` would: renamed, split and stacked. No communication.
 
     Args:
-        shapes: of the model's tensors, global, by every name that state_dict has for them.
+        shapes: global shapes of the model's tensors, by every name that its state_dict has for them.
         stored: shapes in the files, by name.
 
     Raises CheckpointError, naming it, for a tensor that transformers would compute from stored tensors, not copy.
@@ -144,7 +144,7 @@ def find(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Sha
 
 
 def find_base(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
-    """As `find`, in files of the model that adapters were put into. Of a model without any it is `find`."""
+    """Like `find`, in files of the base model that adapters were put into. Without adapters it equals `find`."""
     ours = base_names(model, {name: name for name in shapes})
     found = find(base_of(model), {name: shapes[own] for name, own in ours.items()}, stored)
     return Found(
@@ -155,7 +155,7 @@ def find_base(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str
 
 
 def find_adapter(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Found:
-    """As `find`, in files of the model's adapter alone, as PEFT writes them."""
+    """Like `find`, in files of the model's adapter alone, as PEFT writes them."""
     names = {uncompiled_name(name): uncompiled_name(stored) for name, stored in adapter_names(model).items()}
     ours = {theirs: name for name, theirs in names.items() if name in shapes}
     found = Found(unexpected={name: name for name in stored if name not in ours})
@@ -166,7 +166,7 @@ def find_adapter(model: nn.Module, shapes: Mapping[str, Shape], stored: Mapping[
 
 
 class _Conversion:
-    """One model's names and operations, on the way from files."""
+    """transformers' conversion of files to one model: its renamings and its operations on tensors."""
 
     def __init__(self, model: Any, shapes: Mapping[str, Shape]) -> None:
         from transformers import conversion_mapping, core_model_loading
@@ -201,11 +201,12 @@ class _Conversion:
         return self._found
 
     def _target(self, name: str) -> tuple[str, str | None]:
-        """The name in the model, and the pattern of the operation that makes it, if any."""
+        """Return a stored tensor's name in the model, and the pattern of the operation that makes the model's tensor,
+        if any."""
         prefix = self._model.base_model_prefix
         rename = self._library.rename_source_key
         target, pattern = rename(name, self._renamings, self._converters, prefix, self._state)
-        if target not in self._state and name in self._state:  # called so already; another may look like an old name
+        if target not in self._state and name in self._state:  # its name already, which looks like an old one
             target, pattern = rename(name, [], [], prefix, self._state)
         return target, pattern
 

@@ -1,4 +1,4 @@
-"""A checkpoint appears in one rename: written as `NAME.partial`, on disk before it is called `NAME`."""
+"""A checkpoint appears in one rename: written as `NAME.partial`, it is on disk before it is renamed to `NAME`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ PARTIAL = ".partial"
 DAMAGED = ".damaged"
 REPLACED = ".replaced"
 FINAL = "final"
-"""In a run's directory, the trained model: a checkpoint without an optimizer, and nothing to go on from."""
+"""Name, in a run's directory, of the trained model: a checkpoint without an optimizer, from which no run is resumed."""
 _STEP = re.compile(r"step-(\d+)")
 
 
 def partial_of(path: Path) -> Path:
-    """Where the checkpoint `path` is written."""
+    """Return the path under which the checkpoint `path` is written before it is committed."""
     return path.with_name(path.name + PARTIAL)
 
 
 def begin(path: Path, overwrite: bool = False) -> Path:
-    """Make an empty partial directory for the checkpoint `path`; remains of a crash are removed.
+    """Create an empty partial directory for the checkpoint `path`; remains of a crash are removed.
 
-    Raises CheckpointError if `path` is taken: by anything at all, or by anything but a checkpoint if `overwrite`.
+    Raises CheckpointError if `path` is taken: by anything but an empty directory or, with `overwrite`, a checkpoint.
     """
     if _is_taken(path):
         if not overwrite:
@@ -52,12 +52,13 @@ def begin(path: Path, overwrite: bool = False) -> Path:
 
 
 def _is_taken(path: Path) -> bool:
-    """By anything but an empty directory."""
+    """Return whether `path` is anything but an empty directory."""
     return path.is_symlink() or (path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None))
 
 
 def commit(path: Path) -> None:
-    """Turn the partial directory, whose files are on disk, into the checkpoint `path`: there after any crash."""
+    """Rename the partial directory, whose files are on disk, to `path`. After this the checkpoint survives any
+    crash."""
     partial = partial_of(path)
     sync(partial)
     os.rename(partial, path)  # noqa: PTH104
@@ -65,10 +66,10 @@ def commit(path: Path) -> None:
 
 
 def commit_over(path: Path) -> None:
-    """As `commit`, in the place of the checkpoint `path`, which is removed.
+    """Like `commit`, but replace the checkpoint that is at `path`, and remove the old one's files.
 
-    After any crash `path` is one of the two, whole. Where the file system cannot exchange two names, there is a moment
-    in which it is neither: then the old one is `NAME.replaced` and the new one `NAME.partial`.
+    After any crash `path` is one of the two, whole. If the file system cannot exchange two names, there is a moment in
+    which it is neither: then the old one is `NAME.replaced` and the new one `NAME.partial`.
     """
     partial = partial_of(path)
     sync(partial)
@@ -84,7 +85,7 @@ def commit_over(path: Path) -> None:
 
 
 def _exchange(left: Path, right: Path) -> bool:
-    """Swap two names in one step. False if the system or the file system cannot."""
+    """Swap two names in one step. Returns False if the system or the file system cannot."""
     at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -94,12 +95,12 @@ def _exchange(left: Path, right: Path) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Remove the partial directory of `path`, if that is possible."""
+    """Remove the partial directory of `path`, if possible."""
     shutil.rmtree(partial_of(path), ignore_errors=True)
 
 
 def _cleared(path: Path) -> Path:
-    """The partial directory of `path`, which is removed if it is there."""
+    """Remove the partial directory of `path`, if there is one. Returns its path."""
     partial = partial_of(path)
     if partial.is_dir() and not partial.is_symlink():
         shutil.rmtree(partial)
@@ -108,7 +109,7 @@ def _cleared(path: Path) -> Path:
 
 @contextmanager
 def building(path: Path) -> Iterator[Path]:
-    """Inside, the empty partial directory of `path`; it is committed on exit, and removed if the block raises.
+    """Yield the empty partial directory of `path`; it is committed on exit, and removed if the block raises.
 
     Raises CheckpointError if `path` is taken.
     """
@@ -124,7 +125,8 @@ def building(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove the checkpoint `path`. After a crash its remains are a partial directory. Of a link the link alone."""
+    """Remove the checkpoint `path`. After a crash its remains are a partial directory. If `path` is a link, only the
+    link is removed."""
     if path.is_symlink():
         path.unlink()
         sync(path.parent)
@@ -136,7 +138,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that it is none any more and its name is free; returns where it is now."""
+    """Rename a damaged checkpoint, so that it no longer counts as one and its name is free. Returns the new path."""
     aside = path.with_name(path.name + DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)  # noqa: PTH104
@@ -168,15 +170,16 @@ def remove_partials(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def latest(run_directory: Location) -> Path | str | None:
-    """The committed checkpoint of the highest step in a run's directory or its `checkpoints`; None without one.
+    """Return the committed checkpoint of the highest step in a run's directory or its `checkpoints`; None if there is
+    none.
 
-    No communication. Looks at names and manifests, not at every byte: `verify` does. A finished run's `final` is
-    passed over. A save that is under way in this process is waited for, and its error is raised here.
+    No communication. Looks at names and manifests, not at every byte: `verify` does. A finished run's `final` is passed
+    over. A save that is under way in this process is waited for, and its error is raised here.
 
     Args:
-        run_directory: a path, for which a path is returned, or a URL, for which a URL is.
+        run_directory: a path, for which a path is returned, or a URL, for which a URL is returned.
 
-    Raises UnreadableError where storage does not answer: an older checkpoint is not taken for the newest.
+    Raises UnreadableError if storage does not answer: an older checkpoint must not be taken for the newest.
     """
     save_thread.wait()
     run = directory_of(run_directory)
@@ -193,7 +196,7 @@ def latest(run_directory: Location) -> Path | str | None:
 
 
 def _step(directory: Directory) -> int | None:
-    """Of a checkpoint, by its name or else by its training.json; None if it is none."""
+    """Return the step of a checkpoint, from its name or else from its training.json; None if it is not a checkpoint."""
     named = _STEP.fullmatch(Path(directory.location).name)
     try:
         if not manifest.is_there(directory):

@@ -1,4 +1,4 @@
-"""`consolidate`: the files that ranks wrote to storage without ranged writes become an ordinary checkpoint."""
+"""`consolidate`: turns the files that ranks wrote to storage without ranged writes into an ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def consolidate(source: Location, target: str | os.PathLike[str]) -> None:
 
     Args:
         source: the path or URL of a checkpoint that was saved to a URL.
-        target: the new checkpoint's path; complete or not there, as with `save`. Its files are those that a save to a
-            path would have written, byte for byte.
+        target: the new checkpoint's path; complete or absent, as with `save`. Its files are those that a save to a path
+            would have written, byte for byte.
 
-    Every file is read once, its checksums are compared on the way, and 8 MiB are held at a time.
+    Every file is read once, 8 MiB at a time, and its checksums are compared.
 
     Raises:
-        CheckpointError: no checkpoint, one of ordinary files already, a damaged one (nothing is left at `target`), or
-            `target` is taken or cannot be written. UsageError: `target` is a URL.
+        CheckpointError: there is no checkpoint, it consists of ordinary files already, it is damaged (nothing is left
+            at `target`), or `target` is taken or cannot be written. UsageError: `target` is a URL.
     """
     save_thread.wait()
     if is_url(target):
@@ -49,7 +49,7 @@ def consolidate(source: Location, target: str | os.PathLike[str]) -> None:
 
 
 class _Consolidation:
-    """Goes through the files that are there, and writes each byte where it belongs."""
+    """Reads the existing files one after another, and writes each byte where it belongs."""
 
     def __init__(self, contents: Contents, partial: Path, stack: ExitStack) -> None:
         """
@@ -63,7 +63,7 @@ class _Consolidation:
         self._fds = {name: stack.enter_context((partial / name).open("xb")).fileno() for name in self._joined}
 
     def run(self) -> dict[str, FileRecord]:
-        """Returns the records of the new files."""
+        """Write the new files. Returns their records."""
         parts: dict[str, list[tuple[str, Part]]] = {}
         for name, joined in self._joined.items():
             for part in joined.parts:
@@ -84,15 +84,15 @@ class _Consolidation:
     def _distribute(self, file: str, record: FileRecord, parts: Sequence[tuple[str, Part]]) -> None:
         path = f"{self._contents}/{file}"
         with ExitStack() as stack:
-            with manifest.reading(path):  # errors of the target are not the source's
+            with manifest.reading(path):  # only errors of the source; the target's are the caller's
                 source = stack.enter_context(self._contents.directory.open(file))
             for start, chunk in manifest.checked_chunks(path, source, record):
                 self._put(start, chunk, parts)
 
     def _put(self, offset: int, chunk: memoryview, parts: Sequence[tuple[str, Part]]) -> None:
-        """`chunk`, of one file from byte `offset` on, into the files that it belongs to.
+        """Write `chunk`, which begins at byte `offset` of one file, to the files that it belongs to.
 
-        parts: of that file, by offset.
+        parts: the parts in that file, sorted by offset.
         """
         first = bisect_right(parts, offset, key=lambda item: item[1].offset) - 1
         for name, part in parts[max(0, first) :]:

@@ -1,8 +1,9 @@
-"""The second layout: every rank writes a file of its own, from beginning to end, and the manifest is the commit.
+"""The second layout: every rank writes a file of its own, from beginning to end, and writing the manifest is the
+commit.
 
-For storage that can neither write a range of a file nor rename. A rank's file holds, one after another, the byte ranges
-that it would have written into the files of the first layout; the manifest holds the place of each byte. So they
-are read like the first layout's, by byte range, and `consolidation.consolidate` makes these of them.
+For storage that can neither write a range of a file nor rename one. A rank's file holds, one after another, the byte
+ranges that it would have written into the files of the first layout; the manifest says where each byte is. So the files
+of the first layout are read from it by byte range, and `consolidation.consolidate` writes them out.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from shardwise.checkpoint.publish.target import NOTE, FileSets, Written, remove_
 from shardwise.errors import CheckpointError, UnreadableError
 
 BEGUN = f"{NOTE}begun"
-"""There from the beginning of a save until after its commit: with it and without a manifest, it is a partial one."""
+"""Note that exists from the beginning of a save until after its commit: a directory with it and without a manifest is a
+partial checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerRankFiles:
-    """A Target wherever fsspec writes."""
+    """A `Target` on any storage that fsspec can write to."""
 
     directory: RemoteDirectory
 
@@ -88,19 +90,19 @@ class PerRankFiles:
         """See `Target`."""
         try:
             return manifest.is_there(self.directory)
-        except UnreadableError:  # who asks asks again
+        except UnreadableError:  # the caller asks again
             return False
 
     def discard(self) -> None:
-        """Only of a save that did not come to its commit."""
+        """See `Target`. Only removes files of a save that was not committed."""
         names = self.directory.names()
         if BEGUN in names and manifest.NAME not in names:
-            for name in sorted(names, key=lambda name: name == BEGUN):  # what marks it as partial last
+            for name in sorted(names, key=lambda name: name == BEGUN):  # what marks it as partial goes last
                 self.directory.remove(name)
 
 
 def _append(parts: list[Part], part: Part) -> None:
-    """Add a part, or lengthen the last one."""
+    """Append a part, or extend the last one if the new part continues it."""
     last = parts[-1] if parts else None
     if last and (last.stop, last.offset + last.stop - last.start) == (part.start, part.offset):
         parts[-1] = last._replace(stop=part.stop)

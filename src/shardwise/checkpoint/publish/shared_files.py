@@ -19,15 +19,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SharedFiles:
-    """A Target on a file system that every rank sees."""
+    """A `Target` on a file system that every rank sees."""
 
     path: Path
     replaced: int | None = None
-    """Inode of the checkpoint that is there and is going to be replaced."""
+    """Inode of the existing checkpoint that is going to be replaced; None if there is none."""
 
     @classmethod
     def over(cls, path: Path) -> SharedFiles:
-        """In the place of whatever checkpoint `path` is now."""
+        """Return a target that replaces the checkpoint at `path`, if there is one."""
         try:
             return cls(path, path.stat().st_ino)
         except FileNotFoundError:
@@ -84,7 +84,8 @@ class SharedFiles:
             commit.commit_over(self.path)
 
     def is_committed(self) -> bool:
-        """See `Target`. Where no partial directory is left, somebody who waited for this may have moved it on since."""
+        """See `Target`. True if there is no partial directory: whoever waited for the commit may have moved the
+        checkpoint since."""
         if not self._partial.exists():
             return True
         try:

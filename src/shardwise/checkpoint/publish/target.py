@@ -1,4 +1,4 @@
-"""Where a checkpoint is going to be: one protocol for both layouts."""
+"""The place where a checkpoint is going to be: one protocol for both layouts."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Written:
     """Regions and parts that one rank, or all ranks, have written."""
 
     regions: dict[str, list[Region]] = field(default_factory=dict)
-    """Checksums by file."""
+    """Regions with their checksums, by file."""
     parts: dict[str, list[Part]] = field(default_factory=dict)
-    """By file that is to be joined: where its bytes lie."""
+    """Parts by the joined file whose bytes they hold."""
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain dicts and lists, for `of_ranks`."""
+        """Return the same as plain dicts and lists, for `of_ranks`."""
         return asdict(self)
 
     @classmethod
@@ -56,40 +56,41 @@ class Written:
 
 
 class Target(Protocol):
-    """A place for one checkpoint. No method communicates; rank 0 alone calls those marked so."""
+    """A place for one checkpoint. No method communicates; those marked so are called by rank 0 alone."""
 
     @property
     def name(self) -> str:
-        """Its last name; the same on every rank, wherever each has mounted the directory above."""
+        """The last part of its path or URL; equal on every rank, wherever each has mounted the parent directory."""
 
     @property
     def messages(self) -> Directory:
-        """Where ranks leave notes, from `begin` to `commit`."""
+        """The directory where ranks leave notes, from `begin` to `commit`."""
 
     def begin(self) -> None:
-        """Make an empty place; remains of a crash are removed. Rank 0 only.
+        """Create an empty place; remains of a crash are removed. Rank 0 only.
 
-        Raises CheckpointError if the place holds anything but remains of a save.
+        Raises CheckpointError if the place holds anything but remains of a save, or, if it is to be replaced, a
+        checkpoint.
         """
 
     def create(self, file_sets: FileSets) -> None:
         """Allocate the files, so that a full disk is an error now. Rank 0 only."""
 
     def write(self, file_sets: FileSets, rank: int) -> Written:
-        """Write this rank's pieces, rank 0 also headers, and have them on disk."""
+        """Write this rank's pieces (rank 0: also headers). They are on disk when this returns."""
 
     def commit(self, file_sets: FileSets, written: Written, documents: Mapping[str, bytes]) -> None:
         """Write the small files, the manifest last, and make it a checkpoint. Rank 0 only, after all ranks' `write`."""
 
     def is_committed(self) -> bool:
-        """Whether the checkpoint is there."""
+        """Return whether the checkpoint is committed."""
 
     def discard(self) -> None:
-        """Remove everything that was written, if that is possible. Rank 0 only."""
+        """Remove everything that was written, if possible. Rank 0 only."""
 
 
 def write_documents(directory: Directory, documents: Mapping[str, bytes]) -> dict[str, FileRecord]:
-    """Write small files, given by name, and have them on disk. Returns their records."""
+    """Write small files, given by name. They are on disk when this returns. Returns their records."""
     for name, data in documents.items():
         directory.write(name, data)
     return {name: manifest.record_of(data) for name, data in documents.items()}

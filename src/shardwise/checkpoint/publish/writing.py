@@ -1,4 +1,4 @@
-"""One save, decided upon: from pieces and small files to a committed checkpoint, at once or in a thread. No torch."""
+"""One prepared save: from pieces and small files to a committed checkpoint, at once or in a thread. No torch."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from shardwise.checkpoint.ranks.file_barrier import Barrier, FileBarrier, read_n
 from shardwise.errors import CheckpointError, UsageError
 
 _SIGHT_S = 5.0
-"""How long a rank waits for rank 0's token to come in sight: network file systems cache names for a moment."""
+"""Seconds that a rank waits until it sees rank 0's token: network file systems cache names for a moment."""
 _CREATED = ".created"
 _RESERVED = re.compile(r"\.safetensors|^rank-\d+\.bin$")
-"""Names of files that hold tensors."""
+"""Pattern for the names of files that hold tensors."""
 
 Copy = Callable[[Sequence[Any]], Sequence[Any]]
-"""From pieces to the same pieces in memory that nobody writes to."""
+"""Maps pieces to the same pieces in memory that nobody writes to."""
 
 
 @dataclass(frozen=True)
 class Writing:
-    """One save, decided upon: everything that there is to write, and where."""
+    """One prepared save: everything to write, and where."""
 
     target: Target
     file_sets: list[FileSet[Any]]
     training: dict[str, Any]
-    """Of training.json, what rank 0 knows. "optimizer" is the same on every rank."""
+    """Arguments of `training_json.describe` but for `rng`. Rank 0's are written; "optimizer" is equal on every rank."""
     rng: dict[str, Any]
     """This rank's random states."""
     documents: dict[str, bytes]
-    """Small files by name, rank 0's."""
+    """Small files by name; rank 0's are written."""
 
     def describe(self) -> str:
-        """Text that must be equal on every rank."""
+        """Return text that must be equal on every rank."""
         headers = [(name, file.header) for file_set in self.file_sets for name, file in file_set.files.files.items()]
         return f"{headers}|{self.training['optimizer']}"
 
@@ -80,7 +80,7 @@ class Writing:
 
 
 def _report(rank: int) -> str:
-    """The name of a rank's note to rank 0: the regions that it wrote, and its random states."""
+    """Return the name of a rank's note to rank 0, with the regions and parts that it wrote and its random states."""
     return f".rank-{rank}"
 
 
@@ -96,7 +96,7 @@ def check_arguments(step: int, extra: object, max_file_bytes: int) -> None:
 
 
 def take_along(files: Mapping[str, bytes], writing: Writing) -> None:
-    """Small files that go along, by name. Raises UsageError for a name that a checkpoint reserves."""
+    """Add small files, by name, to a save. Raises UsageError for a name that a checkpoint reserves."""
     taken = {manifest.NAME, training_json.NAME, names_json.NAME, *writing.documents}
     for name, data in files.items():
         try:
@@ -111,7 +111,7 @@ def take_along(files: Mapping[str, bytes], writing: Writing) -> None:
 
 
 def target_at(path: Location, overwrite: bool) -> Target:
-    """Where a checkpoint at this path or URL is written. Raises UsageError for a name that it cannot have."""
+    """Return the target for a path or URL. Raises UsageError for a name that a checkpoint cannot have."""
     refusal = f"{os.fspath(path)!r} cannot be a checkpoint's name"
     if "\0" in os.fspath(path):
         raise UsageError(f"{refusal}: no name has a null character in it")
@@ -134,11 +134,11 @@ def target_at(path: Location, overwrite: bool) -> Target:
 
 
 def publish(writing: Writing, peers: Agreement, copy: Copy | None) -> None:
-    """Write and commit. Every rank must call this. What was written is removed again if it fails.
+    """Write and commit. Every rank must call this. If it fails, what was written is removed again.
 
     Args:
-        copy: None to return when the checkpoint is there. Else to return when the pieces are copied by it; a thread
-            writes the copies, and `wait_for_last_save` waits for it.
+        copy: None to return when the checkpoint is committed. Otherwise the function that copies the pieces: then this
+            returns once they are copied, a thread writes the copies, and `wait_for_last_save` waits for it.
     """
     try:
         _begin(writing.target, peers)
@@ -153,7 +153,7 @@ def publish(writing: Writing, peers: Agreement, copy: Copy | None) -> None:
 
 
 def _begin(target: Target, peers: Agreement) -> None:
-    """Make the target's directory, and check that every rank sees it."""
+    """Create the target's directory, and check that every rank sees it."""
     token = f".token-{peers.broadcast_from_rank0(secrets.randbits(62)):x}"
     with peers.together(f"{target} cannot be written"):
         if peers.is_first:
@@ -171,7 +171,7 @@ def _begin(target: Target, peers: Agreement) -> None:
 
 
 def _start(writing: Writing, peers: Agreement, copy: Copy) -> None:
-    """Copy what this rank writes, and write the copy in a thread."""
+    """Copy this rank's pieces, and write the copies in a thread."""
     target = writing.target
     barrier = FileBarrier(target.messages, peers.rank, peers.world_size)
     with peers.together(f"{target} cannot be written"):

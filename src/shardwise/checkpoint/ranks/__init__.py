@@ -1,1 +1,1 @@
-"""How the ranks of one save or load keep together, and the thread of an asynchronous save."""
+"""How the ranks of one save or load agree and fail together, and the thread of an asynchronous save."""

@@ -1,7 +1,7 @@
 """Agreement between the processes of one save or load, a few bytes at a time. No torch.
 
-What it needs of them is one collective, the elementwise maximum of a few numbers: torch's ranks have theirs in
-`consensus`, JAX's processes in `shardwise.jax`.
+It needs one collective, the elementwise maximum of a few numbers: torch's ranks implement it in `consensus`, JAX's
+processes in `shardwise.jax`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shardwise.errors import CheckpointError, MismatchError
 from shardwise.together import fail_together
 
 _TEXT_BYTES = 3584
-"""Of an error's text that other ranks quote; each is one int64 of a collective."""
+"""Most bytes of an error's text that other ranks quote; each is sent as one int64 of a collective."""
 _POSITIVE_BITS = 62
 
 
 class Agreement(ABC):
-    """Every process that saves or loads. Every method is collective."""
+    """All processes that save or load together. Every method is collective."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -30,7 +30,7 @@ class Agreement(ABC):
 
     @abstractmethod
     def _highest(self, numbers: list[int]) -> list[int]:
-        """The elementwise maximum over all processes of equally many numbers, in [0, 2^63)."""
+        """Return the elementwise maximum over all processes, which pass equally many numbers in [0, 2^63)."""
 
     @property
     def is_first(self) -> bool:
@@ -51,7 +51,8 @@ class Agreement(ABC):
                 raise CheckpointError(f"{doing}: {error}") from error
 
     def _tell(self, failure: str | None) -> str | None:
-        """What a rank that did not fail is told of the last that did."""
+        """Tell other ranks this rank's failure, or None. Returns the message to raise where nothing failed; None if no
+        rank failed."""
         failed = self._highest([0 if failure is None else self.rank + 1])[0] - 1
         if failed < 0:
             return None
@@ -59,7 +60,7 @@ class Agreement(ABC):
         return f"rank {failed} failed: {self._broadcast_text(text)}"
 
     def broadcast_from_rank0(self, number: int) -> int:
-        """Rank 0's number (not negative) on every rank."""
+        """Return rank 0's number (not negative) on every rank."""
         return self._highest([number if self.is_first else 0])[0]
 
     def agree(self, text: str, otherwise: str) -> None:
@@ -69,7 +70,7 @@ class Agreement(ABC):
             raise MismatchError(otherwise)
 
     def equal_on_all_ranks(self, numbers: list[int]) -> list[bool]:
-        """For each of equally many numbers, in [0, 2^62), whether it is the same on every rank."""
+        """Return, for each number in [0, 2^62), whether it is the same on every rank. All ranks pass equally many."""
         highest = self._highest([*numbers, *(2**_POSITIVE_BITS - number for number in numbers)])
         return [high == 2**_POSITIVE_BITS - low for high, low in zip(highest, highest[len(numbers) :], strict=False)]
 
@@ -80,7 +81,7 @@ class Agreement(ABC):
 
 
 def wait_for_last_save(peers: Agreement) -> None:
-    """Wait for the asynchronous save before. Collective. Raises CheckpointError on every rank if it failed."""
+    """Wait for the previous asynchronous save. Collective. Raises CheckpointError on every rank if it failed."""
     try:
         with peers.together("the last asynchronous save failed"):
             save_thread.wait()

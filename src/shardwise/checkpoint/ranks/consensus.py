@@ -14,10 +14,11 @@ from shardwise.errors import UsageError
 
 
 def mesh_of(engines: Sequence[Engine]) -> Mesh:
-    """The mesh over whose ranks a model of these engines is saved and loaded: one with several shards and replicas, if
-    any is such.
+    """Return the mesh over whose ranks a model with these engines is saved and loaded: one with several shards and
+    several replicas, if there is one.
 
-    Raises UsageError where engines are over other ranks, or over the same in several shards and replicas each.
+    Raises UsageError if engines are over different ranks, or divide the same ranks into several shards and replicas
+    differently.
     """
     meshes = [engine.mesh for engine in engines]
     chosen = next((mesh for mesh in meshes if not _is_one_group(mesh)), meshes[0])
@@ -32,12 +33,12 @@ def mesh_of(engines: Sequence[Engine]) -> Mesh:
 
 
 def _is_one_group(mesh: Mesh) -> bool:
-    """Whether its ranks are all shards, or all replicas."""
+    """Return whether the mesh's ranks are all shards, or all replicas."""
     return 1 in {mesh.shard.world_size, mesh.replicate.world_size}
 
 
 def _ranks(mesh: Mesh) -> set[int]:
-    """Of the two groups that this rank is in."""
+    """Return the ranks of the two groups that this rank is in."""
     return {rank for group in mesh.spans for rank in group}
 
 
@@ -55,7 +56,8 @@ class Peers(Agreement):
 
     @property
     def reads_alone(self) -> bool:
-        """Whether no other rank of this machine holds, and so reads, the same elements; as far as torchrun tells."""
+        """Whether no other rank of this machine holds, and so reads, the same elements, as far as torchrun's
+        environment tells."""
         local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
         machines = [rank // local_ranks for rank in self._mesh.spans[1]]
         return len(set(machines)) == len(machines)

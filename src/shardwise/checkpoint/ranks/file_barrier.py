@@ -1,8 +1,8 @@
-"""A barrier made of files, for the thread of an asynchronous save, which may not use collectives.
+"""A barrier made of files, for the thread of an asynchronous save, which must not use collectives.
 
-The training goes on in the same processes and on the same process groups, so a thread may not use these; and a group of
-its own would be gone when the script destroys its process groups while the last save is still being written. The ranks
-share the storage anyway.
+The training goes on in the same processes and with the same process groups, so a thread must not use these; and a group
+of its own would be gone when the script destroys its process groups while the last save is still being written. The
+ranks share the storage anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.liveness import birth, machine
 _PATIENCE_S = 1800.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
 _FAILED, _PROCESS = ".failed-", ".process-"
-"""Beginnings of the names of notes, which end with a rank."""
+"""Prefixes of names of notes, followed by a rank."""
 
 
 def write_note(messages: Directory, name: str, note: Mapping[str, Any]) -> None:
@@ -30,7 +30,7 @@ def write_note(messages: Directory, name: str, note: Mapping[str, Any]) -> None:
 
 
 def read_note(messages: Directory, name: str) -> dict[str, Any] | None:
-    """Read a note. Returns None until all of it is there."""
+    """Read a note. Returns None until it is there in full."""
     try:
         left: dict[str, Any] = json.loads(messages.read(name))
     except (FileNotFoundError, ValueError):
@@ -39,7 +39,7 @@ def read_note(messages: Directory, name: str) -> dict[str, Any] | None:
 
 
 class Barrier(Protocol):
-    """The ranks of a save."""
+    """The ranks of a save, as they wait for one another."""
 
     rank: int
     world_size: int
@@ -53,23 +53,23 @@ class Barrier(Protocol):
 
         Args:
             doing: the beginning of the message for an OSError.
-            seen: whether the work that this rank has to wait for is done. A rank exits when it returns True.
+            seen: tells whether the work that this rank has to wait for is done. A rank exits when it returns True.
         """
 
 
 class FileBarrier:
-    """The notes of one save. No communication but through files."""
+    """A `Barrier` of one save. The ranks communicate only through notes."""
 
     def __init__(self, messages: Directory, rank: int, world_size: int) -> None:
         """
         Args:
-            messages: where all ranks read and write; it may go away when the save is over.
+            messages: a directory that all ranks read and write; it may disappear when the save is over.
         """
         self._messages = messages
         self.rank = rank
         self.world_size = world_size
         self._processes: dict[int, tuple[int, int]] = {}
-        """Of this machine: process ids and when they began, by rank."""
+        """Processes of this machine by rank: (process id, when it began)."""
 
     @property
     def is_first(self) -> bool:
@@ -77,12 +77,12 @@ class FileBarrier:
         return self.rank == 0
 
     def announce_process(self) -> None:
-        """Say which process this rank is."""
+        """Leave a note that says which process this rank is."""
         pid = os.getpid()
         write_note(self._messages, f"{_PROCESS}{self.rank}", {"machine": machine(), "process": (pid, birth(pid))})
 
     def learn_processes(self) -> None:
-        """Learn which processes of this machine to look after; after every rank's `announce_process`."""
+        """Read which processes of this machine to watch. Call it after every rank's `announce_process`."""
         for rank in range(self.world_size):
             left = read_note(self._messages, f"{_PROCESS}{rank}")
             if left is not None and left["machine"] == machine():
@@ -90,13 +90,14 @@ class FileBarrier:
 
     @contextmanager
     def together(self, doing: str, seen: Callable[[], bool]) -> Iterator[None]:
-        """See Barrier. A rank that is gone, or silent for half an hour (SHARDWISE_TIMEOUT_S), has failed."""
+        """See `Barrier`. A rank has failed if its process is gone, or it is silent for half an hour
+        (SHARDWISE_TIMEOUT_S)."""
         try:
             yield
         except Exception as error:
-            self._raise_others()  # if one has failed before, that is the cause
+            self._raise_others()  # if another rank failed before, that is the cause
             said = f"{doing}: {error}" if isinstance(error, OSError) else str(error)
-            with suppress(OSError):  # as is to be expected where the disk is full; the others will lose patience
+            with suppress(OSError):  # expected if the disk is full; the others then time out
                 write_note(self._messages, f"{_FAILED}{self.rank}", {"said": said})
             raise CheckpointError(said) from error
         self._await(seen)
@@ -107,7 +108,7 @@ class FileBarrier:
         while not seen():
             self._raise_others()
             gone = [rank for rank, (pid, born) in self._processes.items() if birth(pid) != born]
-            if gone and not seen():  # it may have left because all was done
+            if gone and not seen():  # it may have ended because all was done
                 raise PeerError(f"the process of rank {gone[0]} is gone")
             if time.monotonic() > deadline:
                 raise CheckpointError(f"the other ranks were not done after {patience_s:g} s")

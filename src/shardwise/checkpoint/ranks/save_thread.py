@@ -1,4 +1,4 @@
-"""The save that runs in a thread of this process: at most one; the next call on checkpoints waits for it."""
+"""The save that runs in a thread of this process: at most one, and the next call of `sw.checkpoint` waits for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardwise.errors import CheckpointError
 
 _POLL_S = 1.0
-"""Between checks, of a thread that has not been told what to do, whether the main thread is still alive."""
+"""Seconds between checks whether the main thread is alive, by a thread that has not been told what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +20,15 @@ class SaveTask:
     """The work of one save thread."""
 
     what: str
-    """For messages."""
+    """What is saved, for messages."""
     run: Callable[[], None]
-    """Called in the thread."""
+    """The work, called in the thread."""
     discard: Callable[[], None]
-    """Removes what a failed `run` leaves; called by `clean_up`."""
+    """Removes what a failed `run` left; called by `clean_up`."""
 
 
 class _Save:
-    """A thread and how it ended. It does nothing before `decide`."""
+    """A thread and how it ended. The thread does nothing before `decide`."""
 
     def __init__(self, task: SaveTask) -> None:
         self.task = task
@@ -46,7 +46,7 @@ class _Save:
         self._is_wanted = True
 
     def decide(self) -> bool:
-        """Let the thread go on: to run, or to its end. Returns whether to run."""
+        """Let the thread run the task if `want` was called, or else end. Returns whether it runs the task."""
         self._decided.set()
         if not self._is_wanted and self._thread.ident is not None:
             self._thread.join()
@@ -84,8 +84,8 @@ def start(task: SaveTask, together: AbstractContextManager[None]) -> None:
 
     Args:
         task: what to run.
-        together: a block that raises on every rank if it fails on one. No rank's task runs before all have a thread:
-            otherwise those that have would wait for one that has none.
+        together: a context manager that raises on every rank if its block fails on one. No rank's task runs before all
+            ranks have a thread: otherwise they would wait for a rank that has none.
 
     Raises RuntimeError if no thread can be started; on other ranks what `together` raises there.
     """
@@ -120,13 +120,13 @@ def wait() -> None:
 
 
 def clean_up() -> None:
-    """Remove what failed saves have left. No communication; no rank may still be at work on it."""
+    """Remove what failed saves left. No communication; no rank may still be writing there."""
     while _discards:
         _discards.pop()()
 
 
 def _at_exit() -> None:
-    """Print a failure that no call has raised. The exit status belongs to the program and stays as it is."""
+    """Print a failure that no call has raised. The exit status is the program's and does not change."""
     try:
         wait()
     except CheckpointError as error:
