@@ -1,1 +1,1 @@
-"""PyTorch's own signatures, over sharded models: a script changes its imports."""
+"""PyTorch's own signatures over sharded models, so that a script only changes its imports."""

@@ -1,4 +1,4 @@
-"""What the doors for other engines' scripts share."""
+"""Helpers shared by the modules that take FSDP scripts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shardwise.engine.lookup import engine_of
 
 
 def allow_autocast(module: nn.Module) -> None:
-    """Around fp32 units, as torch's engines take it: cast copies of weights then stay until backward."""
+    """Allow autocast around fp32 units, as torch's engines do. Its cast copies of weights stay until backward."""
     if (engine := engine_of(module, below=False)) is not None:
         engine.refuses_autocast = False
 
 
 def mixed_class(mixin: type, kind: type, name: str) -> Any:
-    """A class that is both, the mixin first. The same each time."""
+    """Return a class that derives from both, the mixin first. Returns the same class each time."""
     return _mixed((mixin, kind), name)
 
 
@@ -31,5 +31,5 @@ def _mixed(bases: Any, name: str) -> type:
 
 @cache
 def without_effect(what: str, why: str) -> None:
-    """Warn, once."""
+    """Warn, once per `what`, that it has no effect."""
     warnings.warn(f"shardwise: {what} has no effect: {why}", stacklevel=3)

@@ -6,8 +6,9 @@
         fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
-Each method of FSDPModule is honoured, or is without effect because the engine sees to it (warned once), or raises
-UsageError and says what to do instead: `docs/fsdp2.md` lists them. Parameters are `ShardedParameter`s, not DTensors.
+Each method of FSDPModule either works, or has no effect because the engine does the same by itself (most warn once), or
+raises UsageError that says what to do instead: `docs/fsdp2.md` lists them. Parameters are `ShardedParameter`s, not
+DTensors.
 """
 
 from __future__ import annotations
@@ -80,12 +81,13 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 _SUMS_AS_STORED = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
-"""Torch 2.15: without `reduce_dtype` gradients are reduced in the parameters' own dtype, in `param_dtype` before."""
+"""Whether gradients without a `reduce_dtype` are reduced in the parameters' own dtype: in torch 2.15. Earlier versions
+use `param_dtype`."""
 _EXPECTING = "_shardwise_expects_numbers"
-"""Attribute of a module whose first forward looks whether everything was initialised: the hook's handle."""
+"""Attribute with the handle of the hook that checks in a module's first forward whether everything is initialised."""
 
 
-@contract()  # one call a module; torch's `replicate` around it then leaves it alone
+@contract()  # one call per module; torch's `replicate` around it then leaves it alone
 def fully_shard(  # noqa: PLR0913 - FSDP2's signature
     module: M,
     *,
@@ -97,26 +99,26 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:
-    """Make a module, or several, one unit, apart from what is a unit below. Every rank must call this.
+    """Make a module, or several, one unit, except for units below. Every rank must call this.
 
     Args:
-        module: changed in place, also in its class: an FSDPModule as well from here on.
+        module: changed in place; its class becomes a subclass of FSDPModule and of its former class.
         mesh: 1 axis = shard, 2 axes = (replicate, shard). Default: all ranks.
-        reshard_after_forward: None = True, but for the root, whose backward comes next; False = FSDP2's ZeRO-2.
-        shard_placement_fn: called for each parameter, and its answers are checked as FSDP2 checks them; else without
-            effect, with a warning: parameters are cut as one flat, ragged buffer.
+        reshard_after_forward: None = True, except for the root, whose backward comes next; False = FSDP2's ZeRO-2.
+        shard_placement_fn: called for each parameter, and its answers are checked as FSDP2 checks them. Otherwise
+            without effect, with a warning: parameters are cut as one flat buffer, in ragged pieces.
         mp_policy: dtypes of this unit.
-        offload_policy: CPUOffloadPolicy = shards, reduced gradients and optimizer state are in the host's memory
-            between uses. `p.device` is the device that computes, and the step is taken there (docs/design/offload.md).
-        ignored_params: left alone.
+        offload_policy: CPUOffloadPolicy = shards, reduced gradients and optimizer state rest in host memory between
+            uses. `p.device` is the device that computes, and the step is taken there (docs/design/offload.md).
+        ignored_params: not sharded.
         dp_mesh_dims: names of the data axes of a larger mesh.
 
     Returns:
         The same module, or modules.
 
-    Raises ValueError for a container that is never called or a mesh of other axes, AssertionError for a module that was
-    given to a call before, for a placement what FSDP2 raises, UsageError for one on a mesh of its own; else as
-    `sw.shard`.
+    Raises ValueError for a container that is never called or for a mesh with other axes, AssertionError for a module
+    given to an earlier call, FSDP2's own errors for an invalid placement, and UsageError for a placement on a mesh of
+    its own; otherwise as `sw.shard`.
     """
     _check_callable(module)
     if mesh is not None and dp_mesh_dims is not None:
@@ -146,14 +148,17 @@ def fully_shard(  # noqa: PLR0913 - FSDP2's signature
 
 
 def _expect_numbers(module: nn.Module | Sequence[nn.Module]) -> None:
-    """Have the first forward raise UsageError if something is on the meta device yet, and the first one that trains if
-    something was given no numbers: on every rank."""
+    """For modules built on the meta device, register a check of every forward up to the first with gradients enabled.
+
+    It raises UsageError if a tensor is still on the meta device and, in the forward with gradients, if a tensor has a
+    NaN on some rank: then nothing has initialised it.
+    """
     tree = _tree(module)
     if not any(tensor.device.type == "meta" for tensor in (*tree.parameters(), *tree.buffers())):
         return
     for below in tree.modules():
         if (handle := below.__dict__.pop(_EXPECTING, None)) is not None:
-            handle.remove()  # this call's looks at those too
+            handle.remove()  # this call's check covers those modules too
 
     @hide_from_dynamo
     def check(called: nn.Module, args: object) -> None:
@@ -192,7 +197,7 @@ def _tree(module: nn.Module | Sequence[nn.Module]) -> nn.Module:
 def _own_parameters(
     module: nn.Module | Sequence[nn.Module], ignored: Iterable[nn.Parameter]
 ) -> dict[str, nn.Parameter]:
-    """Those that a call shards, by name: neither ignored nor sharded before."""
+    """Return the parameters that a call shards, by name: those neither ignored nor sharded before."""
     skipped = set(map(id, ignored))
     return {
         name: parameter
@@ -215,8 +220,7 @@ def _check_placements(
     ignored: Iterable[nn.Parameter],
     world_size: int,
 ) -> None:
-    """Ask for the placement of every parameter that this call shards, and raise what FSDP2 raises for one that it could
-    not have."""
+    """Call `place` for every parameter that this call shards, and raise FSDP2's error for an invalid placement."""
     for parameter in _own_parameters(module, ignored).values():
         answer, shape = place(parameter), parameter.shape
         if answer is None:
@@ -245,7 +249,7 @@ def _no_units(fqn: str, module: nn.Module) -> bool:
 def _precision(
     module: nn.Module | Sequence[nn.Module], policy: MixedPrecisionPolicy, ignored: Iterable[nn.Parameter]
 ) -> Precision:
-    """What a policy says, as the installed torch understands it, of the parameters that the call shards."""
+    """Translate a policy, as the installed torch understands it, for the parameters that the call shards."""
     own = _own_parameters(module, ignored)
     reduce = policy.reduce_dtype
     if reduce is None and policy.param_dtype is not None and _SUMS_AS_STORED:
@@ -261,7 +265,7 @@ def _precision(
 
 
 def _kept(own: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy) -> tuple[str, ...]:
-    """Parameters that torch 2.15's `param_dtype_override_fn` leaves in the dtype that they are stored in."""
+    """Return the names of parameters that torch 2.15's `param_dtype_override_fn` leaves in their stored dtype."""
     override = getattr(policy, "param_dtype_override_fn", None)
     if override is None:
         return ()
@@ -291,29 +295,29 @@ def _dims(dims: DataParallelMeshDims) -> tuple[str, ...]:
 
 
 def _class_for(kind: type) -> type:
-    """FSDPModule and the module's own class in one, named as FSDP2 does."""
+    """Return a class that derives from FSDPModule and the module's own class, named as FSDP2 names it."""
     return kind if issubclass(kind, FSDPModule) else mixed_class(FSDPModule, kind, f"FSDP{kind.__name__}")
 
 
 class UnshardHandle:
-    """Of `FSDPModule.unshard(async_op=True)`."""
+    """The handle that `FSDPModule.unshard(async_op=True)` returns."""
 
     def wait(self) -> None:
-        """Nothing to do: whoever reads the parameters is ordered behind the gather."""
+        """Do nothing: work that reads the parameters is already ordered behind the gather."""
 
 
 class GradientReductionHandle:
-    """Of `FSDPModule.finalize_backward(async_op=True)`, of torch 2.15."""
+    """The handle that `FSDPModule.finalize_backward(async_op=True)` of torch 2.15 returns."""
 
     def wait(self) -> None:
-        """Nothing to do: whoever reads the gradients is ordered behind the reductions."""
+        """Do nothing: work that reads the gradients is already ordered behind the reductions."""
 
 
 class FSDPModule:
-    """What `fully_shard` makes of a module, besides what it was. FSDP2's methods."""
+    """The class with FSDP2's methods that `fully_shard` adds to a module's own class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """One that is built of others, as a slice of a Sequential is, is of the module's own class."""
+        """Build a module of the original class. Slicing a Sequential, for example, calls `type(self)(...)`."""
         if not (args or kwargs):  # as copy.deepcopy does
             return super().__new__(cls)
         built = cls.__mro__[2](*args, **kwargs)
@@ -323,56 +327,60 @@ class FSDPModule:
     # Honoured ---------------------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Hold full parameters now, the module's own units and those below it. Every rank must call this.
+        """Gather full parameters of the module's own units and of those below it. Every rank must call this.
 
-        FSDP2 gathers the module's own unit alone; see `sw.unshard` for how long they stay.
+        FSDP2 gathers only the module's own unit. See `sw.unshard` for how long the parameters stay.
         """
         if self._is_sharded:
             unshard(self._module)
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
-        """Hold sharded parameters again. Every rank must call this."""
+        """Return to sharded parameters. Every rank must call this."""
         if self._is_sharded:
             reshard(self._module)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backwards reduce gradients of the module's units or accumulate them. Every rank must do so."""
+        """Set whether backwards reduce or accumulate gradients of the module's units. Every rank must call this."""
         if self._is_sharded:
             sync_gradients(self._module, requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backwards sum gradients over replicas too, or in the shard group alone, where they accumulate. Every
-        rank must do so."""
+        """Set whether backwards sum gradients over replicas too, or only in the shard group, where they accumulate.
+
+        Every rank must call this.
+        """
         if self._is_sharded:
             sync_replicas(self._module, requires_all_reduce, recurse)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums of the module's own unit are divided by. Every rank must do so."""
+        """Set the divisor of the sums of the module's own unit. Every rank must call this."""
         if self._is_sharded:
             divide_gradients(self._module, factor, recurse=False)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """As `set_gradient_divide_factor`."""
+        """Do the same as `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Have `hook` called with this rank's slice of every reduction of the module's own unit: the mean over ranks,
-        1-D. Each group of parameters of one dtype has a call of its own. Every rank must do so."""
+        """Call `hook` with this rank's slice of every reduction of the module's own unit: the mean over ranks, 1-D.
+
+        It is called once for each group of parameters of one dtype. Every rank must call this.
+        """
         if stream is not None:
             without_effect("set_all_reduce_hook(stream=)", "the hook runs on the stream that computes")
         if self._is_sharded:
             hook_gradients(self._module, hook, recurse=False)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether the module's units give their memory back after forward. Every rank must do so, between steps."""
+        """Set whether the module's units are resharded after forward. Every rank must call this, between steps."""
         if self._is_sharded:
             resharding(self._module, reshard_after_forward, recurse)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what waits for it in units that are told to reduce. Every rank must call this, outside backward.
+        """Reduce gradients that wait in units that are set to reduce. Every rank must call this, outside backward.
 
-        With or without `set_manual_backward_finalization` a backward's own gradients are reduced when it is over.
+        A backward's own gradients are reduced when it ends, with or without `set_manual_backward_finalization`.
         """
         if self._is_sharded:
             reduce_waiting(self._module)
@@ -381,74 +389,74 @@ class FSDPModule:
     # Without effect ---------------------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
-        """The engine clears up by itself after an exception."""
+        """Do nothing: the engine cleans up by itself after an exception."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """The engine knows when a backward is over."""
+        """Do nothing: the engine knows when a backward has ended."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """A backward is over when autograd is; `finalize_backward` reduces what was left waiting."""
+        """Do nothing: a backward ends when autograd does. `finalize_backward` reduces gradients that still wait."""
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """The engine orders gathers behind the optimizer's writes itself."""
+        """Do nothing: the engine itself orders gathers behind the optimizer's writes."""
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Gathers overlap by themselves."""
+        """Do nothing: gathers always overlap with compute."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Which operation the backend is given is the engine's choice; gradients are the mean."""
+        """Do nothing: the engine chooses the backend's operation; gradients are the mean."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The engine learns the order by itself."""
+        """Warn without effect: the engine learns the order by itself."""
         without_effect("set_modules_to_forward_prefetch", "the engine learns in which order units are used")
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The engine learns the order by itself."""
+        """Warn without effect: the engine learns the order by itself."""
         without_effect("set_modules_to_backward_prefetch", "the engine learns in which order units are used")
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Slots are taken back after backward."""
+        """Warn if False, without effect: slots are shared, so they are taken back after backward."""
         if not reshard_after_backward:
             without_effect("set_reshard_after_backward(False)", "slots are shared, and are taken back")
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Slots are allocated once, and units share them."""
+        """Warn if True, without effect: slots are allocated once, and units share them."""
         if keep:
             without_effect("set_keep_unsharded_storage", "slots are kept, and units take turns in them")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """The engine gathers what backward is known to use."""
+        """Warn if False, without effect: the engine gathers what backward will use."""
         if not unshard_in_backward:
             without_effect("set_unshard_in_backward(False)", "units are gathered in backward as they are in forward")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Reduce slots are the arena's."""
+        """Warn without effect: reduce slots are allocated once, in an arena."""
         without_effect("set_reduce_scatter_max_input_buffers", "reduce slots are allocated once")
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Ranks agree on which parameters were used."""
+        """Warn without effect: ranks agree on which parameters were used."""
         without_effect("set_reduce_scatter_unused_params", "ranks agree on which parameters were used")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reductions have a group of their own where that is of use."""
+        """Warn without effect: on accelerators reductions have a process group of their own anyway."""
         without_effect("set_separate_reduce_scatter_group", "reductions have a group of their own on accelerators")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Slots are allocated once."""
+        """Warn without effect: the engine allocates slots once."""
         without_effect("set_allocate_memory_from_process_group_for_comm", "slots are allocated once, by the engine")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not there yet; slower, not otherwise."""
+        """Warn without effect: symmetric memory is not supported yet, which only costs speed."""
         without_effect("set_symm_mem_for_comm", "slots are ordinary memory")
 
     # Refused ----------------------------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Raises UsageError."""
+        """Raise UsageError: not supported."""
         self._refuse("set_custom_all_gather", "the engine's collectives cannot be exchanged")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Raises UsageError."""
+        """Raise UsageError: not supported."""
         self._refuse("set_custom_reduce_scatter", "the engine's collectives cannot be exchanged")
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -460,7 +468,7 @@ class FSDPModule:
 
     @property
     def _is_sharded(self) -> bool:
-        """Not so of a module without parameters, which is left alone."""
+        """Whether the module has sharded parameters or an engine. A module without parameters has neither."""
         return any(isinstance(parameter, ShardedParameter) for parameter in self._module.parameters()) or (
             engine_of(self._module) is not None
         )
@@ -470,13 +478,13 @@ class FSDPModule:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method gather parameters as `forward` does. No communication; nothing for a module that is not sharded."""
+    """Have a method gather parameters as `forward` does. Does not communicate. Without effect if not sharded."""
     if isinstance(module, FSDPModule) and module._is_sharded:
         register_forward_method(module, method_name)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Have models of their own share slots, streams and one order of units. Every rank must call this."""
+    """Let separate models share slots, streams and one order of units. Every rank must call this."""
     if not all(isinstance(module, FSDPModule) for module in modules):
         raise ValueError("share_comm_ctx: modules that were given to fully_shard")
     roots = [module._module for module in modules if engine_of(module._module, below=False) is not None]

@@ -1,7 +1,7 @@
 """`torch.distributed.checkpoint.state_dict` for models that `sw.shard` has sharded: same names, signatures and results.
 
-The handles that come without `full_state_dict` are `ShardedParameter`s, which `torch.distributed.checkpoint` saves and
-loads in place. Models and optimizers without anything sharded are handed to torch's own functions.
+Without `full_state_dict` the values are `ShardedParameter`s, which `torch.distributed.checkpoint` saves and loads in
+place. Models without anything sharded, and their optimizers, are passed on to torch's own functions.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ Optimizers = Optimizer | Iterable[Optimizer]
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """The model's state_dict. Every rank must call this where `full_state_dict` is set; no communication elsewhere.
+    """Return the model's state_dict. Every rank must call this with `full_state_dict`; without it nothing is sent.
 
-    With `full_state_dict` tensors are full, on the CPU of rank 0 alone (empty elsewhere) if `cpu_offload` is set too.
+    With `full_state_dict` tensors are full; with `cpu_offload` too, they are on the CPU of rank 0 alone, and other
+    ranks get an empty dict.
     """
     options = options or StateDictOptions()
     if engine_of(model) is None:
         return torchs.get_model_state_dict(model, submodules=submodules, options=options)
     model = _bare(model)
-    state = model.state_dict(keep_vars=True)  # as they are, whatever a class makes of it
+    state = model.state_dict(keep_vars=True)  # keep_vars: FSDP1's class too then gives sharded tensors
     wanted = _names_below(model, submodules)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     names = [name for name in state if wanted(name) and not (options.ignore_frozen_params and name in frozen)]
@@ -71,9 +72,10 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """State and groups of optimizers by fully qualified names. Every rank must call this if `full_state_dict` is set.
+    """Return optimizers' state and groups by fully qualified names. Every rank must call this with `full_state_dict`.
 
-    An optimizer that has not stepped gives the state that it would begin with, to load into, and keeps none.
+    For an optimizer that has not stepped, returns the state that it would begin with, to load into; the optimizer
+    itself stays without state.
     """
     options = options or StateDictOptions()
     if engine_of(model) is None:
@@ -108,7 +110,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both. Every rank must call this where `full_state_dict` is set."""
+    """Return the state_dicts of model and optimizers. Every rank must call this with `full_state_dict`."""
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
@@ -116,7 +118,8 @@ def get_state_dict(
 
 
 def _handed_out(value: Any, options: StateDictOptions) -> Any:
-    """A value of a state as the options want it. Collective for a sharded one with `full_state_dict`."""
+    """Return a value of a state_dict in the form that the options ask for. Collective for a sharded tensor with
+    `full_state_dict`."""
     if isinstance(value, Tensor):
         value = value.detach()
     if isinstance(value, ShardedParameter):
@@ -127,13 +130,13 @@ def _handed_out(value: Any, options: StateDictOptions) -> Any:
             return None
         return full.cpu() if options.cpu_offload else full
     if isinstance(value, Tensor) and (options.full_state_dict or options.cpu_offload):
-        # Full state is as of now: numbers of steps and buffers go on changing.
+        # Full state is a snapshot: step counters and buffers go on changing.
         return value.to("cpu" if options.cpu_offload else value.device, copy=options.full_state_dict)
     return value
 
 
 def _gets_values(options: StateDictOptions) -> bool:
-    """Full state on the CPU is rank 0's alone, as torch has it."""
+    """Whether this rank gets values: full state on the CPU goes to rank 0 alone, as in torch."""
     alone = options.full_state_dict and options.cpu_offload and dist.is_initialized()
     return not alone or dist.get_rank() == 0
 
@@ -148,16 +151,16 @@ def _is_kept(parameter: Tensor, options: StateDictOptions) -> bool:
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> _IncompatibleKeys:
-    """Write a state_dict into the model: of full tensors, equal on every rank, or of handles. Every rank must call it.
+    """Load a state_dict of full tensors, equal on every rank, or of `ShardedParameter`s. Every rank must call this.
 
-    With `broadcast_from_rank0` only rank 0's is read, and one tensor at a time travels.
+    With `broadcast_from_rank0` only rank 0's is read, and it is sent one tensor at a time.
     """
     options = options or StateDictOptions()
     engine = engine_of(model)
     if engine is None:
         return torchs.set_model_state_dict(model, dict(model_state_dict), options=options)
     model = _bare(model)
-    give_buffers(model, engine.mesh.device)  # `fully_shard` leaves those of the meta device there
+    give_buffers(model, engine.mesh.device)  # `fully_shard` leaves buffers on the meta device
     if not options.broadcast_from_rank0:
         report: _IncompatibleKeys = model.load_state_dict(model_state_dict, strict=options.strict)
         return report
@@ -185,9 +188,9 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Write state and options by fully qualified names into optimizers. Every rank must call this.
+    """Load state and options, given by fully qualified names, into optimizers. Every rank must call this.
 
-    With `broadcast_from_rank0` only rank 0's is read, and one tensor at a time travels.
+    With `broadcast_from_rank0` only rank 0's is read, and it is sent one tensor at a time.
     """
     options = options or StateDictOptions()
     if engine_of(model) is None:
@@ -200,8 +203,8 @@ def set_optimizer_state_dict(
 def loadable_state_dict(
     model: nn.Module, optimizer: Optimizer, given: Mapping[str, Any], options: StateDictOptions
 ) -> dict[str, Any]:
-    """State and options by names as `optimizer.load_state_dict` takes them. Every rank must call this with
-    `broadcast_from_rank0`."""
+    """Return state and options, given by names, as `optimizer.load_state_dict` takes them. Every rank must call this
+    with `broadcast_from_rank0`."""
     names = _names(_bare(model), optimizer)
     is_flat = bool(given) and "param_groups" not in given
     state, groups = _unflattened(given, names, optimizer) if is_flat else _parts(given)
@@ -218,7 +221,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
-    """Both. Every rank must call this."""
+    """Load the state_dicts of model and optimizers. Every rank must call this."""
     incompatible = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return incompatible
@@ -231,7 +234,7 @@ def _by_position(
     groups: Mapping[str, Mapping[str, Any]],
     strict: bool,
 ) -> dict[str, Any]:
-    """For `Optimizer.load_state_dict`: parameters by their number among those of this optimizer."""
+    """Return a state_dict for `Optimizer.load_state_dict`, with parameters by their position in this optimizer."""
     position = 0
     by_position: dict[str, Any] = {"state": {}, "param_groups": []}
     for group in optimizer.param_groups:
@@ -252,12 +255,12 @@ def _by_position(
 
 
 def _own(value: Any) -> Any:
-    """Numbers are copied: torch's optimizers would count their steps in the caller's."""
+    """Copy a plain tensor, because torch's optimizers would count their steps in the caller's."""
     return value.clone() if isinstance(value, Tensor) and not isinstance(value, ShardedParameter) else value
 
 
 def _parts(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
-    """State by name, and the group of each name."""
+    """Return the state by name, and by name the group that the parameter is in."""
     groups = {name: group for group in given.get("param_groups", ()) for name in group["params"]}
     return given.get("state", {}), groups
 
@@ -273,7 +276,7 @@ def _flattened(state: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[
 def _unflattened(
     given: Mapping[str, Any], names: Mapping[int, str], optimizer: Optimizer
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """What `_flattened` has put into one level."""
+    """Return state and groups by name from the single-level dict that `_flattened` makes."""
     state: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -293,14 +296,14 @@ def _unflattened(
 
 
 def _from_rank0(value: Any) -> Any:
-    """Rank 0's, which must be picklable. Every rank must call this."""
+    """Return rank 0's value, which must be picklable. Every rank must call this."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def _received(value: Any, device: torch.device) -> Any:
-    """A value of rank 0's; a tensor arrives full, on `device`. Every rank must call this."""
+    """Return rank 0's value; a tensor arrives full, on `device`. Every rank must call this."""
     is_first = dist.get_rank() == 0
     what = _from_rank0((value.shape, value.dtype) if is_first and isinstance(value, Tensor) else None)
     if what is None:
@@ -312,7 +315,7 @@ def _received(value: Any, device: torch.device) -> Any:
 
 
 def _cut_from_rank0(given: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """This rank's pieces of the state, by name, that rank 0 is given. Every rank must call this."""
+    """Return this rank's pieces of the state, by name, that was given on rank 0. Every rank must call this."""
     is_first = dist.get_rank() == 0
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     state: dict[str, Any] = {}
@@ -326,8 +329,8 @@ def _cut_from_rank0(given: Mapping[str, Any], optimizer: Optimizer, names: Mappi
 
 
 def _cut(optimizer: Optimizer, parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of one parameter as this rank keeps it."""
-    if hasattr(optimizer, "cut_state"):  # it places its state itself
+    """Return the state of one parameter as this rank keeps it."""
+    if hasattr(optimizer, "cut_state"):  # the optimizer places its state itself
         placed: dict[str, Any] = optimizer.cut_state(parameter, state)
         return placed
     return cut_state(parameter, state) if isinstance(parameter, ShardedParameter) else state
@@ -351,7 +354,7 @@ def _write(full: Tensor, target: Tensor) -> None:
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """Without torch.compile's wrapper."""
+    """Return the model without torch.compile's wrapper."""
     inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner
 
@@ -361,7 +364,7 @@ def _each(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """Names of an optimizer's parameters by id. Raises UsageError for one that is not the model's."""
+    """Return the names of an optimizer's parameters by id. Raises UsageError for one that is not the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -378,14 +381,14 @@ def _prefixes(model: nn.Module, submodules: set[nn.Module]) -> list[str]:
 
 
 def _names_below(model: nn.Module, submodules: set[nn.Module] | None) -> Any:
-    """Whether a name lies in one of the submodules; every name does where none are given."""
+    """Return a predicate: whether a name lies in one of the submodules. True for all if none are given."""
     prefixes = tuple(_prefixes(model, submodules)) if submodules else ("",)
     return lambda name: name.startswith(prefixes)
 
 
 @contextmanager
 def _with_state(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Inside, an optimizer that has not stepped has the state that its first step would begin with."""
+    """Inside, give an optimizer that has not stepped the state that its first step would begin with."""
     if any(optimizer.state.values()):
         yield
         return
@@ -394,10 +397,10 @@ def _with_state(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:  # so that nothing moves
+    for group in optimizer.param_groups:  # so that no weight changes
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     try:
-        if any(engine.reducer.steps.serves(optimizer) for engine in engines_below(model)):  # step() does nothing
+        if any(engine.reducer.steps.serves(optimizer) for engine in engines_below(model)):  # its step() updates nothing
             with torch.no_grad():
                 step_with_stores(optimizer, [group["params"] for group in optimizer.param_groups])
         else:

@@ -1,1 +1,1 @@
-"""Shards and optimizer state that rest elsewhere than on the device between uses: in the host's memory, on disk."""
+"""Shards, gradients and optimizer state that rest in host memory or on disk between uses."""

@@ -1,4 +1,4 @@
-"""Buffers of a ring in a device's memory, and what each use of one has to follow."""
+"""Buffers of a ring in device memory, and the events that order their uses and copies."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from shardwise import accelerators
 
 
 class DeviceBuffers:
-    """What orders them is events. A stream that uses a buffer follows the last copy to or from it; a copy follows every
-    use since then."""
+    """Buffers in device memory, ordered by events: a stream that uses a buffer waits for the last copy to or from it,
+    and a copy waits for every use since the last copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._users: dict[int, set[torch.Stream]] = {}
-        """By the address of a buffer: streams that use it since its last copy."""
+        """By buffer address: the streams that have used the buffer since its last copy."""
         self._last: dict[int, list[torch.Event]] = {}
-        """Likewise the end of that copy, or of what was there before the buffer, and of uses that a copy is to
-        follow."""
+        """By buffer address: the end of that copy (in a new buffer, of the work that had its memory before), and the
+        uses that the next copy must wait for."""
 
     def new(self, nbytes: int) -> Tensor:
-        """Memory of the device's allocator."""
-        with torch.inference_mode(False):  # it is written in any mode, and has a version
+        """Allocate a buffer with the device's allocator."""
+        with torch.inference_mode(False):  # written in any mode, so it needs a version
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._last[buffer.data_ptr()] = [self._current().record_event()]  # whoever had the block was on that stream
+        self._last[buffer.data_ptr()] = [self._current().record_event()]  # the block's last user was on that stream
         return buffer
 
     def use(self, buffer: Tensor) -> None:
@@ -43,18 +43,21 @@ class DeviceBuffers:
         self._users[buffer.data_ptr()] = {stream}
 
     def drop(self, buffer: Tensor) -> None:
-        """See `Medium`. The allocator takes the memory back behind the current stream."""
+        """See `Medium`. The allocator reuses the memory only behind the current stream."""
         follow(self._current(), self.before(buffer))
         del self._last[buffer.data_ptr()]
 
     def before(self, buffer: Tensor) -> list[torch.Event]:
-        """What a copy to or from it has to follow."""
+        """Return the events that a copy to or from the buffer must wait for."""
         last = self._last[buffer.data_ptr()]
         last += [user.record_event() for user in self._users.pop(buffer.data_ptr(), ())]
         return last
 
     def copied(self, buffer: Tensor, stream: torch.Stream) -> torch.Event:
-        """A copy to or from it is enqueued on the stream, behind all that. Returns its end."""
+        """Note that a copy to or from the buffer, behind the events of `before`, was just enqueued on `stream`.
+
+        Returns the event at its end.
+        """
         end = stream.record_event()
         self._last[buffer.data_ptr()] = [end]
         return end
@@ -64,6 +67,6 @@ class DeviceBuffers:
 
 
 def follow(stream: torch.Stream, events: list[torch.Event]) -> None:
-    """What the stream is given from here on comes after those."""
+    """Make all later work on the stream wait for these events."""
     for event in events:
         stream.wait_event(event)

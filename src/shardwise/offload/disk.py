@@ -1,4 +1,4 @@
-"""A rank's file on disk, the threads that read and write it, and what is known of its failures."""
+"""A rank's file on disk as a medium, the threads that read and write it, and the record of its failures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _THREADS = 3
 
 
 class Disk:
-    """A `Medium` that is one scratch file, made when room is first taken.
+    """A `Medium` that is one scratch file, created by the first `grow`.
 
-    After an error every call raises UsageError, until all that is in the file has been written anew.
+    After an error every read, write and check raises UsageError until `written_anew` has succeeded.
     """
 
     def __init__(self, directory: Path, what: str, threads: int = _THREADS) -> None:
-        """`what`: is kept in the file, for errors. `threads`: read and write it."""
+        """`what`: the file's contents in words, for errors. `threads`: how many read and write it."""
         self.directory = directory
         self._what = what
         self._file: ScratchFile | None = None
@@ -37,26 +37,26 @@ class Disk:
         self._threads = threads
         self._pool: ThreadPool | None = None
         self._memory: dict[int, memoryview] = {}
-        """Of buffers, by address. Threads hold no tensor: a buffer is free when no tensor refers to it."""
+        """By buffer address: its memory. Threads hold no tensor, since a buffer is free when no tensor refers to it."""
 
     @property
     def where(self) -> str:
-        """For errors."""
+        """The medium in words, for error messages."""
         return f"on disk ({os.fspath(self.directory)})"
 
     @property
     def nbytes(self) -> int:
-        """Taken on disk."""
+        """Bytes allocated on disk."""
         return 0 if self._file is None else self._file.nbytes
 
     @property
     def file(self) -> ScratchFile:
-        """There is one once room was taken."""
+        """The scratch file, which exists after the first `grow`."""
         assert self._file is not None
         return self._file
 
     def grow(self, nbytes: int) -> None:
-        """See `Medium`. Raises where the disk has no room."""
+        """See `Medium`. Raises UsageError if the disk is full."""
         if nbytes <= self.nbytes:
             return
         try:
@@ -73,18 +73,18 @@ class Disk:
 
     def buffer(self, nbytes: int) -> Tensor:
         """See `Medium`."""
-        with torch.inference_mode(False):  # it is written in any mode, and has a version
+        with torch.inference_mode(False):  # written in any mode, so it needs a version
             memory = huge_page_buffer(nbytes)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)
         self._memory[buffer.data_ptr()] = memory
         return buffer
 
     def read(self, start: int, buffer: Tensor, after: Callable[[], object] | None = None) -> OnThread:
-        """See `Medium`. A thread does it, when `after` has returned there."""
+        """See `Medium`. A thread calls `after`, then reads."""
         return self._submit(self.file.read, start, buffer, after)
 
     def write(self, start: int, buffer: Tensor, after: Callable[[], object] | None = None) -> OnThread:
-        """Likewise."""
+        """See `Medium`. A thread calls `after`, then writes."""
         return self._submit(self.file.write, start, buffer, after)
 
     def _submit(
@@ -105,25 +105,25 @@ class Disk:
         memory: memoryview,
         after: Callable[[], object] | None,
     ) -> None:
-        """On a thread. Errors are known at once: nobody may wait for a write."""
+        """Read or write on a thread. Errors are noted here, because nobody may ever wait for a write."""
         with self.failing():
             if after is not None:
                 after()
-            self.check()  # what a thread before this one could not write is not to be read
+            self.check()  # not to read what an earlier write failed to store
             function(start, memory)
 
     def later(self, function: Callable[[], object]) -> OnThread:
-        """Have a thread call that, behind what threads were given before."""
+        """Have a thread call `function`. Calls start in the order in which they were submitted."""
         if self._pool is None:
             self._pool = ThreadPool(self._threads).__enter__()
-            weakref.finalize(self, self._pool.stop)  # from whatever thread: it may be one of these
+            weakref.finalize(self, self._pool.stop)  # runs on any thread, perhaps one of the pool
         return OnThread(self._pool.submit(function))
 
     def use(self, buffer: Tensor) -> None:
-        """Nothing is to be ordered: transfers were waited for."""
+        """Do nothing: the host has waited for the transfers, so there is nothing to order."""
 
     def claim(self, buffer: Tensor) -> None:
-        """Likewise."""
+        """Do nothing, as in `use`."""
 
     def drop(self, buffer: Tensor) -> None:
         """See `Medium`."""
@@ -132,7 +132,7 @@ class Disk:
     # Failures ---------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise UsageError if the file could not be read or written before."""
+        """Raise UsageError if an earlier read or write of the file failed."""
         if self._failure is not None:
             raise UsageError(
                 f"what is kept of {self._what} in {self.directory} is lost since it could not be read or written "
@@ -147,7 +147,7 @@ class Disk:
 
     @contextmanager
     def written_anew(self) -> Iterator[None]:
-        """Inside, all that is of use in the file is written: if that succeeds, an error of before is forgotten."""
+        """See `Medium`."""
         failure, self._failure = self._failure, None
         try:
             yield
@@ -157,7 +157,7 @@ class Disk:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Note an error of the file, or of a device that copies for it, and raise it as every later call will."""
+        """Note an error of the file, or of a device that copies for it, and raise the UsageError of all later calls."""
         try:
             yield
         except UsageError:
@@ -174,21 +174,21 @@ class Disk:
                 self.file.read_some(start, piece.view(torch.uint8).numpy().data)
 
     def write_from(self, start: int, piece: Tensor) -> None:
-        """Likewise write; on disk after `settle`."""
+        """Write a plain 1-D tensor from byte `start` of the file. On disk only after `settle`. Raises UsageError."""
         self.check()
         if piece.numel():
             with self.failing():
                 self.file.write_some(start, piece.view(torch.uint8).numpy().data)
 
     def settle(self) -> None:
-        """Have everything on disk that `write_from` wrote."""
+        """See `Medium`."""
         if self._file is not None:
             with self.failing():
                 self._file.settle()
 
 
 class OnThread:
-    """A `Transfer` that a thread does."""
+    """A `Transfer` that a thread carries out."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
@@ -200,7 +200,7 @@ class OnThread:
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether it is over, without an error."""
+        """Whether the transfer has finished without an error."""
         return self._future.done() and self._future.exception() is None
 
     def wait(self) -> None:
@@ -208,5 +208,5 @@ class OnThread:
         self._future.result()
 
     def end(self) -> None:
-        """Wait, whether it fails or not."""
+        """Wait for the end of the transfer; does not raise if it failed."""
         self._future.exception()

@@ -1,4 +1,4 @@
-"""Memory of the host that was freed, and that C's library keeps."""
+"""Freed host memory that the C library has not returned to the system."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _trim: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None), "malloc_trim
 
 
 def give_back_freed() -> None:
-    """Have the system get what this process has freed.
+    """Return to the system the memory that this process has freed.
 
-    Where something small stays between large pieces that go, as an optimizer's counters do in a first step, the next
-    large pieces find no room among the old ones: the process grows by all that was ever made. Takes a millisecond; does
-    nothing where the library (glibc has it) cannot.
+    If small allocations stay between large ones that are freed, as an optimizer's counters do in its first step, later
+    large allocations do not fit into the gaps, and the process grows by all that was ever allocated. Takes about a
+    millisecond. Does nothing where the C library has no `malloc_trim` (glibc has it).
     """
     if _trim is not None:
         _trim(0)

@@ -1,4 +1,4 @@
-"""Memory of the host that a device copies from and to by itself, beside what it computes."""
+"""Host memory as a medium: the device copies to and from it while it computes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shardwise.offload.pinned import Pinned
 
 
 class HostMemory:
-    """A `Medium` on streams of its own, one for each direction: links work both ways at once.
+    """A `Medium` in host memory, with one stream for each direction, because links carry both directions at once.
 
-    What orders memory is events: those of its buffers, and of the last write and the last read at each place. A
-    transfer is over for the host at once.
+    Events order all accesses: those of its buffers, and those of the last write and the last read at each place. The
+    host never waits for a transfer, so `is_over` is always true.
     """
 
     is_over = True
 
     def __init__(self, device: torch.device, what: str, pin: bool = True) -> None:
-        """`what`: is kept in it, for errors. `pin`: lock its pages, so that copies go beside what the host does."""
+        """`what`: the contents in words, for errors. `pin`: lock the pages, so that copies do not block the host."""
         self.nbytes = 0
         self._device = device
         self._what = what
@@ -37,13 +37,13 @@ class HostMemory:
         self._outward = accelerators.new_stream(device)
         self._buffers = DeviceBuffers(device)
         self._written: dict[int, torch.Event] = {}
-        """By place: the end of the last write."""
+        """By first byte: the end of the last write there."""
         self._read: dict[int, torch.Event] = {}
-        """Likewise of the last read since then, which may have been to another buffer."""
+        """By first byte: the end of the last read since that write. The next write may be from another buffer."""
 
     @property
     def where(self) -> str:
-        """For errors."""
+        """The medium in words, for error messages."""
         return "in host memory"
 
     # Room -------------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class HostMemory:
         self.nbytes = nbytes
 
     def _pairs(self, start: int, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Memory from byte `start` on as long as a piece is, segment by segment, each with that part of the piece."""
+        """Yield the memory from byte `start` on by segments, each with the part of the piece that belongs there."""
         done = 0
         while done < piece.numel():
             index = bisect_right(self._starts, start + done) - 1
@@ -85,7 +85,7 @@ class HostMemory:
         if start in self._written:
             self._inward.wait_event(self._written[start])
         with accelerators.on(self._inward):
-            for memory, part in self._pairs(start, buffer.data):  # no write, as versions go
+            for memory, part in self._pairs(start, buffer.data):  # `_version` stays
                 part.copy_(memory, non_blocking=True)
         self._read[start] = self._buffers.copied(buffer, self._inward)
         return self
@@ -102,7 +102,7 @@ class HostMemory:
         return self
 
     def wait(self) -> None:
-        """As a `Transfer`: who uses the buffer is on a stream, which waits in `use`."""
+        """See `Transfer`. Returns at once: the stream that uses the buffer waits in `use`."""
 
     def use(self, buffer: Tensor) -> None:
         """See `Medium`."""
@@ -141,16 +141,16 @@ class HostMemory:
             accelerators.wait(self._device)
 
     def settle(self) -> None:
-        """See `Medium`: transfers come after what the current stream, and the host, have written."""
+        """See `Medium`. Later transfers wait for what the current stream and the host have written."""
         written = self._current().record_event()
         for stream in (self._inward, self._outward):
             stream.wait_event(written)
 
     def check(self) -> None:
-        """Memory does not fail."""
+        """Do nothing: memory does not fail."""
 
     has_failed = False
 
     def written_anew(self) -> AbstractContextManager[None]:
-        """Nor is there anything to forget."""
+        """See `Medium`. There is no error to forget."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""What slices of weights and an optimizer's state rest on between uses: the host's memory, or a disk."""
+"""The protocol of a medium: the host memory or disk on which slices and optimizer state rest between uses."""
 
 from __future__ import annotations
 
@@ -9,69 +9,71 @@ from torch import Tensor
 
 
 class Transfer(Protocol):
-    """Bytes on their way between a buffer and the medium."""
+    """One read or write between a buffer and the medium."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to do. `wait` returns at once then, and may before."""
+        """Whether the transfer has finished, so that `wait` returns at once. `wait` may return before this is true."""
 
     def wait(self) -> None:
-        """Until the buffer can be used, or used for something else; on streams, in the order that `use` and what
-        follows make. Raises UsageError where it failed, as far as that is known."""
+        """Wait until the buffer can be used or reused. Where the device works on streams this may return earlier:
+        `Medium.use` and later calls put the work on streams in order. Raises UsageError if the transfer is known to
+        have failed."""
 
 
 class Medium(Protocol):
-    """Whole pages at places in it are read into *buffers*, where the device that computes has its memory, and written
-    back from there. No communication; errors are UsageErrors.
+    """Storage whose whole pages are read into *buffers* in the memory of the computing device, and written back.
 
-    Where the device works on streams, `read` and `write` are enqueued, in order with all that was to use the same
-    buffer or the same place. Whoever uses a buffer says so before: `use`, or `claim`.
+    Does not communicate; errors are UsageErrors. Where the device works on streams, `read` and `write` are enqueued
+    behind all earlier work on the same buffer or the same place. Callers must call `use` or `claim` before they use a
+    buffer.
     """
 
     @property
     def nbytes(self) -> int:
-        """Room that was taken."""
+        """Bytes allocated on the medium."""
 
     @property
     def where(self) -> str:
-        """For errors."""
+        """The medium in words, for error messages."""
 
     def grow(self, nbytes: int) -> None:
-        """Have room for so many bytes in all. What was placed before stays where it is."""
+        """Extend the medium to `nbytes` in all. What is stored already keeps its place."""
 
     def buffer(self, nbytes: int) -> Tensor:
-        """A new buffer: 1-D uint8, whole pages from a page's first byte on."""
+        """Return a new buffer: 1-D uint8, page-aligned, whole pages."""
 
     def read(self, start: int, buffer: Tensor) -> Transfer:
-        """Begin to fill a buffer, or the first part of one, from byte `start`."""
+        """Begin to fill a buffer, or the first part of one, from byte `start` of the medium."""
 
     def write(self, start: int, buffer: Tensor) -> Transfer:
-        """Begin to write it there."""
+        """Begin to write a buffer, or the first part of one, to byte `start` of the medium."""
 
     def use(self, buffer: Tensor) -> None:
-        """The current stream is going to use what a buffer holds, whose read was waited for."""
+        """Announce that the current stream will use the contents of a buffer. Its read must have been waited for."""
 
     def claim(self, buffer: Tensor) -> None:
-        """The current stream is going to write all of a buffer anew."""
+        """Announce that the current stream will overwrite all of a buffer."""
 
     def drop(self, buffer: Tensor) -> None:
-        """A buffer is not used any more: its memory goes with the last reference."""
+        """Stop using a buffer: its memory is freed with the last reference to it."""
 
     def read_into(self, start: int, piece: Tensor) -> None:
-        """Fill any plain 1-D tensor from byte `start` on. The current stream may read it then."""
+        """Fill any plain 1-D tensor from byte `start` on. Afterwards the current stream may read the tensor."""
 
     def write_from(self, start: int, piece: Tensor) -> None:
-        """Likewise write; there after `settle`."""
+        """Write any plain 1-D tensor from byte `start` on. It is on the medium only after `settle`."""
 
     def settle(self) -> None:
-        """Have everything there that `write_from` wrote."""
+        """Bring everything that `write_from` wrote onto the medium."""
 
     def check(self) -> None:
-        """Raise UsageError if something could not be read or written before, as far as that is known."""
+        """Raise UsageError if an earlier read or write is known to have failed."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether `check` raises, or would when all that is under way is over."""
+        """Whether `check` raises, or would raise once all transfers under way have finished."""
 
     def written_anew(self) -> AbstractContextManager[None]:
-        """Inside, all that is of use is written: if that succeeds, an error of before is forgotten."""
+        """Return a context in which the caller writes everything still needed: if it succeeds, an earlier error is
+        forgotten."""

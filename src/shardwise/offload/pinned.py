@@ -1,4 +1,4 @@
-"""Memory of the host that a device copies from and to by itself."""
+"""Pinned host memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shardwise.errors import UsageError
 
 
 class Pinned:
-    """Keeps pages locked as long as it is there; when it goes, it waits for the device first."""
+    """Host memory that is page-locked while this object exists. When collected, it waits for the device first."""
 
     def __init__(self, memory: Tensor, device: torch.device, what: str, pin: bool) -> None:
         """
         Args:
-            memory: 1-D uint8, from a page's first byte on.
-            what: is kept in it, for errors.
-            pin: lock its pages; else copies may wait for what the host does.
+            memory: 1-D uint8, page-aligned.
+            what: its contents in words, for errors.
+            pin: whether to lock its pages; if not, copies may wait for the host's work.
 
         Raises:
-            UsageError: the system does not lock so many.
+            UsageError: the system refuses to lock so many pages.
         """
         self.memory = memory
         self._unpin = _pin(memory, device, what) if pin else _nothing
@@ -31,7 +31,7 @@ class Pinned:
         self._last_resort.atexit = False
 
     def give_back(self) -> None:
-        """Unlock it, once no copy from or to it is under way."""
+        """Unlock the pages. No copy to or from them may be under way."""
         if self._last_resort.detach() is not None:
             self._unpin()
 

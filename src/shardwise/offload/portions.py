@@ -1,4 +1,4 @@
-"""Which parameters' state is read, updated and written together, and where it lies."""
+"""Portions: parameters whose optimizer state is read, updated and written together, and where that state is stored."""
 
 from __future__ import annotations
 
@@ -20,42 +20,44 @@ from shardwise.sharded.partial_step import step_some
 from shardwise.sharded.placement import Placement
 
 BUFFERS = 4
-"""Of the ring: one is computed with, one or two are read ahead, one or two are written back."""
+"""Buffers of the ring: one is computed with, one or two are read ahead, one or two are written back."""
 _ALIGN_BYTES = 64
 _LEAST_RING_BYTES = 64 * 2**20
 
 
 class Kept(NamedTuple):
-    """Of one state tensor."""
+    """The layout of one state tensor on the medium."""
 
     placement: Placement
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's piece."""
+        """Bytes of this rank's piece."""
         return self.placement.fragment.numel * self.dtype.itemsize
 
 
 State = Mapping[str, Kept]
-"""The sharded tensors of a parameter's state, by name."""
+"""The sharded tensors of one parameter's optimizer state, by name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Portion:
-    """Some parameters of one unit. Their state lies in one run of whole pages."""
+    """Some parameters of one unit, whose state is stored in consecutive whole pages."""
 
     parameters: tuple[ShardedParameter, ...]
     start: int
-    """Byte on the medium."""
+    """First byte on the medium."""
     nbytes: int
     places: Mapping[tuple[ShardedParameter, str], tuple[int, Kept]]
-    """By parameter and name: the first byte, counted from `start`, and what is there."""
+    """By parameter and name of the state tensor: its first byte, counted from `start`, and its layout."""
 
 
 def probe(optimizer: Optimizer, group: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.dtype]:
-    """The state that a step gives a parameter of this dtype: the optimizer's own, over one of two elements. Random
-    numbers that it takes are given back."""
+    """Return the names and dtypes of the state tensors that a step gives a parameter of this dtype.
+
+    Runs the optimizer's own step on a stand-in of two elements. Leaves the random number generators as they were.
+    """
     stand_in = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
     stand_in.grad = torch.zeros(2, dtype=dtype, device=device)
     selected = [[stand_in] if number == group else [] for number in range(len(optimizer.param_groups))]
@@ -70,12 +72,12 @@ def probe(optimizer: Optimizer, group: int, dtype: torch.dtype, device: torch.de
 
 
 def bytes_of(state: State) -> int:
-    """Of a parameter's on this rank."""
+    """Return the bytes that one parameter's state takes on this rank, aligned."""
     return sum(round_up(kept.nbytes, _ALIGN_BYTES) for kept in state.values())
 
 
 def ring_bytes_for(asked: int | None, needs: Mapping[ShardedParameter, State]) -> int:
-    """Bytes of the ring. Raises ConfigError, with the least that would do, if fewer were asked for."""
+    """Return the size of the ring in bytes. Raises ConfigError, which names the least size, if `asked` is too small."""
     largest = max(needs, key=lambda parameter: bytes_of(needs[parameter]))
     least = BUFFERS * round_up(bytes_of(needs[largest]), PAGE_BYTES)
     if asked is None:
@@ -94,7 +96,7 @@ def portions_of(
     buffer_bytes: int,
     start: int,
 ) -> list[Portion]:
-    """Cut each unit's parameters into portions that fit in a buffer, one after another from `start` on."""
+    """Cut each unit's parameters into portions that fit in a buffer, stored one after another from byte `start` on."""
     portions: list[Portion] = []
     for unit in units:
         run: list[ShardedParameter] = []

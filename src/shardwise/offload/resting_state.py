@@ -1,4 +1,4 @@
-"""What stands in `optimizer.state` for a tensor that rests on a medium."""
+"""`RestingState`: the stand-in in `optimizer.state` for a tensor that rests on a medium."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 class RestingState(ShardedParameter):
     """Shape, dtype and place of one state tensor, without memory. Reading it reads the medium; writing it raises.
 
-    Between steps only: a step is given its numbers in memory.
+    Stands in `optimizer.state` between steps only: a step is given tensors in memory.
     """
 
     room: StateRoom
     start: int
-    """Byte on the medium."""
+    """First byte on the medium."""
     _dtype: torch.dtype
 
     def __new__(cls, kept: Kept, device: torch.device, room: StateRoom, start: int) -> Self:
@@ -45,19 +45,19 @@ class RestingState(ShardedParameter):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Of this rank's piece there."""
+        """Bytes of this rank's piece on the medium."""
         return self.fragment.numel * self._dtype.itemsize
 
     @property
     def local(self) -> Tensor:  # type: ignore[override]
-        """A copy of this rank's piece, read now, where the parameter is."""
+        """A copy of this rank's piece on the parameter's device, read from the medium at each access."""
         piece = torch.empty(self.fragment.numel, dtype=self._dtype, device=self.device)
         self.room.check()
         self.room.medium.read_into(self.start, piece)
         return piece
 
     def without_autograd(self) -> Self:
-        """Itself: it has none."""
+        """Return itself, since it has no autograd history."""
         return self
 
     @classmethod
@@ -77,7 +77,7 @@ class RestingState(ShardedParameter):
         return func(*read_args, **read_kwargs)
 
     def in_memory(self) -> ShardedParameter:
-        """A copy."""
+        """Return a copy of the state tensor, read from the medium."""
         return ShardedParameter(self.local, self.placement)
 
     def __create_chunk_list__(self) -> list[Any]:

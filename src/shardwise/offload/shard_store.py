@@ -1,4 +1,4 @@
-"""Slices of weights or gradients that rest on a medium, and the ring of buffers through which they come and go."""
+"""The slices of weights or gradients on a medium, and the ring of buffers that they are read into and written from."""
 
 from __future__ import annotations
 
@@ -14,80 +14,89 @@ from shardwise.offload.medium import Medium
 from shardwise.sharded.parameter import Home, ShardedParameter
 
 BUFFERS = 4
-"""Of the ring, each as large as the largest slice: one is worked on, the others are read ahead and written back."""
+"""Buffers of the ring, each as large as the largest slice: one is in use, others are read ahead and written back."""
 
 
 class Holder(Protocol):
-    """A slice that has a buffer (`SliceHome`)."""
+    """A slice with a buffer, as `ShardStore` sees it (`SliceHome`)."""
 
     @property
     def is_being_read(self) -> bool:
-        """Whether it is on its way to the buffer."""
+        """Whether the slice is being read into its buffer."""
 
     @property
     def is_being_written(self) -> bool:
-        """Whether it is on its way back to the medium."""
+        """Whether the slice is being written back to the medium."""
 
     @property
     def is_written(self) -> bool:
-        """Whether that write is over, and the buffer can be had."""
+        """Whether that write has finished, so that `finish` frees the buffer without waiting."""
 
     def let_go(self) -> None:
-        """Give the buffer back, now or when it is written; not while anybody has a view of it."""
+        """Give the buffer back, now or once it is written. Does nothing while anybody holds a view of it."""
 
     def finish(self) -> None:
-        """Wait for a read or write under way, and give the buffer back."""
+        """Wait for a read or write under way, then give the buffer back."""
 
 
 class ShardStore:
-    """Of the units that one call of `sw.shard` made, and of copies of them. No communication."""
+    """The slices of weights, or of gradients, of all units that one `sw.shard` call made, and of their deep copies.
+
+    Does not communicate.
+    """
 
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
         self._placed_bytes = 0
         self._vacant: defaultdict[int, list[int]] = defaultdict(list)
-        """By size, first bytes of places whose slices are gone."""
+        """By size in bytes: the first bytes of places whose slices were freed."""
         self._slices = 0
-        """That there are."""
+        """How many slices have a place."""
         self._buffer_bytes = 0
         self._free: deque[Tensor] = deque()
-        """The one that was given back first is taken first: its last copy is the likeliest to be over."""
+        """Free buffers. The one given back first is taken first: its last copy is the likeliest to have finished."""
         self._made = self._made_bytes = 0
-        """Buffers that there are, free or not. More than the ring's while users keep views of many slices."""
+        """Number and bytes of all buffers, free or not. More than `BUFFERS` while users keep views of many slices."""
         self._held: dict[Holder, None] = {}
-        """Slices that have a buffer, the one that took its last first."""
+        """Slices that have a buffer, in the order in which they took it."""
 
     @property
     def ring_bytes(self) -> int:
-        """Memory that is held where buffers are."""
+        """Bytes of all buffers, in the memory of the computing device."""
         return self._made_bytes
 
     def place(self, nbytes: int) -> int:
-        """Where the next slice lies, once there is room. Slices of a model's copies are as large."""
+        """Return the first byte of a place for a new slice, without allocating it yet.
+
+        A freed place of the same size is reused; the slices of a model's deep copies have the same sizes.
+        """
         self._slices += 1
         if self._vacant[nbytes]:
             return self._vacant[nbytes].pop()
         start = self._placed_bytes
         self._placed_bytes += nbytes
-        if nbytes > self._buffer_bytes:  # of parameters that were frozen, perhaps, while others came and went
+        if nbytes > self._buffer_bytes:  # perhaps of parameters frozen until now, while the ring was in use
             self._buffer_bytes = nbytes
             self._drop_free()
         return start
 
     def vacate(self, start: int, nbytes: int) -> None:
-        """The slice there is gone. It was at rest: those that have a buffer are held."""
+        """Free the place of a slice that was collected. It was at rest: `_held` keeps slices with a buffer alive."""
         self._vacant[nbytes].append(start)
         self._slices -= 1
 
     def take_room(self) -> None:
-        """For all slices that were placed. Raises UsageError where the medium has none."""
+        """Allocate room on the medium for all slices that have a place. Raises UsageError if there is none."""
         self.medium.grow(self._placed_bytes)
 
     # Buffers ----------------------------------------------------------------------------------------------------------
 
     def take_buffer(self) -> Tensor:
-        """A buffer, which may have to be waited for: after the writes, what was read ahead too soon gives up its own.
-        Where views are kept of all, one more. Raises UsageError where the medium has no room, or failed."""
+        """Return a buffer for a slice, waiting for one if necessary.
+
+        Waits for the oldest write first; without writes, the slice read ahead last gives up its buffer. If views of all
+        buffers are held, allocates one more. Raises UsageError if the medium has no room or has failed.
+        """
         while (buffer := self.take_free_buffer()) is None:
             writing = [home for home in self._held if home.is_being_written]
             reading = [home for home in self._held if home.is_being_read]
@@ -97,8 +106,8 @@ class ShardStore:
         return buffer
 
     def take_free_buffer(self) -> Tensor | None:
-        """One that need not be waited for, if there is one. Raises as `take_buffer`."""
-        self.take_room()  # of copies
+        """Return a buffer that is free without waiting, or None. Raises as `take_buffer`."""
+        self.take_room()  # for slices of a model's copies
         for home in [home for home in self._held if home.is_written]:
             home.finish()
         if self._made < min(BUFFERS, self._slices):
@@ -121,11 +130,11 @@ class ShardStore:
             self._drop(self._free.pop())
 
     def hold(self, home: Holder) -> None:
-        """A slice has taken a buffer."""
+        """Note that a slice has taken a buffer."""
         self._held[home] = None
 
     def give_back(self, home: Holder, buffer: Tensor) -> None:
-        """A slice gives it back."""
+        """Take a buffer back from a slice."""
         del self._held[home]
         if self._made > BUFFERS or buffer.nbytes < self._buffer_bytes:
             self._drop(buffer)
@@ -133,30 +142,30 @@ class ShardStore:
             self._free.append(buffer)
 
     def make_way(self) -> None:
-        """Have all slices go that are here and that nobody has a view of."""
+        """Let go of all slices that are in a buffer and that nobody holds a view of."""
         for home in list(self._held):
             home.let_go()
 
     def finish(self) -> None:
-        """Have everything on the medium that was written. Raises UsageError."""
+        """Wait until everything that was written to slices is on the medium. Raises UsageError if that fails."""
         self.make_way()
         for home in list(self._held):
             home.finish()
 
     def notice_failures(self) -> None:
-        """Have errors known of what is under way, without raising them."""
+        """Wait for transfers under way, so that the medium knows of their errors. Does not raise them."""
         for home in list(self._held):
             with suppress(UsageError):
                 home.finish()
 
     def release(self) -> None:
-        """Give back the memory of the ring until the next use. Raises UsageError."""
+        """Write everything back and free the ring until its next use. Raises UsageError if a transfer fails."""
         self.finish()
         self._drop_free()
 
 
 def homes_for_step(parameter: Tensor) -> tuple[Home, ...]:
-    """Of the slices that its step needs and that rest on a medium: its own, and its gradient's."""
+    """Return the homes that the parameter's step needs: its own slice's and its gradient's, if they have any."""
     return tuple(
         tensor.home
         for tensor in (parameter, parameter.grad)
@@ -165,7 +174,7 @@ def homes_for_step(parameter: Tensor) -> tuple[Home, ...]:
 
 
 def have_read_ahead(parameters: Iterable[Tensor]) -> None:
-    """The slices that their step needs are wanted soon, in this order."""
+    """Read ahead the slices that the steps of these parameters need, in this order."""
     for parameter in parameters:
         for home in homes_for_step(parameter):
             home.read_ahead()

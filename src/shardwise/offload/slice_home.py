@@ -1,4 +1,4 @@
-"""Where one slice of weights or gradients lives that rests on a medium: there, or for a while in a buffer of the ring.
+"""The home of one slice of weights or gradients: its place on a medium and, for a while, a buffer of the ring.
 
                  --read_ahead-->            --come-->
         RESTING                  READING               HERE --let_go, if it was written--> WRITING
@@ -6,8 +6,9 @@
            +---------------let_go, if it was not--------+                                     |
            +------------------------------the write is over-----------------------------------+
 
-Whoever reads or writes the slice has it come, and has a view of the buffer. The buffer is given back when another slice
-is to come and nobody has a view any more: so there is never more than one copy of the numbers that anybody can change.
+Code that reads or writes the slice first has it loaded (`flat`, `come`, `claim`) and holds a view of the buffer. The
+buffer is given back when another slice is to be loaded and no view is left. So there is never more than one copy of the
+numbers that anybody can change.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from shardwise.offload.shard_store import ShardStore
 
 
 class HomeState(enum.Enum):
-    """Where the numbers are."""
+    """Where the numbers of a slice are."""
 
     RESTING = "resting"
-    """On the medium alone."""
+    """On the medium only."""
     READING = "reading"
-    """On their way to a buffer."""
+    """Being read into a buffer."""
     HERE = "here"
-    """In a buffer. If they were written, the medium has older ones."""
+    """In a buffer. If the buffer was written to, the medium holds older numbers."""
     WRITING = "writing"
-    """In a buffer, on their way back."""
+    """In a buffer, being written back to the medium."""
 
 
 _MOVES: dict[HomeState, tuple[HomeState, ...]] = {
@@ -47,53 +48,55 @@ _MOVES: dict[HomeState, tuple[HomeState, ...]] = {
 
 
 class SliceHome:
-    """Of one slice: 1-D, of one dtype. No communication; errors of the medium are UsageErrors."""
+    """The home of one slice: 1-D, of one dtype. Does not communicate; errors of the medium are UsageErrors."""
 
     def __init__(self, store: ShardStore, numel: int, dtype: torch.dtype) -> None:
-        """Takes no room yet."""
+        """Choose a place on the medium, without allocating it yet."""
         self.store = store
         self.dtype = dtype
         self.numel = numel
         self.nbytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
         self.start = store.place(self.nbytes)
-        """First byte on the medium."""
+        """First byte of the slice on the medium."""
         weakref.finalize(self, store.vacate, self.start, self.nbytes).atexit = False
         self.state = HomeState.RESTING
         self._buffer: Tensor | None = None
         self._bytes: Tensor | None = None
-        """The slice's part of the buffer, as the one tensor that views are made of."""
+        """The part of the buffer that the slice fills: the one tensor that all views are made from."""
         self._own_references = 0
-        """What `_references` gives while nobody has a view."""
+        """Value of `_references` while nobody holds a view."""
         self._under_way: Transfer | None = None
         self._clean_version = 0
-        """Of `_bytes`, when it held what the medium holds."""
+        """Value of `_bytes._version` when buffer and medium last held the same numbers."""
         self._is_written = False
-        """In a way that no version tells."""
+        """Whether `note_write` was called since then, for a write that `_bytes._version` may not count."""
         self._former_versions = 0
-        """What `_version` is without that of `_bytes`."""
+        """Added to `_bytes._version` to give `_version`, which goes on when the buffer changes."""
 
     def _move(self, state: HomeState) -> None:
-        """The only place where the state changes."""
+        """Change the state. Nothing else does."""
         assert state in _MOVES[self.state], f"a slice at rest: {self.state.value} -> {state.value}"
         self.state = state
 
     @property
     def _version(self) -> int:
-        """As a tensor's: grows with every write, and not when the numbers come and go."""
+        """Like a tensor's `_version`: grows with every write, and not when the slice is loaded or written back."""
         return self._former_versions + (0 if self._bytes is None else self._bytes._version)
 
     # Coming -----------------------------------------------------------------------------------------------------------
 
     def flat(self) -> Tensor:
-        """The slice, in memory: a view, and while there is one the buffer stays. For the current stream. Writes that
-        are told by the tensor's version, or by `note_write`, are on the medium later."""
+        """Load the slice and return a view of it for the current stream. The buffer stays while any view of it exists.
+
+        Writes to the view reach the medium later, if they raise the tensor's version or are reported by `note_write`.
+        """
         view = self.come()
         assert self._buffer is not None
         self.store.medium.use(self._buffer)
         return view
 
     def come(self) -> Tensor:
-        """As `flat`, to be held, so that the slice stays, and not to be used."""
+        """Like `flat`, but only to keep the slice in its buffer: the view must not be read or written."""
         if self.state is not HomeState.HERE:
             self.store.medium.check()
             self.store.make_way()
@@ -105,18 +108,18 @@ class SliceHome:
 
     def _view(self) -> Tensor:
         assert self._bytes is not None
-        with torch.inference_mode(False):  # writes to a view of another dtype that is made inside are not counted
+        with torch.inference_mode(False):  # inside it, writes to a view of another dtype would not raise `_version`
             return self._bytes[: self.numel * self.dtype.itemsize].view(self.dtype)
 
     def begin_anew(self) -> None:
-        """It is going to be written whole: begin with zeros, whatever the medium holds."""
+        """Fill the slice with zeros without reading it from the medium, because the caller writes all of it."""
         self.claim()
         assert self._bytes is not None
         self._bytes.zero_()
 
     def claim(self) -> Tensor:
-        """As `flat`, to be written whole by the current stream or behind it, whatever the medium holds: nothing is
-        read."""
+        """Like `flat`, but without reading the medium: the caller overwrites the whole slice, on the current stream or
+        on one that waits for it."""
         self.store.make_way()
         if self.state is not HomeState.HERE:
             self.finish()
@@ -128,7 +131,7 @@ class SliceHome:
         return self._view()
 
     def read_ahead(self) -> None:
-        """Begin to read it, if there is a free buffer: it will be wanted soon."""
+        """Begin to read the slice, which will be needed soon, if a buffer is free."""
         if self.state is HomeState.RESTING and (buffer := self.store.take_free_buffer()) is not None:
             self._begin_read(buffer)
 
@@ -138,7 +141,7 @@ class SliceHome:
         assert self._bytes is not None
         try:
             self._under_way = self.store.medium.read(self.start, self._bytes)
-        except BaseException:  # of a disk that has failed before
+        except BaseException:  # of a disk that failed earlier
             self._rest()
             raise
 
@@ -151,8 +154,8 @@ class SliceHome:
         self.store.hold(self)
 
     def _wait(self) -> None:
-        """For a transfer of the buffer. After an error the slice is at rest; after an interrupt it is still under way,
-        and has its buffer."""
+        """Wait for the buffer's transfer. After an error the slice is at rest; after an interrupt the transfer is still
+        under way and the slice keeps its buffer."""
         assert self._under_way is not None
         try:
             self._under_way.wait()
@@ -165,31 +168,31 @@ class SliceHome:
     # Going ------------------------------------------------------------------------------------------------------------
 
     def note_write(self) -> None:
-        """Somebody wrote to it, perhaps in a way that no version tells."""
+        """Note that the slice was written, perhaps in a way that `_version` of the buffer does not count."""
         self._former_versions += 1
         self._is_written = self._is_written or self.state is HomeState.HERE
 
     def _references(self) -> int:
-        """To the buffer, from tensors."""
+        """Return how many tensors refer to the buffer's storage."""
         assert self._bytes is not None
         count: int = torch._C._storage_Use_Count(self._bytes.untyped_storage()._cdata)
         return count
 
     @property
     def is_viewed(self) -> bool:
-        """Whether anybody has a view of it."""
+        """Whether anybody holds a view of the buffer."""
         return self._bytes is not None and self._references() > self._own_references
 
     def leave(self) -> None:
-        """The current stream is behind all that was done with it: as `let_go`, at once and not when another is to
-        come."""
+        """Let go of the slice at once, not only when another slice needs a buffer. The current stream must be behind
+        all work on it."""
         if self.state is HomeState.HERE:
             assert self._buffer is not None
             self.store.medium.use(self._buffer)
             self.let_go()
 
     def let_go(self) -> None:
-        """Give the buffer back, now or when it is written; not while anybody has a view of it."""
+        """Give the buffer back, now or once it is written. Does nothing while anybody holds a view of it."""
         if self.state is not HomeState.HERE or self.is_viewed:
             return
         assert self._bytes is not None
@@ -202,21 +205,21 @@ class SliceHome:
 
     @property
     def is_being_read(self) -> bool:
-        """Whether it is on its way to a buffer."""
+        """Whether the slice is being read into its buffer."""
         return self.state is HomeState.READING
 
     @property
     def is_being_written(self) -> bool:
-        """Whether it is on its way back to the medium."""
+        """Whether the slice is being written back to the medium."""
         return self.state is HomeState.WRITING
 
     @property
     def is_written(self) -> bool:
-        """Whether a write is over, and the buffer can be had."""
+        """Whether the slice's write has finished, so that `finish` frees the buffer without waiting."""
         return self.state is HomeState.WRITING and self._under_way is not None and self._under_way.is_over
 
     def finish(self) -> None:
-        """Wait for a read or write under way, and give the buffer back."""
+        """Wait for a read or write under way, then give the buffer back."""
         if self.state in (HomeState.READING, HomeState.WRITING):
             self._wait()
             self._rest()

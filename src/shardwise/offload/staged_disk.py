@@ -1,11 +1,11 @@
-"""A rank's file on disk where the device has memory of its own: what comes and goes takes two hops.
+"""A rank's file on disk as a medium for a device with its own memory: each transfer takes two hops.
 
     file --a thread reads--> stage --copied on a stream--> buffer
     file <--a thread writes-- stage <--copied on a stream-- buffer
 
-Each buffer on the device has a *stage*, pinned memory of the host of the same size, so the host has as much of it as
-the device has of rings. The thread that trains enqueues the copies, and waits for a read's thread and for no device:
-whatever has to wait for a copy is on a thread of the disk.
+Each buffer on the device has a *stage*, pinned host memory of the same size, so the stages take as much host memory as
+the rings take device memory. The training thread enqueues all copies. It waits for threads that read, and never for the
+device: whatever must wait for a copy runs on a thread of the disk.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from shardwise.offload.disk import Disk, OnThread
 from shardwise.offload.pinned import Pinned
 
 THREADS = 4
-"""Of the disk: one more than read and write best at a time, because one of them often waits for a copy."""
+"""Threads of the disk: one more than the number that reads and writes fastest, because one often waits for a copy."""
 _PART_BYTES = 32 * 2**20
-"""Of what comes and goes beside the stages."""
+"""Size of the parts in which `read_into` and `write_from` transfer, which use no stage."""
 
 
 class StagedDisk:
-    """A `Medium`.
+    """A `Medium` on disk for a device with its own memory.
 
-    What orders memory, beside the order of the device's buffers (`DeviceBuffers`): the disk reads into a stage, or
-    writes from it, when the last copy and its own last work there are over; a copy from a stage is enqueued when the
-    read is over, one to a stage when the write before is; and of a place in the file nothing is read or written before
-    what was to be written there is. A write that fails is told by whatever comes next.
+    `DeviceBuffers` orders the buffers. Beside that, the disk reads into a stage or writes from it only when the stage's
+    last copy and its last read or write have finished; a copy from a stage is enqueued when the read has finished, and
+    a copy to a stage when the stage's last read or write has; a place in the file is read after earlier writes there
+    have finished, and written after earlier reads and writes there have. A write that fails makes the next call raise.
     """
 
     def __init__(self, disk: Disk, device: torch.device, what: str, pin: bool = True) -> None:
-        """`disk`: has no buffers. `what`: is kept in it, for errors. `pin`: as `HostMemory`."""
+        """`disk`: one without buffers. `what`: its contents in words, for errors. `pin`: as for `HostMemory`."""
         self._disk = disk
         self._device = device
         self._what = what
@@ -49,25 +49,25 @@ class StagedDisk:
         self._outward = accelerators.new_stream(device)
         self._buffers = DeviceBuffers(device)
         self._stages: dict[int, _Stage] = {}
-        """By the address of their buffers."""
+        """By buffer address: the buffer's stage."""
         self._jobs: list[_StageTransfer] = []
-        """What threads do, or have yet to do."""
+        """Reads and writes that threads do or have yet to do; finished ones are removed when the next begins."""
         self._coming: list[_Coming] = []
-        """Reads that no copy has followed yet."""
+        """Reads whose copy to the buffer is not enqueued yet."""
 
     @property
     def where(self) -> str:
-        """For errors."""
+        """The medium in words, for error messages."""
         return self._disk.where
 
     @property
     def nbytes(self) -> int:
-        """Taken on disk."""
+        """Bytes allocated on disk."""
         return self._disk.nbytes
 
     @property
     def staged_bytes(self) -> int:
-        """Of host memory that stages take."""
+        """Bytes of host memory that the stages take."""
         return sum(stage.memory.nbytes for stage in self._stages.values())
 
     def grow(self, nbytes: int) -> None:
@@ -77,7 +77,7 @@ class StagedDisk:
     # Buffers ----------------------------------------------------------------------------------------------------------
 
     def buffer(self, nbytes: int) -> Tensor:
-        """See `Medium`. Raises UsageError where the host cannot pin as much."""
+        """See `Medium`. Raises UsageError if the host cannot allocate or pin the stage."""
         try:
             memory = self._disk.buffer(nbytes)
         except OSError as error:
@@ -100,29 +100,29 @@ class StagedDisk:
         return coming
 
     def copy_what_came(self) -> None:
-        """To the buffers of those reads that are over. Nobody need have waited for them."""
+        """Enqueue the copies of all reads that have finished, whether or not anybody waited for them."""
         for coming in [coming for coming in self._coming if coming.job.has_succeeded]:
             self.copy_in(coming)
 
     def copy_in(self, coming: _Coming) -> None:
-        """Its read is over: copy it to its buffer."""
+        """Enqueue the copy from the stage to the buffer. The read must have finished."""
         stage = self._stages[coming.buffer.data_ptr()]
         follow(self._inward, coming.before)
         with accelerators.on(self._inward):
-            coming.buffer.data.copy_(stage.memory[: coming.buffer.numel()], non_blocking=True)  # no write, to versions
+            coming.buffer.data.copy_(stage.memory[: coming.buffer.numel()], non_blocking=True)  # `_version` stays
         stage.copied = self._buffers.copied(coming.buffer, self._inward)
         self.forget(coming)
 
     def forget(self, coming: _Coming) -> None:
-        """No copy is to follow it."""
+        """Never enqueue the copy of this read."""
         self._coming = [other for other in self._coming if other is not coming]
 
     def is_coming(self, coming: _Coming) -> bool:
-        """Whether its copy is still to be enqueued."""
+        """Whether the copy of this read is still to be enqueued."""
         return any(other is coming for other in self._coming)
 
     def _stage_of(self, buffer: Tensor) -> _Stage:
-        """For something new in the buffer. A read that an interrupt left there is not wanted any more."""
+        """Return the stage of a buffer that gets new contents. Forgets a read of it that an interrupt left over."""
         self._coming = [other for other in self._coming if other.buffer.data_ptr() != buffer.data_ptr()]
         return self._stages[buffer.data_ptr()]
 
@@ -139,7 +139,7 @@ class StagedDisk:
         return _Going(self._disk, self._begin(self._disk.write, start, stage, buffer.numel(), writes=True))
 
     def _until_written(self, stage: _Stage) -> None:
-        """Wait until the disk has done with the stage. Only what was written twice, and not read between, waits."""
+        """Wait until the disk has finished with the stage. Only a stage without a read since its last write is busy."""
         for job in self._of(stage):
             job.end()
 
@@ -151,7 +151,7 @@ class StagedDisk:
         nbytes: int,
         writes: bool = False,
     ) -> OnThread:
-        """Have a thread read or write, in its turn."""
+        """Have a thread read or write, once earlier work on the stage and on that place in the file has finished."""
         self._jobs = [job for job in self._jobs if not job.on_thread.is_over]
         earlier = [*self._of(stage), *self._at(start, start + nbytes, writes)]
         on_thread = move(start, stage.memory[:nbytes], partial(_await, earlier, stage.copied, self._device))
@@ -159,11 +159,11 @@ class StagedDisk:
         return on_thread
 
     def _of(self, stage: _Stage) -> list[OnThread]:
-        """What the disk has to do with a stage."""
+        """Return the reads and writes that use a stage."""
         return [job.on_thread for job in self._jobs if job.stage == stage.memory.data_ptr()]
 
     def _at(self, start: int, stop: int, writes: bool) -> list[OnThread]:
-        """What it has to do at bytes of the file that are to be written, or read, and must be over before."""
+        """Return what a read or write of bytes [start, stop) of the file waits for: a read waits only for writes."""
         return [job.on_thread for job in self._jobs if job.start < stop and start < job.stop and (writes or job.writes)]
 
     def use(self, buffer: Tensor) -> None:
@@ -176,7 +176,7 @@ class StagedDisk:
         self._buffers.claim(buffer)
 
     def drop(self, buffer: Tensor) -> None:
-        """See `Medium`. A thread gives the stage back, behind all that uses it."""
+        """See `Medium`. A thread unpins the stage once all work on it has finished."""
         stage = self._stage_of(buffer)
         self._buffers.drop(buffer)
         del self._stages[buffer.data_ptr()]
@@ -206,7 +206,7 @@ class StagedDisk:
         self._disk.settle()
 
     def _until_quiet(self) -> None:
-        """Wait until threads have nothing left to do, whether it failed or not."""
+        """Wait until all reads and writes have finished, whether or not they failed."""
         for job in self._jobs:
             job.on_thread.end()
         self._jobs.clear()
@@ -214,12 +214,12 @@ class StagedDisk:
     # Failures ---------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """See `Medium`. Of what is under way nothing may be known yet."""
+        """See `Medium`. Failures of transfers under way may not be known yet."""
         self._disk.check()
 
     @property
     def has_failed(self) -> bool:
-        """See `Medium`. Waits for what is under way."""
+        """See `Medium`. Waits for transfers under way."""
         self._until_quiet()
         return self._disk.has_failed
 
@@ -234,17 +234,17 @@ class StagedDisk:
 
 
 class _Stage:
-    """Of one buffer."""
+    """The pinned host memory of one buffer."""
 
     def __init__(self, pinned: Pinned) -> None:
         self.pinned = pinned
         self.memory = pinned.memory
         self.copied: torch.Event | None = None
-        """The end of the last copy from or to it."""
+        """The end of the last copy from or to the stage."""
 
 
 class _StageTransfer(NamedTuple):
-    """What a thread does with a stage, by its address, and bytes [start, stop) of the file."""
+    """A thread's read or write between a stage, given by its address, and bytes [start, stop) of the file."""
 
     on_thread: OnThread
     stage: int
@@ -254,15 +254,15 @@ class _StageTransfer(NamedTuple):
 
 
 class _Coming:
-    """A `Transfer` to a buffer. Waiting for it enqueues the copy, if nothing has before."""
+    """A `Transfer` to a buffer. `wait` enqueues the copy unless that was done before."""
 
     def __init__(self, disk: StagedDisk, job: OnThread, buffer: Tensor, before: list[torch.Event]) -> None:
         self._disk = disk
         self.job = job
         self.buffer = buffer
-        """The tensor that was given, and no other of the same memory: who counts those finds no more."""
+        """The very tensor that was passed in, not a new view: `SliceHome` counts the tensors over this memory."""
         self.before = before
-        """What the copy has to follow."""
+        """Events that the copy must wait for."""
 
     @property
     def is_over(self) -> bool:
@@ -279,8 +279,11 @@ class _Coming:
 
 
 class _Going:
-    """A `Transfer` from a buffer. That can be used again at once, in the order that its events make: what is waited for
-    is on a thread. It is over when it is on disk, so that buffers whose stages are free are taken first."""
+    """A `Transfer` from a buffer.
+
+    The buffer can be reused at once, because its events order the next use behind the copy, and a thread waits for the
+    disk. `is_over` only once the bytes are on disk, so that buffers whose stages are free are taken first.
+    """
 
     def __init__(self, disk: Disk, job: OnThread) -> None:
         self._disk = disk
@@ -295,7 +298,7 @@ class _Going:
 
 
 def _await(earlier: list[OnThread], copied: torch.Event | None, device: torch.device) -> None:
-    """On a thread of the disk: until a stage, and a place in the file, can be read or written."""
+    """Wait, on a thread of the disk, until a stage and a place in the file can be read or written."""
     for job in earlier:
         job.end()
     if copied is not None:
@@ -308,7 +311,7 @@ def _give_back(stage: _Stage, earlier: list[OnThread], device: torch.device) -> 
 
 
 def _parts(piece: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Of a 1-D tensor the first byte and the bytes of each part."""
+    """Yield a 1-D tensor in parts: the first byte of each, and its bytes."""
     whole = piece.view(torch.uint8)
     for first in range(0, whole.numel(), _PART_BYTES):
         yield first, whole[first : first + _PART_BYTES]

@@ -1,4 +1,4 @@
-"""The room of one optimizer's state."""
+"""The room of one optimizer: the places of its state on a medium."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from shardwise.sharded.parameter import ShardedParameter
 
 
 class StateRoom:
-    """On the medium of one store, as long as the optimizer is there or something that stands for its state. No
-    communication."""
+    """The places of one optimizer's state on the medium of one store. Does not communicate.
+
+    Lives as long as the optimizer or any `RestingState` of it.
+    """
 
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
         self.is_lost = False
-        """The medium failed, and this was not written anew."""
+        """Whether the medium failed and this room has not been written anew since."""
         self.portions: list[Portion] = []
         self.portion_of: dict[ShardedParameter, Portion] = {}
         self._probed: dict[tuple[int, torch.dtype], tuple[dict[str, Any], dict[str, torch.dtype]]] = {}
-        """By group and dtype of parameters: what a step gives them, and the group's options at that time."""
+        """By group index and parameter dtype: the group's options when probed, and the state that a step makes."""
 
     @property
     def stop(self) -> int:
-        """The byte that it ends before."""
+        """First byte behind the room."""
         return max((portion.start + portion.nbytes for portion in self.portions), default=0)
 
     def check(self) -> None:
-        """Raise UsageError if what is in it is lost."""
+        """Raise UsageError if the room's contents are lost."""
         self.medium.check()
         if self.is_lost:
             raise UsageError(
@@ -43,7 +45,7 @@ class StateRoom:
             )
 
     def place(self, parameter: ShardedParameter, name: str) -> tuple[int, Kept] | None:
-        """Of a state tensor the first byte, and what is there; None where there is no room for it."""
+        """Return a state tensor's first byte on the medium and its layout, or None if no room was taken for it."""
         portion = self.portion_of.get(parameter)
         if portion is None or (parameter, name) not in portion.places:
             return None
@@ -51,10 +53,14 @@ class StateRoom:
         return portion.start + offset, kept
 
     def needs(self, optimizer: Optimizer, keeps: Callable[[Tensor], bool]) -> dict[ShardedParameter, State]:
-        """By parameter without room, of those that it `keeps` and trains, the state that the optimizer's next step
-        gives it.
+        """Return the state that the optimizer's next step will make for each trained parameter without room.
 
-        Raises UsageError if that gives a parameter with room more than its first step did.
+        Args:
+            optimizer: the one whose room this is.
+            keeps: tells whether the store keeps the state of a parameter; others are left out.
+
+        Raises:
+            UsageError: the next step would give a parameter with room state that its first step did not.
         """
         new: dict[ShardedParameter, State] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -71,7 +77,7 @@ class StateRoom:
     def _state_of(self, optimizer: Optimizer, number: int, parameter: Tensor) -> State:
         assert isinstance(parameter, ShardedParameter)
         first_state: Callable[[Tensor], State] | None = getattr(optimizer, "first_state", None)
-        if first_state is not None:  # it has another shape than the parameter
+        if first_state is not None:  # the state has other shapes than the parameter
             return first_state(parameter)
         dtype = parameter.stored_dtype
         options = {name: value for name, value in optimizer.param_groups[number].items() if name != "params"}
@@ -91,6 +97,6 @@ class StateRoom:
                 )
 
     def add(self, portions: Sequence[Portion]) -> None:
-        """Room has been taken for these."""
+        """Add portions for which the medium has been grown."""
         self.portions += portions
         self.portion_of.update({parameter: portion for portion in portions for parameter in portion.parameters})

@@ -1,6 +1,6 @@
-"""Optimizer state of one rank on a medium, a ring of buffers, and the steps that go through it.
+"""The optimizer state of one rank on a medium, and the optimizer's step through a ring of buffers.
 
-While one portion is computed with, the next ones are read and the last one is written. docs/design/offload.md.
+While one portion is updated, the next ones are read and the last one is written. See docs/design/offload.md.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ State = dict[ShardedParameter, dict[str, Any]]
 
 
 class StateStore:
-    """Of the units that one call of `sw.shard` made. No communication."""
+    """The optimizer state of all units that one `sw.shard` call made. Does not communicate."""
 
     def __init__(self, medium: Medium, ring_bytes: int | None) -> None:
         self.medium = medium
         self._asked_bytes = ring_bytes
         self._buffers: list[Tensor] = []
         self._rooms: weakref.WeakKeyDictionary[Optimizer, StateRoom] = weakref.WeakKeyDictionary()
-        """Each optimizer has its own."""
+        """By optimizer: its room."""
         self._taken: weakref.WeakSet[StateRoom] = weakref.WeakSet()
-        """Those that there are. What one had that is gone is taken by those that come."""
+        """All live rooms, also of optimizers that are gone. New portions go behind the last one, so that the range of a
+        freed room at the end is reused."""
 
     @property
     def ring_bytes(self) -> int:
-        """Memory that is held where buffers are."""
+        """Bytes of the ring, in the memory of the computing device."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     # Room -------------------------------------------------------------------------------------------------------------
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Take room for state that the optimizer's next step is going to make, before it updates anything.
+        """Take room for the state that the optimizer's next step will make. Must be called before that step.
 
-        Raises UsageError where the medium has no room or the optimizer has come to keep other state, ConfigError for a
-        ring that is too small.
+        Raises UsageError if the medium has no room or the optimizer would keep other state than in its first step,
+        ConfigError if the ring is too small or cannot be allocated.
         """
         room = self._room_of(optimizer)
         new = room.needs(optimizer, self._keeps)
@@ -91,7 +92,7 @@ class StateStore:
         return isinstance(parameter, ShardedParameter) and parameter.unit is not None and parameter.unit.states is self
 
     def place(self, optimizer: Optimizer, parameter: ShardedParameter, name: str) -> RestingState | None:
-        """What stands for a state tensor of the parameter; None where no room was taken for it."""
+        """Return the stand-in for a state tensor of the parameter, or None if no room was taken for it."""
         room = self._rooms[optimizer]
         place = room.place(parameter, name)
         return None if place is None else RestingState(place[1], parameter.device, room, place[0])
@@ -108,7 +109,10 @@ class StateStore:
 
     @contextmanager
     def written_anew(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, all of the optimizer's state is written. If the medium had failed, that of others is lost."""
+        """Return a context in which the caller writes all of the optimizer's state.
+
+        If it succeeds, this state is valid again; if the medium had failed, the state of other optimizers is lost.
+        """
         had_failed = self.medium.has_failed
         with self.medium.written_anew():
             yield
@@ -119,9 +123,9 @@ class StateStore:
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:
-        """Take the optimizer's step for these parameters, which have gradients, and room (`prepare`).
+        """Take the optimizer's step for these parameters, which must have gradients and room (`prepare`).
 
-        Raises UsageError, naming the place, for an error of the medium: then some have been updated.
+        Raises UsageError, naming the place, if the medium fails. Some parameters may have been updated then.
         """
         room = self._rooms[optimizer]
         room.check()
@@ -140,13 +144,13 @@ class StateStore:
                 buffer = ring.wait_for_read()
                 self._step_portion(optimizer, portion, wanted[portion], buffer)
                 ring.begin_write(portion, buffer)
-                if is_first:  # its state was made in memory
+                if is_first:  # its state was made outside the ring
                     give_back_freed()
         finally:
             ring.finish()
 
     def _is_in_store(self, optimizer: Optimizer, portion: Portion) -> bool:
-        """Whether any of the portion's state is; a first step has none to read."""
+        """Whether any of the portion's state is in this store. Before a first step there is none to read."""
         return any(
             self._is_here(optimizer, parameter, name, value)
             for parameter in portion.parameters
@@ -154,7 +158,7 @@ class StateStore:
         )
 
     def _is_here(self, optimizer: Optimizer, parameter: ShardedParameter, name: str, value: Any) -> bool:
-        """Whether a value of the optimizer's state is what lies in its room: not of another optimizer."""
+        """Whether a value in `optimizer.state` stands for what is stored in the optimizer's own room at that place."""
         room = self._rooms[optimizer]
         place = room.place(parameter, name)
         return isinstance(value, RestingState) and value.room is room and place is not None and place[0] == value.start
@@ -162,7 +166,7 @@ class StateStore:
     def _step_portion(
         self, optimizer: Optimizer, portion: Portion, wanted: set[ShardedParameter], buffer: Tensor
     ) -> None:
-        """Step with state in the buffer, and have the buffer hold the new state."""
+        """Take the step with the state in the buffer, and leave the new state in the buffer."""
         views = {key: _view(buffer, *place) for key, place in portion.places.items()}
         state: State = {parameter: {} for parameter in wanted}
         for parameter in wanted:
@@ -182,7 +186,10 @@ class StateStore:
     def _kept(
         self, optimizer: Optimizer, parameter: ShardedParameter, name: str, value: Any, view: Tensor | None
     ) -> Any:
-        """What stands in the optimizer between steps; the numbers are in the buffer."""
+        """Copy a new state tensor to the buffer if it is not there, and return what stands for it between steps.
+
+        Values that are not sharded tensors, such as counters, are returned as they are.
+        """
         if not isinstance(value, ShardedParameter):
             return value
         place = self.place(optimizer, parameter, name)
@@ -197,7 +204,7 @@ class StateStore:
 
 
 class _Ring:
-    """The buffers in one step: free, being read, computed with, or being written."""
+    """The ring's buffers during one step: free, being read, computed with, or being written."""
 
     def __init__(self, medium: Medium, buffers: Sequence[Tensor]) -> None:
         self._medium = medium
@@ -207,22 +214,22 @@ class _Ring:
 
     @property
     def has_free(self) -> bool:
-        """Whether a read can begin; waits for the oldest write where nothing is being read."""
+        """Whether a read can begin. Waits for the oldest write if no buffer is free and nothing is being read."""
         while self._writes and (self._writes[0][0].is_over or not (self._reads or self._free)):
             writing, buffer = self._writes[0]
             writing.wait()
-            self._writes.popleft()  # not before: an interrupt may come
+            self._writes.popleft()  # only now: an interrupt may come while it waits
             self._free.append(buffer)
         return bool(self._free)
 
     def begin_read(self, portion: Portion, is_there: bool) -> None:
-        """Read a portion's state, if there is any, into a free buffer."""
+        """Begin to read a portion's state, if there is any, into a free buffer."""
         buffer = self._free.pop(0)
-        is_read = is_there and portion.nbytes  # a rank may have no elements of it
+        is_read = is_there and portion.nbytes  # a rank may have no elements of the portion
         self._reads.append((self._medium.read(portion.start, buffer[: portion.nbytes]) if is_read else None, buffer))
 
     def wait_for_read(self) -> Tensor:
-        """The buffer of the oldest read, for the current stream."""
+        """Wait for the oldest read and return its buffer, for use on the current stream."""
         reading, buffer = self._reads[0]
         if reading is None:
             self._medium.claim(buffer)
@@ -233,7 +240,7 @@ class _Ring:
         return buffer
 
     def begin_write(self, portion: Portion, buffer: Tensor) -> None:
-        """Write it back, if there is any; then the buffer is free."""
+        """Begin to write a portion's state back. A buffer without any state is free at once."""
         if not portion.nbytes:
             self._free.append(buffer)
             return
@@ -241,7 +248,7 @@ class _Ring:
 
     def finish(self) -> None:
         """Wait for all transfers. Raises UsageError if one failed."""
-        with ExitStack() as stack:  # for the others as well
+        with ExitStack() as stack:  # waits for all, also if one raises
             for transfer, _ in (*self._reads, *self._writes):
                 if transfer is not None:
                     stack.callback(transfer.wait)

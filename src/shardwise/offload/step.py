@@ -1,5 +1,4 @@
-"""An optimizer's step where some of its state, or of its parameters' shards or gradients, rests elsewhere than on the
-device."""
+"""The optimizer's step when some of its state, or of its parameters' shards or gradients, rests on a medium."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ _STEP = "the optimizer's step"
 
 
 def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]]) -> None:
-    """The optimizer's step for some of its parameters, each with its state and shard where those are kept.
+    """Take the optimizer's step for some of its parameters, wherever their state, shards and gradients rest.
 
-    Where any rests elsewhere than on the device, every rank must call this: all raise if one does, and while one is
-    still preparing before anything is updated. Else no communication.
+    If any rest on a medium, every rank must call this. All ranks raise if one does; if one raises while it prepares,
+    they do so before anything is updated. Otherwise does not communicate.
     """
     groups = _groups_of(selected)
     stores = stores_of(optimizer)
@@ -49,7 +48,7 @@ def step_with_stores(optimizer: Optimizer, selected: Sequence[Sequence[Tensor]])
 
 
 def _step_by_homes(optimizer: Optimizer, by_homes: Mapping[tuple[Home, ...], list[list[Tensor]]]) -> None:
-    """The step of parameters whose state is in memory: those that are there at once, the others slice by slice."""
+    """Step parameters whose state is in memory: those without homes all at once, the others slice by slice."""
     order = [h for h, some in by_homes.items() if not h or any(p.grad is not None for p in itertools.chain(*some))]
     for index, homes in enumerate(order):
         for home in itertools.chain(*order[index:]):
@@ -58,19 +57,19 @@ def _step_by_homes(optimizer: Optimizer, by_homes: Mapping[tuple[Home, ...], lis
 
 
 def store_of(parameter: Tensor) -> StateStore | None:
-    """What keeps the state of the parameter; None: it is where its optimizer put it."""
+    """Return the store that keeps the parameter's state, or None if the state is where the optimizer put it."""
     unit = parameter.unit if isinstance(parameter, ShardedParameter) else None
     return None if unit is None else unit.states
 
 
 def stores_of(optimizer: Optimizer) -> list[StateStore]:
-    """All that keep state of its parameters."""
+    """Return all stores that keep state of the optimizer's parameters."""
     units = by_owner(optimizer)
     return list(dict.fromkeys(unit.states for unit in units if unit is not None and unit.states is not None))
 
 
 def _groups_of(selected: Sequence[Sequence[Tensor]]) -> list[Collectives]:
-    """The ranks that take the step of those parameters, and may fail at it alone."""
+    """Return the groups of ranks that step these parameters together, where a medium may fail on one rank alone."""
     groups: dict[Collectives, None] = {}
     for parameter in itertools.chain(*selected):
         if isinstance(parameter, ShardedParameter) and parameter.unit is not None and parameter.unit.rests_elsewhere:

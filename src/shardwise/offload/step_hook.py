@@ -1,4 +1,4 @@
-"""How an unchanged optimizer comes to step with state or parameters elsewhere: a hook before its step, the last one."""
+"""The step pre-hook, always the last one, through which an unchanged optimizer steps with offloaded tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ _HANDLE = "_shardwise_offload_hook"
 
 
 def put_last(optimizer: Optimizer, has_stores: bool) -> None:
-    """The optimizer is about to step: if its state, parameters or gradients rest elsewhere (`has_stores`), its step is
-    taken when all hooks have run.
+    """Before a step, move our pre-hook behind all others, or remove it if nothing of the optimizer rests elsewhere.
 
-    Raises UsageError if the optimizer places its state itself, as those of whole matrices do.
+    Args:
+        optimizer: about to step.
+        has_stores: whether its state, parameters or gradients rest on a medium.
+
+    Raises:
+        UsageError: the optimizer places its state itself, as whole-matrix optimizers do.
     """
     if has_stores and hasattr(optimizer, "state_placement") and not hasattr(optimizer, "first_state"):
         raise UsageError(
@@ -33,8 +37,8 @@ def put_last(optimizer: Optimizer, has_stores: bool) -> None:
 
 
 def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Take the step, after the closure if there is one, and leave nothing to do for the one that follows."""
-    if args[0] is not optimizer:  # backward has taken it
+    """Take the step, after the closure if there is one, and let torch's own call step a view without parameters."""
+    if args[0] is not optimizer:  # the step was taken in backward
         return args, kwargs
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:

@@ -1,4 +1,4 @@
-"""What is kept elsewhere than on the device, of the units that one call of `sw.shard` makes."""
+"""The stores of one `sw.shard` call: for optimizer state, weights and gradients that do not stay on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.policy.offload import Offload
 
 
 class Stores(NamedTuple):
-    """Each is None where that stays on the device."""
+    """The stores of one `sw.shard` call. Each is None if its tensors stay on the device."""
 
     states: StateStore | None = None
     shards: ShardStore | None = None
@@ -27,7 +27,7 @@ class Stores(NamedTuple):
 
     @classmethod
     def of(cls, offload: Offload | None, device: torch.device) -> Stores:
-        """As asked for. Takes no room yet."""
+        """Make the stores that `offload` asks for, without allocating anything yet."""
         if offload is None:
             return cls()
 
@@ -50,14 +50,14 @@ class Stores(NamedTuple):
         )
 
     def home_of_shard(self, numel: int, dtype: torch.dtype) -> SliceHome | None:
-        """For a new slice of weights; None: it stays in memory, or is empty."""
+        """Return a home for a new slice of weights, or None if it stays in memory or is empty."""
         return None if self.shards is None or not numel else SliceHome(self.shards, numel, dtype)
 
     @property
     def of_slices(self) -> list[ShardStore]:
-        """Those in which each group has a place of its own."""
+        """The stores of slices, in which each group has its own home: weights and gradients."""
         return [store for store in (self.shards, self.gradients) if store is not None]
 
 
 ON_DEVICE = Stores()
-"""Nothing is kept elsewhere."""
+"""No stores: everything stays on the device."""

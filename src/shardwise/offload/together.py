@@ -1,4 +1,4 @@
-"""Where one rank's disk fails, every rank hears of it."""
+"""Blocks in which an error of one rank, such as a failed disk, raises on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from shardwise.together import fail_together
 
 @contextmanager
 def together(groups: Sequence[Collectives], doing: str) -> Iterator[None]:
-    """Either the ranks of all groups exit or all raise: their own errors, or a PeerError that quotes one of them.
+    """Have the ranks of all groups either all exit the block or all raise: failed ranks their own error, the others a
+    PeerError that quotes one.
 
     Every rank must call this, for the same groups. Nothing inside may wait for other ranks.
     """
@@ -35,5 +36,5 @@ def together(groups: Sequence[Collectives], doing: str) -> Iterator[None]:
 
 
 def _first(left: bytes, right: bytes) -> bytes:
-    """What the lowest rank that failed has to say."""
+    """Return the message of the lowest rank that failed."""
     return left or right

@@ -1,4 +1,4 @@
-"""What an optimizer's step needs beside torch's optimizers: clipping, loss scaling, whole matrices, less state."""
+"""Beside torch's optimizers: gradient clipping, loss scaling, whole-matrix optimizers, and AdamW with less state."""
 
 from shardwise.optim.adamw_8bit import AdamW8bit
 from shardwise.optim.adamw_bf16 import AdamWBF16

@@ -1,4 +1,4 @@
-"""AdamW with its two moments in 8 bits: two bytes of state a parameter instead of eight."""
+"""AdamW with both moments in 8 bits: two bytes of state per parameter instead of eight."""
 
 from __future__ import annotations
 
@@ -20,49 +20,50 @@ from shardwise.sharded.placement import Placement, cuts_at, of_blocks
 
 _CHUNK_NUMEL = {"cpu": 2**18}
 _CHUNK_ELSEWHERE_NUMEL = 2**22
-"""Elements that are updated at once, whole blocks: each takes about 60 bytes meanwhile."""
+"""Elements updated at a time, in whole blocks. Each takes about 60 bytes of temporary memory."""
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""By name, whether they have signs."""
+"""By name of the moment: whether it is signed."""
 _Codes = dict[torch.device, dict[str, Code]]
-"""By moment."""
+"""By device and name of the moment: its code."""
 
 
 class AdamW8bit(AdamWInPieces):
-    """AdamW whose moments are kept in 8 bits: 2.03 bytes of state a parameter.
+    """AdamW whose moments are kept in 8 bits: 2.03 bytes of state per parameter.
 
-    Each moment of a parameter is uint8 codes in its shape, `exp_avg_codes`, and one fp32 scale for each block of 256
-    elements, `exp_avg_scales`: see `eight_bits`. Parameters of fewer than 4,096 elements have fp32 moments. All is
-    computed in fp32. The first moment is rounded to nearest, the second at random, with odds that make it right on
-    average, or it would never fall; so are bf16 parameters. The random bits are a function of `seed`, the parameter's
-    name, the step and the element's index, and no block is cut: the numbers are the same at any number of ranks, under
-    any strategy, after any resumption, and as for an unsharded model.
+    Each moment of a parameter is stored as uint8 codes in the parameter's shape, such as `exp_avg_codes`, and one fp32
+    scale for each block of 256 elements, such as `exp_avg_scales`: see `eight_bits`. Parameters of fewer than 4,096
+    elements have fp32 moments. All arithmetic is in fp32. The first moment is rounded to nearest, the second
+    stochastically, with odds that make it right on average, because otherwise it would never fall; bf16 parameters are
+    rounded stochastically too. The random bits are a function of `seed`, the parameter's name, the step and the
+    element's index, and no block is cut, so the numbers are the same for any number of ranks, any strategy, after a
+    resumption, and for an unsharded model.
 
     So that no block is cut, shard with `sw.shard(model, align=sw.optim.AdamW8bit.BLOCK_NUMEL)`.
 
     Args:
-        params: parameters, or groups of them, as for torch's AdamW. Of plain ones the names given with them count, else
-            their positions.
+        params: parameters, or groups of them, as for torch's AdamW. A plain parameter's name is the one given with it,
+            or else its position in its group.
         lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: decoupled.
-        seed: of the rounding.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        seed: seed of the rounding.
 
     Raises:
-        ConfigError: a number out of its range. UsageError, also from `step`, before anything is updated: a parameter
-            was sharded without `align`.
+        ConfigError: a number is out of range. UsageError, also from `step`, before anything is updated: a parameter was
+            sharded without `align`.
     Source: arXiv:1711.05101 (AdamW), arXiv:2110.02861 (moments in blocks of 8 bits).
     """
 
     BLOCK_NUMEL = BLOCK_NUMEL
-    """Elements of a block."""
+    """Elements in a block."""
     SMALL_NUMEL = 4096
     """Parameters of fewer (global) elements have fp32 moments."""
     keeps_state_dtypes = True
-    """State does not follow parameters to another dtype."""
+    """Whether a load keeps the stored dtypes of state, instead of casting it to the parameter's dtype."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises UsageError for a parameter that was sharded without `align`."""
+        """Add a group as torch does. Raises UsageError for a parameter that was sharded without `align`."""
         super().add_param_group(param_group)
         try:
             self._check()
@@ -126,7 +127,7 @@ class AdamW8bit(AdamWInPieces):
     # What state there is ----------------------------------------------------------------------------------------------
 
     def _tensors(self, parameter: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """By name, of its state: the (global) shape and the dtype."""
+        """Return the (global) shape and the dtype of each state tensor, by name."""
         shape, blocks = tuple(parameter.shape), (blocks_of(parameter.numel()),)
         if not self._has_blocks(parameter):
             return dict.fromkeys(_MOMENTS, (shape, torch.float32))
@@ -134,14 +135,14 @@ class AdamW8bit(AdamWInPieces):
         return {f"{moment}_{part}": tensor for moment in _MOMENTS for part, tensor in parts.items()}
 
     def first_state(self, parameter: ShardedParameter) -> dict[str, Kept]:
-        """The tensors that the first step of a parameter gives its state. No communication."""
+        """Return the layout of the state tensors that a parameter's first step makes. Does not communicate."""
         return {
             name: Kept(self.state_placement(parameter, shape) or parameter.placement, dtype)
             for name, (shape, dtype) in self._tensors(parameter).items()
         }
 
     def state_placement(self, parameter: Tensor, shape: tuple[int, ...]) -> Placement | None:
-        """Where state of that shape of a parameter lies; None: where the parameter does. No communication."""
+        """Return how state of that shape of a parameter is cut, or None if like the parameter. Does not communicate."""
         if not isinstance(parameter, ShardedParameter) or not self._has_blocks(parameter):
             return None
         is_of_blocks = shape == (blocks_of(parameter.numel()),)
@@ -150,10 +151,10 @@ class AdamW8bit(AdamWInPieces):
     # State from elsewhere ---------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's, to the bit: of this optimizer's own state_dict, or of one of an unsharded model with full
-        tensors, of which each rank keeps its pieces. Every rank must be given equal numbers. No communication.
+        """Load this optimizer's own state_dict, or an unsharded model's with full tensors, without changing any bit.
 
-        Raises UsageError for pieces that were cut otherwise, and for another optimizer's state.
+        Each rank keeps its pieces of full tensors. Every rank must be given equal numbers. Does not communicate.
+        Raises UsageError for pieces that were cut differently, and for another optimizer's state.
         """
         keys = chain(*(group["params"] for group in state_dict["param_groups"]))
         parameters = dict(zip(keys, chain(*(group["params"] for group in self.param_groups)), strict=False))
@@ -161,12 +162,14 @@ class AdamW8bit(AdamWInPieces):
         for parameter, values in given:
             self._check_names(parameter, values)
         placed = {parameter: self.cut_state(parameter, values) for parameter, values in given}
-        super().load_state_dict({**state_dict, "state": {}})  # which would give it the parameters' dtype
+        super().load_state_dict({**state_dict, "state": {}})  # it would cast state to the parameters' dtype
         self.state.update(placed)
 
     def cut_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of one of its parameters as this rank keeps it. Every rank must be given equal numbers. No
-        communication. Raises as `load_state_dict`."""
+        """Return the state of one parameter as this rank keeps it. Every rank must be given equal numbers.
+
+        Does not communicate. Raises as `load_state_dict`.
+        """
         if isinstance(parameter, ShardedParameter):
             return cut_state(parameter, state, self.state_placement)
         return {n: value.to(parameter.device) if isinstance(value, Tensor) else value for n, value in state.items()}
@@ -182,7 +185,7 @@ class AdamW8bit(AdamWInPieces):
 
 
 class _MomentRange(NamedTuple):
-    """Some elements of one moment."""
+    """Some elements of one moment, beginning with a block."""
 
     kept: Mapping[str, Tensor]
     moment: str
@@ -191,13 +194,13 @@ class _MomentRange(NamedTuple):
     blocks: slice
 
     def read(self) -> Tensor:
-        """fp32: decoded, or a view of what is kept so."""
+        """Return the elements in fp32: decoded, or a view of a moment that is kept in fp32."""
         if self.moment in self.kept:
             return self.kept[self.moment][self.elements]
         return self.code.decode(*self._tensors)
 
     def write(self, numbers: Tensor, noise: Tensor) -> None:
-        """What `read` gave, changed in place."""
+        """Write back the tensor that `read` returned and the caller changed. A view needs no write."""
         if self.moment not in self.kept:
             self.code.encode(numbers, *self._tensors, noise)
 

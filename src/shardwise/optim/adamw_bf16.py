@@ -1,4 +1,4 @@
-"""AdamW with its two moments in bf16, rounded at random: four bytes of state a parameter instead of eight."""
+"""AdamW with both moments in bf16, rounded stochastically: four bytes of state per parameter instead of eight."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from shardwise.sharded.parameter import ShardedParameter
 
 _CHUNK_NUMEL = {"cpu": 2**18}
 _CHUNK_ELSEWHERE_NUMEL = 2**24
-"""Elements that are updated at once: each takes about 40 bytes meanwhile."""
+"""Elements updated at a time. Each takes about 40 bytes of temporary memory."""
 _STATE = ("exp_avg", "exp_avg_sq")
 _BITS = 16
-"""That rounding to bf16 takes."""
+"""Random bits that one rounding to bf16 takes."""
 
 
 class AdamWBF16(AdamWInPieces):
-    """AdamW whose moments are kept in bf16, and parameters too where they are bf16 ones.
+    """AdamW whose moments are kept in bf16. Parameters keep their dtype, and bf16 ones are rounded like the moments.
 
-    All is computed in fp32. What is kept in bf16 is then rounded up or down at random, with the odds that make it right
-    on average: rounded to nearest, a second moment stops changing at beta2 = 0.999, and so does a weight whose updates
-    are small. The random bits are a function of `seed`, the parameter's name, the step and the element's index: the
-    same at any number of ranks, under any strategy, after any resumption, and as for an unsharded model.
+    All arithmetic is in fp32. Results kept in bf16 are rounded up or down at random, with odds that make them right on
+    average. Rounded to nearest, a second moment would stop changing at beta2 = 0.999, and so would a weight whose
+    updates are small. The random bits are a function of `seed`, the parameter's name, the step and the element's index:
+    the same for any number of ranks, any strategy, after a resumption, and for an unsharded model.
 
     Args:
-        params: parameters, or groups of them, as for torch's AdamW. Of plain ones the names given with them count, else
-            their positions.
+        params: parameters, or groups of them, as for torch's AdamW. A plain parameter's name is the one given with it,
+            or else its position in its group.
         lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: decoupled.
-        seed: of the rounding.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        seed: seed of the rounding.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: a number is out of range.
     Source: arXiv:1711.05101 (AdamW), arXiv:2010.06192 (stochastic rounding in bf16).
     """
 
@@ -47,7 +47,7 @@ class AdamWBF16(AdamWInPieces):
             state["step"] = 0
             state.update({key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in _STATE})
         for key in _STATE:
-            if state[key].dtype != torch.bfloat16:  # torch's load_state_dict gives it the parameter's
+            if state[key].dtype != torch.bfloat16:  # torch's load_state_dict casts it to the parameter's
                 state[key] = state[key].to(torch.bfloat16)
         state["step"] += 1
         step: int = state["step"]

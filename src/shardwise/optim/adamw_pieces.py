@@ -1,4 +1,4 @@
-"""AdamW piece by piece in operations of one rounding each: what optimizers with less state are made of."""
+"""AdamW on one parameter at a time, in operations that round once each: the base of optimizers with less state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.sharded.parameter import ShardedParameter
 
 
 class AdamWInPieces(Optimizer):
-    """A step updates one parameter after another. Subclasses say how moments are kept."""
+    """An AdamW whose step updates one parameter after another. Subclasses define how moments are kept."""
 
     def __init__(
         self,
@@ -50,21 +50,22 @@ class AdamWInPieces(Optimizer):
         return loss
 
     def _prepare(self) -> Any:
-        """What `_update` is given in a step. Raises, before anything is updated, for a parameter that cannot be."""
+        """Return what `_update` is given. Raises, before anything is updated, if a parameter cannot be updated."""
 
     @abstractmethod
     def _update(self, parameter: Tensor, name: str, group: dict[str, Any], prepared: Any) -> None:
-        """One step of a parameter that has a gradient; `name`: of its random numbers."""
+        """Take one step of a parameter that has a gradient. `name`: selects its random numbers."""
 
 
 def updated(parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], step: int, options: Any) -> Tensor:
-    """What elements become, fp32. No bit depends on where a kernel begins.
+    """Return the updated elements in fp32. The bits do not depend on where in the parameter the elements begin.
 
     Args:
-        parameter: 1-D, as the gradient; any dtype.
+        parameter: 1-D, any dtype.
+        gradient: 1-D, as long as the parameter; any dtype.
         moments: fp32, changed in place.
-        step: which this is, from 1 on.
-        options: of the group.
+        step: number of this step, from 1 on.
+        options: those of the parameter's group.
     """
     first, second = moments
     beta1, beta2 = options["betas"]
@@ -77,5 +78,5 @@ def updated(parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor],
 
 
 def piece_of(tensor: Tensor) -> Tensor:
-    """This rank's elements, 1-D, sharing their memory: of a tensor that is not sharded all."""
+    """Return this rank's elements as a 1-D view: all of them if the tensor is not sharded."""
     return tensor.local if isinstance(tensor, ShardedParameter) else tensor.detach().view(-1)

@@ -1,4 +1,4 @@
-"""Clipping by the global gradient norm, in one pass over this rank's pieces."""
+"""Gradient clipping by the global norm, in one pass over this rank's pieces."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients in place so that their joint norm is at most `max_norm`. Every rank must call this.
 
-    The same arithmetic as `torch.nn.utils.clip_grad_norm_`, so the same bits (but for the order in which norms of
-    several shard groups are added), with one collective whatever the number of dtypes, a handful of operations for each
-    dtype whatever the number of parameters, and without waiting for the device (unless `error_if_nonfinite`). Gradients
-    on the host come slice by slice, for the norm and to be scaled.
+    Uses the arithmetic of `torch.nn.utils.clip_grad_norm_`, so the bits are the same, except for the order in which
+    norms of several shard groups are added. Costs one collective whatever the number of dtypes and a few operations for
+    each dtype whatever the number of parameters. Does not wait for the device (unless `error_if_nonfinite`). Gradients
+    that rest on the host are loaded slice by slice, once for the norm and once for scaling.
 
     Args:
-        model: whose parameters' gradients to clip; or parameters. Plain ones (`sw.shard(ignored=...)`) may be among
-            them and count once: their gradients must be equal on all ranks.
-        max_norm: the largest norm to leave.
+        model: the model, or parameters, whose gradients are clipped. Plain parameters (`sw.shard(ignored=...)`) may be
+            among them and count once: their gradients must be equal on all ranks.
+        max_norm: the largest joint norm after clipping.
         norm_type: order of the norm, at least 0; `math.inf` is the largest magnitude.
-        error_if_nonfinite: raise where the norm is infinite or NaN (waits for the device).
+        error_if_nonfinite: raise if the norm is infinite or NaN (waits for the device).
 
     Returns:
         The norm before clipping: plain, 0-d, global, equal on all ranks; 0 if there are no gradients.
 
     Raises:
-        UsageError: `max_norm` is below 0, which would turn gradients round, or no number.
+        UsageError: `max_norm` is below 0, which would flip the sign of gradients, or not a number.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
     """
     given: object = max_norm
@@ -59,7 +59,7 @@ def clip_grad_norm_(
 def clip(
     parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """As `clip_grad_norm_`, for outer faces, whenever their optimizer takes its step."""
+    """Clip as `clip_grad_norm_` does, for outer faces, also where the optimizer steps in backward."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
@@ -78,7 +78,7 @@ def clip(
 
 
 def _scale(gradients: Sequence[Tensor], scale: Tensor) -> None:
-    """Of one home, or in memory."""
+    """Scale gradients in place. All must have the same home, or none."""
     torch._foreach_mul_([local_of(gradient) for gradient in gradients], scale)
     first = gradients[0]
     if isinstance(first, ShardedParameter) and first.home is not None:
@@ -86,7 +86,7 @@ def _scale(gradients: Sequence[Tensor], scale: Tensor) -> None:
 
 
 def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Where gradients are: the outer faces, also of what `sw.unshard` has modules hold."""
+    """Return the outer faces, which hold the gradients, also where modules hold inner faces because of `sw.unshard`."""
     if isinstance(model, nn.Module):
         model = model.parameters()
     given = [model] if isinstance(model, Tensor) else list(model)

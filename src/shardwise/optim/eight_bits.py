@@ -1,7 +1,7 @@
 """Moments in 8 bits: blocks of 256 elements, each with an fp32 scale, the block's largest magnitude.
 
-An element is its scale times what its code stands for. Codes stand for numbers of seven decades below 1, half as many
-in each decade as in the one above, evenly spaced up to its end; and for 0:
+An element is its block's scale times the number that its code stands for. Codes stand for 0 and for numbers in seven
+decades below 1. Each decade has half as many numbers as the one above it, evenly spaced up to its end:
 
     signed    64 in (0.1, 1], 32 in (0.01, 0.1], ... 1 at 1e-6, and as many negative ones
     unsigned  128 in (0.1, 1], 64 in (0.01, 0.1], ... 2 up to 1e-6
@@ -18,38 +18,38 @@ import torch
 from torch import Tensor
 
 BLOCK_NUMEL = 256
-"""Elements of a block."""
+"""Elements in a block."""
 NOISE_BITS = 20
-"""That rounding at random takes."""
+"""Random bits that one stochastic rounding takes."""
 _DECADES = 7
 _SIGN = 128
-"""Of a code."""
+"""The bit of a signed code that marks a negative number."""
 _KEY_SHIFT = 15
-"""Leaves of an fp32 the exponent and eight bits of the mantissa."""
+"""Right shift of fp32 bits after which the exponent and eight bits of the mantissa remain."""
 _FIRST, _LAST = (127 - 22) << 8, 127 << 8
-"""What is left of a number below all limits but 0, and of 1."""
+"""The shifted bits of 2**-22, a number below all limits, and of 1."""
 
 
 def blocks_of(numel: int) -> int:
-    """How many so many elements fill, the last one perhaps in part."""
+    """Return how many blocks `numel` elements fill. The last one may be partly filled."""
     return -(-numel // BLOCK_NUMEL)
 
 
 class Code(NamedTuple):
-    """One of the two kinds, on one device."""
+    """The signed or the unsigned code, with its tables on one device."""
 
     signed: bool
     numbers: Tensor
-    """By code."""
+    """By code: the number that it stands for."""
     limits: Tensor
-    """From which on a ratio has the next code without sign: signed, halfway between two; unsigned, where that is."""
+    """Magnitudes where the next code begins: signed, halfway between two numbers; unsigned, at the next number."""
     passed: Tensor
-    """By a ratio's first bits, how many limits are below all that have these. Above those is one at most: limits are
-    further apart."""
+    """By a ratio's shifted bits: how many limits are below every ratio with these bits. At most one more limit can be
+    below a given ratio, because limits are further apart than that."""
 
     @classmethod
     def on(cls, device: torch.device, signed: bool) -> Code:
-        """That kind. No communication."""
+        """Build the tables on a device. Does not communicate."""
         magnitudes = [0.0]
         for decade in range(_DECADES):
             count = 2**decade if signed else 2 ** (decade + 1)
@@ -63,22 +63,24 @@ class Code(NamedTuple):
         return cls(signed, torch.tensor(numbers, dtype=torch.float32, device=device), limits, passed)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The elements that codes stand for: 1-D, fp32, rounded once.
+        """Return the elements that codes stand for: 1-D, fp32, rounded once.
 
         Args:
-            codes: 1-D, uint8, from a block's first on.
-            scales: of the blocks.
+            codes: 1-D, uint8, beginning with the first of a block.
+            scales: the blocks' scales.
         """
         return self.numbers.index_select(0, codes.int()).mul_(_spread(scales, len(codes)))
 
     def encode(self, elements: Tensor, codes: Tensor, scales: Tensor, noise: Tensor) -> None:
-        """Write elements into as many codes, and their blocks' scales: signed ones rounded to nearest, others at
-        random, but if they are not 0 never to 0. One that is not finite makes its block so.
+        """Write elements as codes, and the scales of their blocks.
+
+        Signed elements are rounded to the nearest number, unsigned ones stochastically, but never to 0 unless they are
+        0. An element that is not finite makes its whole block non-finite.
 
         Args:
             elements: 1-D, fp32.
-            codes, scales: as for `decode`.
-            noise: integers, of which the last `NOISE_BITS` bits are random.
+            codes, scales: written; as for `decode`.
+            noise: integers whose last `NOISE_BITS` bits are random.
         """
         magnitude = elements.abs()
         missing = len(scales) * BLOCK_NUMEL - len(magnitude)
@@ -93,13 +95,13 @@ class Code(NamedTuple):
         codes.copy_(found)
 
     def _limits_below(self, ratio: Tensor) -> Tensor:
-        """How many each has reached, as `bucketize` counts them, which takes ten times as long on a CPU."""
+        """Return how many limits each ratio has reached. `torch.bucketize` would take ten times as long on a CPU."""
         key = (ratio.view(torch.int32) >> _KEY_SHIFT).sub_(_FIRST).clamp_(0, _LAST - _FIRST)
         found = self.passed.index_select(0, key)
         return found.add_(ratio >= self.limits.index_select(0, found))
 
     def _at_random(self, ratio: Tensor, below: Tensor, noise: Tensor) -> Tensor:
-        """The code of the number below each, or the next one."""
+        """Return at random, right on average, the code of the number below each ratio or the next one."""
         low = self.numbers.index_select(0, below)
         gap = self.limits.index_select(0, below).sub_(low)
         is_next = (noise & (2**NOISE_BITS - 1)) < (ratio - low).div_(gap).mul_(2**NOISE_BITS)
@@ -107,5 +109,5 @@ class Code(NamedTuple):
 
 
 def _spread(scales: Tensor, numel: int) -> Tensor:
-    """One for each element."""
+    """Repeat each block's scale for its elements."""
     return scales.unsqueeze(1).expand(-1, BLOCK_NUMEL).reshape(-1)[:numel]

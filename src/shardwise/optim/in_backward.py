@@ -1,4 +1,4 @@
-"""`optimizer_in_backward`: steps that are taken while backward goes on, so that gradients need not be kept."""
+"""`optimizer_in_backward`: optimizer steps taken during backward, so that gradients need not be kept."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from shardwise.sharded.partial_step import by_owner, hollow
 
 
 def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | None = None) -> None:
-    """From here on each backward takes the optimizer's step, unit by unit. Every rank must call this, between steps.
+    """Let each backward take the optimizer's step, unit by unit. Every rank must call this, between steps.
 
-    A unit's step is taken when its gradient is reduced and complete, and the gradient's memory is given back: of
-    reduced gradients one unit's exist at a time. A gradient that comes late (a weight that several units read) takes
-    its step when backward ends. Weights and state are those of the usual order, to the bit; `.grad` is None after
-    backward. `optimizer.step()` does nothing more, but runs its hooks and closure, and `zero_grad()` finds nothing.
-    Learning rates are read from the optimizer's groups when backward comes to a unit: a scheduler's `step()` after
-    backward works as ever. `state_dict()` and checkpoints are as usual.
+    A unit steps once its gradient is reduced and complete, and then the gradient's memory is freed: only one unit's
+    reduced gradient exists at a time. If a gradient comes late (a weight that several units read), its step is taken
+    when backward ends. Weights and state are bitwise those of a step after backward; `.grad` is None after backward.
+    `optimizer.step()` then updates nothing, but runs its hooks and closure, and `zero_grad()` finds nothing. Learning
+    rates are read from the optimizer's groups when backward reaches a unit, so a scheduler's `step()` after backward
+    works as usual, and so do `state_dict()` and checkpoints.
 
     Args:
         model: sharded, or a module around several sharded ones.
-        optimizer: any elementwise one of torch's, of sharded parameters of the model alone. Call this once for each
-            optimizer where there are several.
-        clip: the largest norm of the gradients of one unit, each scaled by itself; not the norm of all, which is known
-            only after backward. None: no clipping.
+        optimizer: any elementwise one of torch's, over sharded parameters of this model only. With several optimizers,
+            call this once for each.
+        clip: the largest norm of one unit's gradients, each unit scaled separately; not the norm of all gradients,
+            which is known only after backward. None: no clipping.
 
     Raises:
-        UsageError: a parameter of the optimizer is not sharded, or belongs to another model, or the optimizer was given
-            before. Later `sw.no_sync`, `sw.clip_grad_norm_` and `sw.GradScaler` on the model's parameters.
+        UsageError: a parameter of the optimizer is not sharded or belongs to another model, gradients of a unit are not
+            reduced in each backward, the optimizer updates whole matrices, or this was called for it before. Afterwards
+            `sw.no_sync`, `sw.clip_grad_norm_` and `sw.GradScaler` raise it for the model's parameters.
 
-    After a backward that raised when some units had taken their step, forwards that train and saves raise UsageError
-    until all weights have been written again (`sw.checkpoint.load`). torch's own `clip_grad_norm_` finds no gradients.
-    Strategies with full-size gradients (SHARD_OPTIMIZER) keep those. Costs one exchange between hosts for each unit.
+    If a backward raises after some units have stepped, training forwards and saves raise UsageError until all weights
+    have been written again (`sw.checkpoint.load`). torch's own `clip_grad_norm_` finds no gradients. Strategies with
+    full-size gradients (SHARD_OPTIMIZER) keep those. Costs one exchange between hosts for each unit.
     """
     engines = engines_below(model)
     for engine in engines:
@@ -76,7 +77,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
 
 
 def _keep_here(units: Iterable[Unit]) -> None:
-    """Their gradients take their steps where they are reduced, and the ring that they came through is given back."""
+    """Keep the units' gradients on the device until their step, and free the rings of those that were offloaded."""
     stores: dict[ShardStore, None] = {}
     for unit in units:
         for group in unit.groups:
@@ -106,7 +107,7 @@ def _check_parameters(engines: list[Engine], optimizer: Optimizer) -> None:
 
 
 def _nothing_left(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Before `optimizer.step()`: backward has taken it."""
+    """Step pre-hook: let `optimizer.step()` run on a view without parameters, because backward has taken the step."""
     for unit in by_owner(optimizer):
         engine = getattr(unit, "listener", None)
         if not isinstance(engine, Engine) or not engine.reducer.steps.serves(optimizer):

@@ -1,4 +1,4 @@
-"""Rounding at random: right on average, and the same bits wherever an element lies."""
+"""Stochastic rounding: right on average, with random bits that do not depend on which rank holds an element."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import xxhash
 from torch import Tensor
 
 _BITS = 16
-"""Of fp32 that bf16 has not."""
+"""Bits of an fp32 number that bf16 lacks."""
 
 
 def key_of(seed: int, name: str, step: int) -> int:
-    """What `random_bits` of one parameter's step begin with."""
+    """Return the key of `random_bits` for one step of one parameter."""
     return int(xxhash.xxh3_64_intdigest(f"{seed}|{name}|{step}".encode())) - 2**63
 
 
 def random_bits(first: int, count: int, key: int, device: torch.device) -> Tensor:
-    """64 bits for each of the elements [first, first + count), int64: splitmix64 of key and index."""
+    """Return 64 random bits for each of the elements [first, first + count), as int64: splitmix64 of key and index."""
     bits = torch.arange(first, first + count, dtype=torch.int64, device=device)
     bits = bits.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -25,11 +25,11 @@ def random_bits(first: int, count: int, key: int, device: torch.device) -> Tenso
 
 
 def rounded(values: Tensor, numbers: Tensor) -> Tensor:
-    """fp32 values, changed in place, to one of the two of bf16 around each: 16 low bits of `numbers` are random."""
+    """Round fp32 values in place to one of the two nearest bf16 numbers; the 16 low bits of `numbers` are random."""
     noise = (numbers & (2**_BITS - 1)).int()
     return values.view(torch.int32).add_(noise).bitwise_and_(-(2**_BITS)).view(torch.float32)
 
 
 def _signed(number: int) -> int:
-    """The int64 with the bits of a uint64."""
+    """Return the int64 with the bits of a uint64."""
     return number - 2**64 if number >= 2**63 else number

@@ -10,15 +10,17 @@ from shardwise.engine.lookup import steps_in_backward
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, which refuses models whose steps are taken in backward. An inf or NaN that one rank finds
-    makes every rank skip the step, with torch's own class too (`sharded/loss_scaling.py`).
+    """A `torch.amp.GradScaler` that refuses models whose optimizer steps in backward.
+
+    An inf or NaN found by one rank makes every rank skip the step, also with torch's own class
+    (`sharded/loss_scaling.py`).
 
     Works on CPUs with `device="cpu"`. Every rank must make the same calls; `unscale_` (also inside `step`) costs one
     `all_reduce` of one number for each shard group and dtype of gradients.
 
-    The check is global over the shard group. Replicas (hybrid strategies) hold gradients that were summed over the
-    replicate group, an inf of any of them included: they are equal, so the replicas decide alike without asking. The
-    scale and its growth therefore stay equal on all ranks, which must start from the same arguments.
+    The check is global over the shard group. Replicas (hybrid strategies) hold gradients summed over the replicate
+    group, including an inf of any of them. These are equal, so replicas decide alike without communicating. The scale
+    and its growth therefore stay equal on all ranks, provided that all were built with the same arguments.
     """
 
     def _unscale_grads_(

@@ -1,10 +1,10 @@
 """Optimizers that need whole matrices (Muon, Adafactor, ...) over sharded parameters.
 
-Each hidden matrix has an owner among the ranks. In a step the owners get the pieces of the matrices and of their
-gradients, one exchange a unit, run the torch optimizer on the whole, unchanged, and send the pieces back. So the owner
-computes what an unsharded run computes, bit for bit. Everything else is AdamW's, on pieces.
+Each hidden matrix has an owner among the ranks. In a step the owners receive the pieces of their matrices and of the
+gradients, in one exchange per unit, run the unchanged torch optimizer on whole matrices, and send the pieces back. So
+an owner computes bit for bit what an unsharded run computes. AdamW updates all other parameters, on pieces.
 
-docs/design/whole-matrix.md tells why.
+docs/design/whole-matrix.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -41,56 +41,59 @@ def whole_matrix(
     cost: Cost = product_cost,
     **options: Any,
 ) -> WholeMatrixOptimizer:
-    """An optimizer that gives each hidden matrix, whole, to `kind`, and everything else to AdamW. No communication.
+    """Return an optimizer that updates whole hidden matrices with `kind`, and all else with AdamW.
+
+    Does not communicate.
 
     Args:
-        kind: a torch optimizer's class, `torch.optim.Muon` for example: anything that updates each matrix from its own
-            gradient and state.
-        params: the model's parameters, sharded or not, as a torch optimizer takes them: parameters, (name, parameter)
-            or groups of them, whose options go to both optimizers; or the model itself. Parameters that are not sharded
+        kind: a torch optimizer class, such as `torch.optim.Muon`, that updates each matrix from its own gradient and
+            state.
+        params: the model, or its parameters as a torch optimizer takes them, sharded or not: parameters, (name,
+            parameter) pairs, or groups of either, whose options go to both optimizers. Parameters that are not sharded
             need names.
         adamw: options of `torch.optim.AdamW`.
-        hidden: which parameters are hidden matrices, by fqn and parameter, instead of the rule: those of 2 dimensions
-            that are no embedding (`nn.Embedding`, or tied to one) and no head (as many rows as an embedding has, or a
-            module's name as in `optim.matrices.hidden.HEADS`).
-        cost: of a step on a matrix of a shape, by which matrices are spread over ranks. Default: of matrix products.
-        options: of `kind`: lr, weight_decay, ...
+        hidden: tells from fqn and parameter which parameters are hidden matrices. By default, those of 2 dimensions
+            that are neither an embedding (`nn.Embedding`, or tied to one) nor a head (as many rows as an embedding, or
+            a module with a name in `optim.matrices.hidden.HEADS`).
+        cost: cost of a step on a matrix of a given shape, by which matrices are spread over ranks. Default: the cost of
+            matrix products.
+        options: options of `kind`: lr, weight_decay, ...
 
     Returns:
         A `torch.optim.Optimizer`: `kind`'s groups, then AdamW's. Learning rates, schedulers, clipping, `state_dict` and
         `sw.checkpoint` work as with any other. Every rank must call `step`.
 
     Raises:
-        UsageError: there is no hidden matrix, or a parameter has no name.
+        UsageError: there is no hidden matrix, or an unsharded parameter has no name.
     """
     return WholeMatrixOptimizer(kind, params, dict(adamw or {}), hidden, cost, options)
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A hidden matrix: the model's parameter, and what stands for it in the inner optimizer."""
+    """A hidden matrix: the model's parameter, and its stand-in in the inner optimizer."""
 
     number: int
-    """Position among all of them; the same on every rank."""
+    """Position among all hidden matrices; the same on every rank."""
     parameter: Tensor
     inner: nn.Parameter
-    """Of the global shape; without memory, but while it is updated."""
+    """Stand-in of the global shape. Has memory only while it is updated."""
     nothing: Tensor
-    """What the inner one holds the rest of the time."""
+    """Data of `inner` at all other times: one element, expanded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _UnitStep:
-    """What a step does to one unit."""
+    """One unit in one step."""
 
     unit: UnitMatrices
     lanes: Lanes
     present: frozenset[int]
-    """Its matrices that have a gradient: the same on every rank."""
+    """Indices of the unit's matrices that have a gradient: the same on every rank."""
 
 
 class WholeMatrixOptimizer(Optimizer):
-    """What `whole_matrix` returns."""
+    """The optimizer that `whole_matrix` returns."""
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class WholeMatrixOptimizer(Optimizer):
             group.update({key: value for key, value in inner.items() if key != "params"})
         super().__init__([*groups, *(self._adamw.param_groups if self._adamw else [])], {})
         self.class_name = f"{type(self._inner).__name__}+AdamW"
-        """Of the state that it keeps: the class in checkpoints."""
+        """Name under which checkpoints record the optimizer's class."""
         self._jobs: list[tuple[UnitMatrices, Lanes]] | None = None
         self._owners: dict[Tensor, OwnerRank] = {}
         self._states: dict[Mesh, OwnedState] = {}
@@ -137,7 +140,7 @@ class WholeMatrixOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both optimizers. Every rank must call this. Returns what the closure returns."""
+        """Take one step of both optimizers. Every rank must call this. Returns what the closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -157,8 +160,8 @@ class WholeMatrixOptimizer(Optimizer):
         return loss
 
     def _follow_groups(self) -> None:
-        """Options that schedules have changed, and state that was loaded, are this optimizer's; the two inside have
-        them from here."""
+        """Give both inner optimizers this optimizer's options, which schedules change, and AdamW its state, which loads
+        replace."""
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=False):
             inner.update({key: value for key, value in group.items() if key != "params"})
         if self._adamw is not None:
@@ -166,14 +169,14 @@ class WholeMatrixOptimizer(Optimizer):
             self._adamw.state = self.state
 
     def _update_plain(self) -> None:
-        """Matrices that are not sharded: each rank has all of them."""
+        """Update matrices that are not sharded. Each rank has all of them."""
         plain = [parameter for parameter in self._matrices if not isinstance(parameter, ShardedParameter)]
         wholes = {p: (p.detach(), p.grad) for p in plain if p.grad is not None}
         for parameter, values in self._run(wholes).items():
             self.state[parameter] = values
 
     def _update_units(self) -> None:
-        """Unit by unit; the exchanges of `AHEAD` units are under way at once."""
+        """Update sharded matrices unit by unit, with the exchanges of up to `AHEAD` units under way."""
         jobs = [
             _UnitStep(unit, lanes, present)
             for unit, lanes in self._jobs or ()
@@ -206,7 +209,7 @@ class WholeMatrixOptimizer(Optimizer):
     def _finish(
         leaving: deque[tuple[_UnitStep, Arrivals | None]], across: deque[tuple[_UnitStep, Arrivals | None]]
     ) -> None:
-        """The oldest unit's pieces are written, and go on to the replicas."""
+        """Write the updated pieces of the oldest unit in `leaving`, and begin to send them to the replicas."""
         job, arrivals = leaving.popleft()
         job.unit.receive(arrivals)
         if len(across) == AHEAD:
@@ -215,8 +218,11 @@ class WholeMatrixOptimizer(Optimizer):
         across.append((job, job.unit.replicate(job.lanes.to_replicas, job.present)))
 
     def _update(self, unit: UnitMatrices, wholes: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Any]:
-        """Step this rank's matrices. Returns what their state looks like now, by number, where that is not what it
-        looked like before, here and so on other ranks."""
+        """Step this rank's matrices of one unit.
+
+        Returns, by number, the new description of each matrix's state that differs from the one before the step, which
+        other ranks still hold.
+        """
         mine: dict[Tensor, tuple[Tensor, Tensor]] = {unit.faces[index]: whole for index, whole in wholes.items()}
         state = self._states[unit.mesh]
         before = {parameter: state.describe(self.state.get(parameter, {})) for parameter in mine}
@@ -231,7 +237,7 @@ class WholeMatrixOptimizer(Optimizer):
         return news
 
     def _run(self, wholes: Mapping[Tensor, tuple[Tensor, Tensor]]) -> dict[Tensor, dict[str, Any]]:
-        """Have the inner optimizer update whole matrices in place, from their gradients. Returns their state."""
+        """Update whole matrices in place from their gradients with the inner optimizer. Returns their state."""
         if not wholes:
             return {}
         for parameter, (whole, gradient) in wholes.items():
@@ -250,7 +256,7 @@ class WholeMatrixOptimizer(Optimizer):
                 matrix.inner.data, matrix.inner.grad = matrix.nothing, None
 
     def _tell(self, news: Mapping[Mesh, Mapping[int, Any]]) -> None:
-        """Ranks tell one another what the state of their matrices looks like now: a short message between hosts."""
+        """Exchange changed descriptions of matrices' state between hosts. Every rank must call this."""
         every = list(self._matrices)
         for mesh, state in self._states.items():
             for number, described in state.tell(news[mesh]).items():
@@ -262,7 +268,7 @@ class WholeMatrixOptimizer(Optimizer):
     # Who owns what ------------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Give every matrix an owner. The same on every rank; collective only in that it allocates."""
+        """Assign owners and allocate lanes in the first step; later, check placements. Every rank must call this."""
         if self._jobs is not None:
             self._check_placements()
             return
@@ -287,7 +293,7 @@ class WholeMatrixOptimizer(Optimizer):
         ]
 
     def _assign(self) -> None:
-        """No communication."""
+        """Assign an owner to every sharded matrix, the same on every rank. Does not communicate."""
         if self._owners:
             return
         balances: dict[Mesh, Balance] = {}
@@ -314,11 +320,11 @@ class WholeMatrixOptimizer(Optimizer):
 
     @property
     def exchange_bytes(self) -> int:
-        """Of memory that it keeps for exchanges, from the first step on. No communication."""
+        """Bytes of the exchange buffers, which are kept from the first step on. Does not communicate."""
         return sum({lanes: lanes.nbytes for _, lanes in self._jobs or ()}.values())
 
     def state_placement(self, parameter: Tensor, shape: tuple[int, ...]) -> Placement | None:
-        """Where state of that shape of a parameter is to lie; None where as the parameter does. No communication."""
+        """Return how state of that shape of a parameter is cut, or None if like the parameter. Does not communicate."""
         if not isinstance(parameter, ShardedParameter) or parameter not in self._matrices:
             return None
         self._assign()
@@ -329,10 +335,10 @@ class WholeMatrixOptimizer(Optimizer):
     # State from elsewhere -----------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's: of this optimizer's own state_dict, or of one of an unsharded model with full tensors, of which
-        each rank keeps those of the matrices that it owns. Every rank must be given equal numbers. No communication.
+        """Load this optimizer's own state_dict, or an unsharded model's with full tensors.
 
-        Raises UsageError for pieces that were cut otherwise.
+        Of full tensors each rank keeps those of the matrices that it owns. Every rank must be given equal numbers. Does
+        not communicate. Raises UsageError for pieces that were cut differently.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         given = dict(state_dict["state"])
@@ -343,8 +349,11 @@ class WholeMatrixOptimizer(Optimizer):
         self.state.update(placed)
 
     def cut_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of one of its parameters as this rank keeps it: of full tensors the owner's are all, others none.
-        Every rank must be given equal numbers. No communication. Raises as `load_state_dict`."""
+        """Return the state of one parameter as this rank keeps it: the owner of a matrix keeps full tensors, other
+        ranks none of their elements.
+
+        Every rank must be given equal numbers. Does not communicate. Raises as `load_state_dict`.
+        """
         if parameter in self._matrices:
             return {name: self._place(parameter, name, value) for name, value in state.items()}
         return cut_state(parameter, state) if isinstance(parameter, ShardedParameter) else dict(state)
@@ -366,7 +375,7 @@ class WholeMatrixOptimizer(Optimizer):
         return ShardedParameter(whole.to(parameter.device, copy=True), placement)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises UsageError once the optimizer is built."""
+        """Raise UsageError once the optimizer is built."""
         if hasattr(self, "class_name"):
             self._no_more_groups()
         super().add_param_group(param_group)
@@ -377,7 +386,7 @@ class WholeMatrixOptimizer(Optimizer):
 
 
 def _parts(named: list[NamedParamGroup], wanted: Callable[[Tensor], bool]) -> list[NamedParamGroup]:
-    """The groups with the members that are wanted; none that is empty."""
+    """Return the groups narrowed to the wanted members, without empty ones."""
     parts = [replace(group, members=[member for member in group.members if wanted(member[1])]) for group in named]
     return [part for part in parts if part.members]
 

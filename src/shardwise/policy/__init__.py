@@ -1,1 +1,1 @@
-"""Frozen choices: what is sharded, in which dtypes. Imports no torch."""
+"""Settings as frozen data: what is sharded, in which dtypes, where it rests. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Adapters of low rank beside a frozen model, as data."""
+"""Low-rank adapters beside a frozen model, as data."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _PARSED: dict[str, Callable[[str], object]] = {
     "dropout": float,
     "targets": lambda words: tuple(words.split(_BETWEEN_TARGETS)),
 }
-"""How words for a field are read."""
+"""By field: how its value in words is parsed. Other fields are strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """PEFT's adapters, in fp32, as `[lora]` of the trainer makes them. Raises ConfigError for an invalid value."""
+    """Settings of PEFT's adapters, in fp32, as the trainer's `[lora]` makes them. Invalid values raise ConfigError."""
 
     r: int
-    """Their rank."""
+    """Rank of the adapters."""
     targets: tuple[str, ...] | None = None
     """Names of the linear layers that get them, such as "q_proj". None: all but the head."""
     dropout: float = 0.0
-    """The part of an adapter's inputs that is dropped."""
+    """Fraction of an adapter's inputs that is dropped."""
     dtype: str | None = None
-    """Short name of the dtype that the frozen model is kept in. None: the one that it computes in."""
+    """Short name of the dtype that the frozen model is kept in. None: its compute dtype."""
 
     def __post_init__(self) -> None:
         if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
@@ -43,8 +43,8 @@ class Adapters:
 
     @classmethod
     def of(cls, asked: object) -> Adapters | None:
-        """From a rank, a mapping of the fields, or words: "16", "r=16,targets=q_proj+v_proj,dtype=fp32". None where
-        nothing is asked for, or rank 0. Raises ConfigError."""
+        """Build from a rank, a mapping of the fields, or words such as "16" or
+        "r=16,targets=q_proj+v_proj,dtype=fp32". Returns None for None or rank 0. Raises ConfigError."""
         if asked is None or isinstance(asked, cls):
             return asked
         if isinstance(asked, str):
@@ -62,7 +62,7 @@ class Adapters:
 
     @property
     def words(self) -> str:
-        """As they are written on a command line."""
+        """The settings as written on a command line."""
         if self == Adapters(self.r):
             return str(self.r)
         given: dict[str, object] = {

@@ -13,4 +13,4 @@ KINDS = (
 )
 
 STATE_KINDS = ("param_shards", "gathered_slots", "grad_shards", "reduce_slots", "optimizer")
-"""Those that a strategy changes; activations are the same under all."""
+"""Kinds that depend on the strategy. Activations are the same under every strategy."""

@@ -1,4 +1,4 @@
-"""What lies elsewhere than on the device, as data."""
+"""What rests elsewhere than on the device, as data."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ from typing import Any
 from shardwise.errors import ConfigError
 
 PLACES = {"params": ("cpu", "nvme"), "optimizer": ("cpu", "nvme"), "gradients": ("cpu",)}
-"""By kind: where it may rest other than on the device."""
+"""By kind of tensor: where it may rest other than on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Where shards, optimizer state and reduced gradients are between uses, of the units that a call of `sw.shard`
-    makes."""
+    """Where the shards, optimizer state and reduced gradients of one `sw.shard` call's units rest between uses."""
 
     params: str | None = None
-    """Of shards. None: the device. "cpu": the host's memory, which on CPU ranks is the same. "nvme": a file of each
-    rank in `path`. The device has four times the largest unit's slice beside its slots, and for "nvme" the host as
-    much."""
+    """Where shards rest. None: on the device. "cpu": in host memory, which on CPU ranks is the same. "nvme": in a file
+    of each rank in `path`. Then the device holds buffers of four times the largest unit's slice beside its slots, and
+    for "nvme" the host holds as much."""
     optimizer: str | None = None
-    """Of the optimizer's state. None: beside the shards. "cpu": the host's memory, which on CPU ranks is the same.
-    "nvme": a file of each rank in `path`."""
+    """Where optimizer state rests. None: where the optimizer makes it, on the device. "cpu": in host memory, which on
+    CPU ranks is the same. "nvme": in a file of each rank in `path`."""
     path: str | os.PathLike[str] | None = None
-    """Directory for the files, on a disk of this machine; made if it is not there."""
+    """Directory for the files, on a disk of this machine. Created if missing."""
     pin: bool = True
-    """Host memory, "nvme"'s too, is pinned, so that the device copies from and to it by itself, beside what the host
-    does."""
+    """Whether host memory, including that for "nvme", is pinned, so that copies do not block the host."""
     ring_bytes: int | None = None
-    """Memory of a rank's device through which optimizer state comes to its step and goes back, and for "nvme" of its
-    host; None: four times the largest parameter's state, 64 MiB at least."""
+    """Size of the ring on a rank's device through which optimizer state passes in its step; for "nvme" its host holds
+    as much. None: four times the largest parameter's state, at least 64 MiB."""
     gradients: str | None = None
-    """Of reduced gradients, until the step. None: the device. "cpu": the host's memory, which on CPU ranks is the same;
-    the device has four times the largest unit's slice. Where the optimizer steps in backward they rest nowhere."""
+    """Where reduced gradients rest until the step. None: on the device. "cpu": in host memory, which on CPU ranks is
+    the same; then the device holds buffers of four times the largest unit's slice. Without effect where the optimizer
+    steps in backward."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -44,7 +43,7 @@ class Offload:
 
 
 def check(asked: Any) -> None:
-    """The places and `ring_bytes` of an `Offload`, or of what has them too. Raises ConfigError for an unknown one."""
+    """Check the places and `ring_bytes` of an `Offload` or an object with the same fields. Raises ConfigError."""
     for kind, possible in PLACES.items():
         place = getattr(asked, kind)
         if place is not None and place not in possible:
@@ -56,4 +55,4 @@ def check(asked: Any) -> None:
 
 
 ALL_ON_HOST = Offload(params="cpu", optimizer="cpu", gradients="cpu")
-"""What FSDP's CPU offload means."""
+"""The equivalent of FSDP's CPU offload."""

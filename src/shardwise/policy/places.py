@@ -11,32 +11,33 @@ from shardwise.policy.words import check_names, entries
 
 _NONE = "none"
 _ALONE = ("params", "optimizer")
-"""The kinds that a place without a kind is for."""
+"""The kinds that a place without a kind applies to."""
 _MIB = 2**20
 _RING = {"ring_bytes": 1, "ring_mib": _MIB}
-"""Words for `ring_bytes`, and the bytes that one is."""
+"""Names for the ring's size in words, and the bytes in one unit of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """As `sw.Offload` has them."""
+    """The places of `sw.Offload`, without its path."""
 
     params: str | None = None
-    """Of shards: None, the device; "cpu", the host's memory; "nvme", a file."""
+    """Where shards rest. None: on the device. "cpu": in host memory. "nvme": in a file."""
     optimizer: str | None = None
-    """Of optimizer state, likewise."""
+    """Where optimizer state rests, likewise."""
     ring_bytes: int | None = None
-    """Memory of a rank's device through which optimizer state comes to its step and goes back. None: the usual."""
+    """Size of the ring on a rank's device through which optimizer state passes in its step. None: the default."""
     gradients: str | None = None
-    """Of reduced gradients: None, or "cpu"."""
+    """Where reduced gradients rest: None or "cpu"."""
 
     def __post_init__(self) -> None:
         check(self)
 
     @classmethod
     def of(cls, asked: object) -> Places | None:
-        """From a `sw.Offload`, a mapping, or words: "optimizer=cpu", "params=cpu,optimizer=nvme,ring_mib=64", "cpu" or
-        "nvme" for both of params and optimizer, "none". None where nothing lies elsewhere. Raises ConfigError."""
+        """Build from a `sw.Offload`, a mapping, or words: "optimizer=cpu", "params=cpu,optimizer=nvme,ring_mib=64",
+        "cpu" or "nvme" for both params and optimizer, "none". Returns None if nothing rests elsewhere than on the
+        device. Raises ConfigError."""
         if asked is None or asked == _NONE:
             return None
         if isinstance(asked, str):
@@ -52,7 +53,7 @@ class Places:
 
     @property
     def words(self) -> str:
-        """As they are written on a command line."""
+        """The places as written on a command line."""
         given = {name: getattr(self, name) for name in PLACES}
         if self.ring_bytes is not None:
             whole, rest = divmod(self.ring_bytes, _MIB)

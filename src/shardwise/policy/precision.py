@@ -1,4 +1,4 @@
-"""Mixed precision as data: which dtype computes, travels and is kept."""
+"""Mixed precision as data: the dtypes of compute, of communication and of what is kept."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from shardwise.errors import ConfigError
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 """Short names of dtypes, by torch's names."""
 FEW_BITS = ("nf4", "int8")
-"""Kinds of blocks that frozen weights can be kept in."""
+"""Block formats that frozen weights can be kept in."""
 _ALIASES = {"half": "float16"} | {alias: name for name, short in SHORT_NAMES.items() for alias in (name, short)}
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of what one call of `sw.shard` makes units of.
+    """Dtypes of the units that one `sw.shard` call makes.
 
     Every field but the last three takes a name ("bf16", "fp32", "fp16", "fp64") or a torch dtype. After construction
     each is a torch name ("bfloat16") or None.
     """
 
     param: str | None = None
-    """Gathered parameters and compute. None: the dtype in which each parameter is stored."""
+    """Dtype of gathered parameters and of compute. None: each parameter's stored dtype."""
     reduce: str | None = None
-    """Gradients while they travel. None: the compute dtype."""
+    """Dtype in which gradients are reduced. None: the compute dtype."""
     master: str | None = None
-    """The shards that the optimizer updates. None: each parameter's stored dtype. Frozen ones are never upcast."""
+    """Dtype of the shards that the optimizer updates. None: each parameter's stored dtype. Frozen parameters are never
+    upcast."""
     output: str | None = None
-    """Floating-point outputs of the module given to `sw.shard` are cast to it. None: left alone."""
+    """Dtype to which floating-point outputs of the module given to `sw.shard` are cast. None: they are not cast."""
     buffers: str | None = None
-    """Floating-point buffers are cast to it when the model is sharded. None: left alone."""
+    """Dtype to which floating-point buffers are cast when the model is sharded. None: they are not cast."""
     cast_inputs: bool = True
-    """Cast floating-point inputs of the module given to `sw.shard` to `param`."""
+    """Whether floating-point inputs of the module given to `sw.shard` are cast to `param`."""
     frozen: str | None = None
-    """"nf4" or "int8": frozen weights of linear layers are kept and gathered in blocks of 64 such codes with a scale
-    (0.53 and 1.03 bytes an element), and computed with in `param`. Embeddings and heads stay as they are. None: all
-    frozen ones stay in their stored dtype."""
+    """"nf4" or "int8": frozen weights of linear layers are kept and gathered as blocks of 64 such codes with a scale
+    (0.53 and 1.03 bytes an element) and decoded to `param` for compute. Embeddings and heads stay as they are. None:
+    all frozen parameters stay in their stored dtype."""
     keep: tuple[str, ...] = ()
-    """Names of parameters in the module given to `sw.shard`, or patterns of names ("*.router.weight"), that are
-    computed with in the dtype of their master, whatever `param` says: the module that uses them casts around them."""
+    """Names of parameters in the module given to `sw.shard`, or patterns of names ("*.router.weight"). These are
+    computed with in the dtype of their master, whatever `param` says; the module that uses them casts around them."""
 
     def __post_init__(self) -> None:
         given: object = self.keep
@@ -57,12 +58,12 @@ class Precision:
                 object.__setattr__(self, field.name, dtype_name(getattr(self, field.name), f"precision.{field.name}"))
 
     def keeps(self, name: str) -> bool:
-        """Whether the parameter of this name is computed with in the dtype of its master."""
+        """Whether `keep` names this parameter, so that it is computed with in the dtype of its master."""
         return any(fnmatchcase(name, pattern) for pattern in self.keep)
 
 
 def dtype_name(value: object, where: str) -> str | None:
-    """The torch name of a dtype given by name or as a torch dtype; None stays None. Raises ConfigError."""
+    """Return the torch name of a dtype given by name or as a torch dtype; None stays None. Raises ConfigError."""
     if value is None:
         return None
     text = str(value).removeprefix("torch.")
@@ -74,6 +75,6 @@ def dtype_name(value: object, where: str) -> str | None:
 
 
 def short_dtype_name(dtype: object) -> str | None:
-    """The short name ("bf16", "fp8") of a torch dtype or of its name; None for any other, such as integers and None."""
+    """Return the short name ("bf16", "fp8") of a torch dtype or its name; None for others, such as integers."""
     name = str(dtype).removeprefix("torch.")
     return "fp8" if name.startswith("float8_") else SHORT_NAMES.get(name)

@@ -1,4 +1,4 @@
-"""Activation checkpointing as data: which blocks recompute, and whether some of their operations are kept."""
+"""Activation checkpointing as data: which blocks are recomputed, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from shardwise.errors import ConfigError
 
 MODES = ("none", "full", "selective-ops", "every-2", "offload")
-"""What `activation_checkpointing` can be; "every-2" stands for any number."""
+"""Values of `activation_checkpointing`; "every-2" stands for any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """One mode, taken apart."""
+    """One mode of activation checkpointing, parsed."""
 
     every: int
-    """One block in so many is recomputed, the first one included; 0: none is."""
+    """Every how many blocks one is recomputed, beginning with the first; 0: none is."""
     selective: bool
-    """Outputs of attention and of every second matmul are kept."""
+    """Whether outputs of attention and of every second matmul are kept."""
     offloads: bool = False
-    """What is kept of each block, its input, is in the host's memory until backward."""
+    """Whether the kept input of each block is moved to host memory until backward."""
 
     @classmethod
     def parse(cls, mode: str) -> Recomputation:
-        """From "none", "full", "selective-ops", "every-N" or "offload". Raises ConfigError."""
+        """Parse "none", "full", "selective-ops", "every-N" or "offload". Raises ConfigError."""
         match = re.fullmatch(r"every-([1-9]\d*)", mode) if isinstance(mode, str) else None
         if match is not None:
             return cls(int(match[1]), selective=False)

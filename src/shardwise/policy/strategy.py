@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwise.errors import ConfigError
 
 LEAST_SLOTS = 2
-"""Arena slots per size class, at least: one unit computes while the next one is gathered."""
+"""Fewest arena slots per size class: one unit computes while the next one is gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class _Traits:
 class Strategy(enum.Enum):
     """How model state is spread over the ranks (ZeRO stages: arXiv:1910.02054; hybrid: arXiv:2304.11277).
 
-    The value is the lower-case name used in configurations. Each member's traits say what the engine does with it.
+    The value is the lower-case name used in configurations. Each member's traits tell the engine what to do.
     """
 
     NO_SHARD = "no_shard"
@@ -51,17 +51,17 @@ class Strategy(enum.Enum):
 
     @property
     def keeps_params(self) -> bool:
-        """Gathered parameters stay until the weights change: a slot per unit instead of a few per size class."""
+        """Whether gathered parameters stay until the weights change: a slot per unit, not a few per size class."""
         return _TRAITS[self].keeps_params
 
     @property
     def keeps_grads(self) -> bool:
-        """Every unit has a full-size gradient buffer of its own."""
+        """Whether every unit has a full-size gradient buffer of its own."""
         return _TRAITS[self].keeps_grads
 
     @classmethod
     def parse(cls, value: Strategy | str) -> Strategy:
-        """A member from itself or its lower-case name. Raises ConfigError naming the nearest."""
+        """Return a member given as itself or by its lower-case name. Raises ConfigError that names the nearest."""
         if isinstance(value, cls):
             return value
         names = [member.value for member in cls]

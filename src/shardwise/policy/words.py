@@ -1,4 +1,4 @@
-"""Settings as words: "name=value,name=value", and their names."""
+"""Settings in words: "name=value,name=value"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.suggest import did_you_mean
 
 
 def entries(words: str, refusal: str) -> Iterator[tuple[str, str]]:
-    """Name and value of each entry. Raises ConfigError, with `refusal`, for an entry without a value."""
+    """Yield the name and value of each entry. Raises ConfigError, with `refusal`, for an entry without a value."""
     for entry in words.split(","):
         name, equals, value = (part.strip() for part in entry.partition("="))
         if not equals:
@@ -18,7 +18,7 @@ def entries(words: str, refusal: str) -> Iterator[tuple[str, str]]:
 
 
 def check_names(what: str, asked: Iterable[str], known: Collection[str]) -> None:
-    """Raise ConfigError for a name that is not known."""
+    """Raise ConfigError if a name is not among `known`."""
     for name in asked:
         if name not in known:
             raise ConfigError(f"{what}: {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")

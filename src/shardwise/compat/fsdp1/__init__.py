@@ -4,8 +4,8 @@
     from shardwise.compat.fsdp1.wrap import transformer_auto_wrap_policy
     from shardwise.compat.fsdp1.sharded_grad_scaler import ShardedGradScaler
 
-`docs/fsdp1.md` maps every argument. The model that is given is the one that comes back, of a class that is FSDP's as
-well: names of parameters are those of the plain model, and there is no wrapper to look into.
+`docs/fsdp1.md` maps every argument. The constructor returns the given model itself, whose class then also derives from
+FSDP's: parameters keep the names of the plain model, and there is no wrapper to look into.
 """
 
 from torch.distributed.fsdp import (

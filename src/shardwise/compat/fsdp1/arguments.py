@@ -1,4 +1,4 @@
-"""FSDP1's arguments in the words of `sw.shard`."""
+"""Translation of FSDP1's arguments to those of `sw.shard`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FULL_PRECISION = MixedPrecision()
 
 
 def strategy_of(asked: ShardingStrategy | None) -> str:
-    """None is FULL_SHARD."""
+    """Return the strategy's name. None means FULL_SHARD."""
     return STRATEGIES[asked or ShardingStrategy.FULL_SHARD]
 
 
 def mesh_of(process_group: object, device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """None: all ranks. Raises UsageError for a pair of groups."""
+    """Return the mesh, or None for all ranks. Raises UsageError for a pair of process groups."""
     if process_group is None or device_mesh is not None:
         return device_mesh
     if not isinstance(process_group, dist.ProcessGroup):
@@ -47,7 +47,7 @@ def mesh_of(process_group: object, device_mesh: DeviceMesh | None) -> DeviceMesh
 
 
 def precision_of(asked: MixedPrecision | None) -> Precision:
-    """Inputs are cast where either of FSDP1's two switches says so; its default is that of the root."""
+    """Translate the dtypes. Inputs are cast if either of FSDP1's two switches is on; by default the root's one is."""
     if asked is None:
         return Precision()
     if asked.keep_low_precision_grads:
@@ -61,8 +61,10 @@ def precision_of(asked: MixedPrecision | None) -> Precision:
 
 
 def exempt_modules(root: nn.Module, asked: MixedPrecision | None, ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """Those that FSDP1 leaves in full precision inside a model of mixed precision: batch norms, unless it is told. Not
-    those without a parameter to shard."""
+    """Return the modules that FSDP1 leaves in full precision inside a mixed-precision model: by default batch norms.
+
+    Leaves out the root and modules without a parameter to shard.
+    """
     kinds = () if asked is None or asked.param_dtype is None else tuple(asked._module_classes_to_ignore)
     return [
         module
@@ -72,12 +74,12 @@ def exempt_modules(root: nn.Module, asked: MixedPrecision | None, ignored: set[n
 
 
 def exempt_precision(asked: MixedPrecision) -> Precision:
-    """Theirs: in the masters' dtype, and what they give is in the others' again."""
+    """Return the precision of exempt modules: compute in fp32, outputs cast to the other modules' compute dtype."""
     return Precision(param="float32", output=_name(asked.param_dtype))
 
 
 def ignored_of(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> set[nn.Parameter]:
-    """Parameters of what is ignored by `ignored_modules` and `ignored_states`."""
+    """Return the parameters that `ignored_modules` and `ignored_states` exclude."""
     found: set[nn.Parameter] = set()
     for one in (*(modules or ()), *(states or ())):
         found.update(one.parameters() if isinstance(one, nn.Module) else [one])
@@ -87,7 +89,7 @@ def ignored_of(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
 def units_of(
     root: nn.Module, policy: Callable[..., Any] | CustomPolicy | None, ignored: set[nn.Parameter]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The modules below the root that a policy chooses, innermost first, and what it says of them alone."""
+    """Return the modules below the root that a policy chooses, innermost first, each with arguments of its own."""
     if policy is None:
         return {}
     if isinstance(policy, CustomPolicy):
@@ -105,8 +107,8 @@ def _choose(
     found: dict[nn.Module, dict[str, Any]],
     is_root: bool = False,
 ) -> int:
-    """Ask a policy of FSDP1's protocol whether to look below, and then, with how many elements are nobody's yet,
-    whether to choose this module. Returns how many are somebody's now."""
+    """Ask a policy of FSDP1's protocol whether to recurse into the module and then, given how many of its elements no
+    chosen module below has, whether to choose it. Returns how many of its elements chosen modules have now."""
     numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
@@ -118,12 +120,12 @@ def _choose(
 
 
 def offload_of(asked: CPUOffload | None) -> Offload | None:
-    """What it asks for."""
+    """Return the `Offload` that FSDP1's `CPUOffload` asks for, or None."""
     return ALL_ON_HOST if asked is not None and asked.offload_params else None
 
 
 def warn_of_others(backward_prefetch: object, forward_prefetch: bool, limit_all_gathers: bool) -> None:
-    """Warn once of what has no effect."""
+    """Warn once about arguments without effect."""
     if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         without_effect(
             f"FSDP(backward_prefetch={backward_prefetch})", "the engine learns in which order units are used"
@@ -135,8 +137,8 @@ def warn_of_others(backward_prefetch: object, forward_prefetch: bool, limit_all_
 
 
 def initialise(root: nn.Module, given: Callable[[nn.Module], None] | None) -> None:
-    """Have a user's function give modules of the meta device memory and numbers, as FSDP1 does, before anything is
-    sharded. Without one, `sw.shard` draws the numbers of the unsharded build."""
+    """Call a user's function on each module that has tensors on the meta device, so that it allocates and initialises
+    them, as FSDP1 does before sharding. Without a function, `sw.shard` draws the numbers of an unsharded build."""
     for module in list(root.modules()) if given is not None else ():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta for tensor in own):

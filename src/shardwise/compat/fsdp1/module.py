@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: a class that a model takes on, beside its own."""
+"""`FullyShardedDataParallel`: the class with FSDP1's methods that is added to a model's own class."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ __all__ = ["FullyShardedDataParallel"]
 
 
 class FullyShardedDataParallel(nn.Module):
-    """FSDP1's methods. `FullyShardedDataParallel(module, ...)` gives the module itself, sharded, of this class as well.
+    """FSDP1's methods. `FullyShardedDataParallel(module, ...)` shards the module and returns it, with this class added.
 
-    Every rank must construct it, and call the methods whose docstrings say so. `docs/fsdp1.md` has every argument.
+    Every rank must construct it, and call the methods whose docstrings say so. `docs/fsdp1.md` lists every argument.
     """
 
     def __new__(cls, module: nn.Module | None = None, *args: Any, **kwargs: Any) -> Self:
-        """The module, whose class is this one too from here on. Without one, as for any class (copies)."""
+        """Return the module, with this class added to its own. Without one (copies), make a new object as usual."""
         if module is None:
             return super().__new__(cls)
         if isinstance(module, FullyShardedDataParallel):
@@ -77,7 +77,7 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[Any] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        """Shard. Every rank must call this. Raises UsageError for what cannot be had; else as `sw.shard`."""
+        """Shard the module. Every rank must call this. Raises UsageError if not supported; otherwise as `sw.shard`."""
         try:
             arguments.warn_of_others(backward_prefetch, forward_prefetch, limit_all_gathers)
             arguments.initialise(self, param_init_fn)
@@ -121,32 +121,32 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The model itself: there is no wrapper. A child of that name, where it has one."""
+        """The model itself, since there is no wrapper; or the model's child named "module", if it has one."""
         child = self._modules.get("module")
         return self if child is None else child
 
     def check_is_root(self) -> bool:
-        """Whether this is the module that was given last, which serves those below."""
+        """Whether this is the root: the outermost sharded module, which has the engine of all units below."""
         return engine_of(self, below=False) is not None
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Those at or below a module."""
+        """Return the FSDP modules at or below a module."""
         found = [below for below in module.modules() if isinstance(below, FullyShardedDataParallel)]
         return [below for below in found if below.check_is_root()] if root_only else found
 
     # Training ---------------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside accumulate, unreduced: `sw.no_sync`. Every rank must do so."""
+        """Return a context in which backwards accumulate unreduced: `sw.no_sync`. Every rank must enter it."""
         return no_sync(self)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """`sw.clip_grad_norm_`: the norm over all ranks, before. Every rank must call this."""
+        """Clip as `sw.clip_grad_norm_`. Returns the norm over all ranks before that. Every rank must call this."""
         return clip_grad_norm_(self, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        """Raises UsageError."""
+        """Raise UsageError: not supported."""
         raise UsageError(
             "FSDP.register_comm_hook: reductions are the engine's; hook_gradients(model, hook) of "
             "shardwise.model_tools.reduction shows a hook this rank's slice of each"
@@ -164,9 +164,9 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """`sw.unsharded`, with all below the module. Every rank must enter and leave.
+        """Enter `sw.unsharded` for a module and everything below it. Every rank must enter and leave.
 
-        Raises UsageError `with_grads`.
+        Raises UsageError with `with_grads`.
         """
         if with_grads:
             raise UsageError(
@@ -181,7 +181,7 @@ class FullyShardedDataParallel(nn.Module):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """`nn.Module.apply` with full parameters, which are written back. Every rank must call this, with a function
+        """Run `nn.Module.apply` with full parameters, and write them back. Every rank must call this, with a function
         that does the same on each."""
         if not _holds_shards(self):
             return super().apply(fn)
@@ -197,8 +197,8 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """What state dicts at and below a module are from now on. Returns what they were. LOCAL_STATE_DICT raises
-        UsageError."""
+        """Set the kind of state dicts at and below a module. Returns the former settings. Raises UsageError for
+        LOCAL_STATE_DICT."""
         before = FullyShardedDataParallel.get_state_dict_type(module)
         modules = [module, *FullyShardedDataParallel.fsdp_modules(module)]
         set_settings(modules, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -206,7 +206,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What they are."""
+        """Return the state dict settings of the first FSDP module at or below a module."""
         found = FullyShardedDataParallel.fsdp_modules(module)
         return settings_of(found[0] if found else module)
 
@@ -218,7 +218,7 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Inside, state dicts at and below a module are of that kind."""
+        """Inside, set the kind of state dicts at and below a module."""
         modules = [module, *FullyShardedDataParallel.fsdp_modules(module)]
         before = [settings_of(one) for one in modules]
         set_settings(modules, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -228,8 +228,11 @@ class FullyShardedDataParallel(nn.Module):
             restore(modules, before)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Full, unless the settings say otherwise: every rank must call this, or the `state_dict` of what is around. As
-        handles it needs no communication, and so with `keep_vars`, as this package asks for it."""
+        """Return a full state_dict, unless the settings say otherwise.
+
+        For a full one every rank must call this, or the `state_dict` of a module around it. A state_dict of
+        `ShardedParameter`s, which `keep_vars` also gives (this package calls it so), needs no communication.
+        """
         settings = settings_of(self)
         destination, prefix, keep_vars = _asked(*args, **kwargs)
         if keep_vars or settings.state_dict_type is not StateDictType.FULL_STATE_DICT or not _holds_shards(self):
@@ -250,7 +253,10 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """By names, as the settings say. Every rank must call this. Raises UsageError for another optimizer's state."""
+        """Return the optimizer state by names, as the settings say. Every rank must call this.
+
+        Raises UsageError if `optim_state_dict` is given.
+        """
         if optim_state_dict is not None:
             raise UsageError("FSDP.optim_state_dict reads the optimizer: leave optim_state_dict out")
         return optimizer_state.as_set(model, optim)
@@ -264,7 +270,7 @@ class FullyShardedDataParallel(nn.Module):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """For `optim.load_state_dict`, of what `optim_state_dict` gave. Every rank must call this."""
+        """Return what `optim.load_state_dict` takes, from an `optim_state_dict`. Every rank must call this."""
         from_rank0 = optimizer_state.is_first_alone(model)
         state = optimizer_state.to_load(model, optim, optim_state_dict, from_rank0)
         if load_directly:
@@ -279,14 +285,14 @@ class FullyShardedDataParallel(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Full, by names, on the CPU. Every rank must call this."""
+        """Return full optimizer state by names, on the CPU. Every rank must call this."""
         return optimizer_state.full(model, optim, rank0_only, on_cpu=True)
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """Of handles, by names. No communication."""
+        """Return optimizer state by names, as `ShardedParameter`s. Does not communicate."""
         return get_optimizer_state_dict(model, optim)
 
     @staticmethod
@@ -296,7 +302,10 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: object = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """For `optim.load_state_dict`, of full state that every rank has. Raises UsageError without `optim`."""
+        """Return what `optim.load_state_dict` takes, from full state that every rank has.
+
+        Raises UsageError without `optim`.
+        """
         return optimizer_state.to_load(model, _given(optim), full_optim_state_dict, from_rank0=False)
 
     @staticmethod
@@ -307,14 +316,17 @@ class FullyShardedDataParallel(nn.Module):
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Likewise of full state that rank 0 has. Every rank must call this."""
+        """Return what `optim.load_state_dict` takes, from full state on rank 0. Every rank must call this.
+
+        Raises UsageError without `optim`.
+        """
         return optimizer_state.to_load(model, _given(optim), full_optim_state_dict, from_rank0=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
-        """Likewise of handles."""
+        """Return what `optim.load_state_dict` takes, from a state_dict of `ShardedParameter`s."""
         return optimizer_state.to_load(model, optim, sharded_optim_state_dict, from_rank0=False)
 
     @staticmethod
@@ -325,20 +337,20 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: object = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A full state dict by names or by numbers. No communication."""
+        """Return a full state dict keyed by names or by numbers, as asked. Does not communicate."""
         return optimizer_state.rekeyed(optim_state_dict, optim_state_key_type, model, optim)
 
 
 def _asked(
     destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
 ) -> tuple[dict[str, Any] | None, str, bool]:
-    """The arguments of `nn.Module.state_dict`."""
+    """Return the arguments of an `nn.Module.state_dict` call, defaults included."""
     return destination, prefix, keep_vars
 
 
 def _holds_shards(module: nn.Module) -> bool:
-    """Whether a sharded parameter stands at or below the module: there is none inside `sw.unsharded`, as inside
-    `summon_full_params`, nor where all are ignored."""
+    """Whether the module or one below holds a sharded parameter. None does inside `sw.unsharded`, and so inside
+    `summon_full_params`, nor if all parameters are ignored."""
     return any(isinstance(parameter, ShardedParameter) for parameter in module.parameters())
 
 

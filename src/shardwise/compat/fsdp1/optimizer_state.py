@@ -1,4 +1,4 @@
-"""FSDP1's optimizer state dicts: by fully qualified names, full or of handles, and back."""
+"""FSDP1's optimizer state dicts by fully qualified names, full or of `ShardedParameter`s: saving and loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.errors import UsageError
 
 
 def full(model: nn.Module, optimizer: Optimizer, rank0_only: bool, on_cpu: bool) -> dict[str, Any]:
-    """Full state by names; on other ranks than the first nothing with `rank0_only`. Every rank must call this."""
+    """Return full state by names; with `rank0_only` an empty dict on other ranks. Every rank must call this."""
     alone = rank0_only and on_cpu
     options = StateDictOptions(full_state_dict=True, cpu_offload=alone)
     state = get_optimizer_state_dict(model, optimizer, options=options)
@@ -25,7 +25,7 @@ def full(model: nn.Module, optimizer: Optimizer, rank0_only: bool, on_cpu: bool)
 
 
 def as_set(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """As the model's settings say. Every rank must call this."""
+    """Return optimizer state in the form of the model's settings. Every rank must call this."""
     settings = settings_of(model)
     config = settings.optim_state_dict_config
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -35,13 +35,16 @@ def as_set(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def to_load(model: nn.Module, optimizer: Optimizer, state: dict[str, Any] | None, from_rank0: bool) -> dict[str, Any]:
-    """For `optimizer.load_state_dict`: this rank's pieces by position. Every rank must call this `from_rank0`."""
+    """Return what `optimizer.load_state_dict` takes: this rank's pieces by position.
+
+    Every rank must call this with `from_rank0`.
+    """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0 and dist.is_initialized())
     return loadable_state_dict(model, optimizer, state or {}, options)
 
 
 def is_first_alone(model: nn.Module) -> bool:
-    """Whether the model's settings leave full state on rank 0 only."""
+    """Whether the model's settings give full optimizer state to rank 0 only."""
     config = settings_of(model).optim_state_dict_config
     return isinstance(config, FullOptimStateDictConfig) and config.rank0_only
 
@@ -49,7 +52,7 @@ def is_first_alone(model: nn.Module) -> bool:
 def rekeyed(
     state: dict[str, Any], kind: OptimStateKeyType, model: nn.Module, optimizer: Optimizer | None
 ) -> dict[str, Any]:
-    """A full state dict by names or by numbers. No communication."""
+    """Return a full state dict keyed by names or by numbers, as asked. Does not communicate."""
     if optimizer is None:
         order = [name for name, _ in model.named_parameters()]
     else:

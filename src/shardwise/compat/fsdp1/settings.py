@@ -1,4 +1,4 @@
-"""Which kind of state_dict a model gives: FSDP1's `StateDictSettings`, kept on its modules."""
+"""The kind of state_dict that a model returns: FSDP1's `StateDictSettings`, stored on its modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """The module's; full state on every rank where nothing was said."""
+    """Return the module's settings. Default: full state on every rank."""
     settings: StateDictSettings | None = module.__dict__.get(_SETTINGS)
     return settings or _checked(StateDictType.FULL_STATE_DICT, None, None)
 
@@ -35,14 +35,14 @@ def set_settings(
     config: StateDictConfig | None,
     of_optimizers: OptimStateDictConfig | None,
 ) -> None:
-    """Of these modules, from now on. Raises UsageError for LOCAL_STATE_DICT and for a config of another kind."""
+    """Set the settings of these modules. Raises UsageError for LOCAL_STATE_DICT or a config of another kind."""
     settings = _checked(kind, config, of_optimizers)
     for module in modules:
         module.__dict__[_SETTINGS] = settings
 
 
 def restore(modules: list[nn.Module], before: list[StateDictSettings]) -> None:
-    """What they had."""
+    """Set the modules' settings back to those of `before`."""
     for module, settings in zip(modules, before, strict=True):
         module.__dict__[_SETTINGS] = settings
 

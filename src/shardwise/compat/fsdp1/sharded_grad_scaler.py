@@ -10,8 +10,7 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(GradScaler):
-    """`sw.GradScaler` with the signature of FSDP1's. The groups to ask are the gradients' own: `process_group` is not
-    looked at."""
+    """`sw.GradScaler` with the signature of FSDP1's. Ignores `process_group`: it uses the gradients' own groups."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - FSDP1's signature
         self,

@@ -1,4 +1,4 @@
-"""`torch.distributed.fsdp.wrap`: torch's own policies, which only look at modules."""
+"""`torch.distributed.fsdp.wrap`: torch's own policies, which work unchanged because they only look at modules."""
 
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,

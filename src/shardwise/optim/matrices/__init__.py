@@ -1,1 +1,1 @@
-"""Optimizers of whole matrices over sharded parameters: each matrix has one owner, which computes with all of it."""
+"""Whole-matrix optimizers over sharded parameters: each matrix has one owner, which computes with all of it."""

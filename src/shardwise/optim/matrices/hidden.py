@@ -1,4 +1,4 @@
-"""Which parameters are hidden matrices, and which embeddings, heads and vectors."""
+"""Tells hidden matrices from embeddings, heads and vectors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from shardwise.modules.linear_weights import HEADS
 from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 Hidden = Callable[[str, Tensor], bool]
-"""Of a parameter's fqn and the parameter with its global shape: whether it is to be a whole matrix's optimizer's."""
+"""Whether a parameter, given by its fqn and itself (with its global shape), is a hidden matrix."""
 
 
 @dataclass(slots=True)
 class NamedParamGroup:
-    """A group of parameters as it was given: names, parameters and options of their own."""
+    """A parameter group as the user gave it: (name, parameter) pairs and the group's options."""
 
     members: list[tuple[str, Tensor]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def named_groups(params: nn.Module | Iterable[Any]) -> list[NamedParamGroup]:
-    """What a torch optimizer takes, or a model, as groups with names.
+    """Return the parameter groups with names, of a model or of anything that a torch optimizer takes.
 
-    Raises UsageError for a parameter without a name: one that is not sharded and was given without its own.
+    Raises UsageError for a parameter without a name: one that is neither sharded nor given with its name.
     """
     given: list[Any] = list(params.named_parameters()) if isinstance(params, nn.Module) else list(params)
     if given and isinstance(given[0], dict):
@@ -43,7 +43,7 @@ def named_groups(params: nn.Module | Iterable[Any]) -> list[NamedParamGroup]:
 
 def _named(item: Any) -> tuple[str, Tensor]:
     name, parameter = item if isinstance(item, tuple) else (None, item)
-    parameter = outer_face(parameter) or parameter  # sw.unshard has modules hold the other face
+    parameter = outer_face(parameter) or parameter  # after sw.unshard modules hold inner faces
     if isinstance(parameter, ShardedParameter):
         return parameter.fqn, parameter
     if name is None:
@@ -55,14 +55,15 @@ def _named(item: Any) -> tuple[str, Tensor]:
 
 
 def hidden_matrices(model: nn.Module | None, groups: Iterable[NamedParamGroup], hidden: Hidden | None) -> set[int]:
-    """Ids of the parameters that are hidden matrices.
+    """Return the ids of the parameters that are hidden matrices.
 
-    A matrix is one unless a module that holds it is an embedding, it has as many rows as an embedding (a head over the
-    same vocabulary), or the module that holds it has a head's name. Where the modules are not known (plain parameters
-    given by name), an embedding is what has "emb", "wte" or "wpe" in its module's name. Vectors, stacks of matrices,
-    convolutions and matrices of one element are none. `hidden` decides about matrices instead, where given.
+    A matrix is hidden unless a module that holds it is an embedding, it has as many rows as an embedding (a head over
+    the same vocabulary), or the module that holds it has a head's name. Where the modules are unknown (plain parameters
+    given by name), a matrix is an embedding if a part of its module's name contains "emb" or is "wte" or "wpe".
+    Vectors, stacks of matrices, convolutions and matrices of one element are not hidden matrices. If `hidden` is given,
+    it decides instead.
 
-    Raises UsageError if `hidden` wants what is not a matrix.
+    Raises UsageError if `hidden` chooses a parameter that is not a matrix.
     """
     members = [member for group in groups for member in group.members]
     if hidden is not None:

@@ -1,4 +1,4 @@
-"""A lane: exchanges of one kind, one a unit, over one group of ranks."""
+"""A lane: the exchanges of one kind, one per unit, over one group of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.comm.protocol import AllToAllPart, BufferKind, Collectives, Work
 from shardwise.layout.flat import round_up
 
 AHEAD = 2
-"""Exchanges of one lane that may be under way, and so its buffers."""
+"""Exchanges of one lane that may be under way at once, and so the number of its buffers."""
 _ALIGN_BYTES = 16
 
 
@@ -29,7 +29,7 @@ class MatrixTransfer:
     stop: int
 
     def nbytes(self, dtypes: Sequence[torch.dtype]) -> int:
-        """On the wire: for each of the dtypes so many elements, padded so that the next begin aligned."""
+        """Return the bytes sent: these elements once in each dtype, padded so that the next ones begin aligned."""
         return sum(_padded(self.stop - self.start, dtype) for dtype in dtypes)
 
 
@@ -38,7 +38,7 @@ def _padded(numel: int, dtype: torch.dtype) -> int:
 
 
 def most_sent_bytes(transfers: Sequence[MatrixTransfer], dtypes: Sequence[Sequence[torch.dtype]]) -> int:
-    """The most that any one rank sends of these. `dtypes`: what travels of each matrix."""
+    """Return the most bytes that any one rank sends. `dtypes`: for each matrix, those of the tensors that travel."""
     sent: dict[int, int] = {}
     for transfer in transfers:
         sent[transfer.source] = sent.get(transfer.source, 0) + transfer.nbytes(dtypes[transfer.matrix])
@@ -46,7 +46,7 @@ def most_sent_bytes(transfers: Sequence[MatrixTransfer], dtypes: Sequence[Sequen
 
 
 class Lane:
-    """Every rank of the group posts the same transfers in the same order and waits for them in that order."""
+    """Exchanges over one group. Its ranks must post the same transfers, and wait for them, in the same order."""
 
     def __init__(self, group: Collectives, capacity_bytes: int) -> None:
         """Every rank of the group must call this. `capacity_bytes`: the most that any rank sends at once."""
@@ -57,7 +57,7 @@ class Lane:
 
     @property
     def nbytes(self) -> int:
-        """Of its buffers, which are kept."""
+        """Bytes of the lane's buffers, which are kept."""
         return sum(buffer.bytes.numel() for buffer in self._buffers)
 
     def post(
@@ -66,12 +66,12 @@ class Lane:
         dtypes: Sequence[Sequence[torch.dtype]],
         outgoing: Callable[[MatrixTransfer], Sequence[Tensor]],
     ) -> Arrivals | None:
-        """Begin an exchange. Every rank of the group must call this; None where nothing travels.
+        """Begin an exchange. Every rank of the group must call this. Returns None if there are no transfers.
 
         Args:
-            transfers: of all ranks.
-            dtypes: of each matrix, those of the tensors that travel.
-            outgoing: of a transfer that this rank sends, its elements, 1-D, in those dtypes.
+            transfers: those of all ranks.
+            dtypes: for each matrix, those of the tensors that travel.
+            outgoing: returns the elements of a transfer that this rank sends: 1-D tensors in those dtypes.
         """
         if not transfers:
             return None
@@ -96,7 +96,7 @@ class Lane:
 
 
 class Arrivals:
-    """What comes to this rank in one exchange."""
+    """The transfers that one exchange brings to this rank."""
 
     def __init__(
         self, work: Work, into: Tensor, transfers: Sequence[MatrixTransfer], dtypes: Sequence[Sequence[torch.dtype]]
@@ -107,7 +107,7 @@ class Arrivals:
         self._dtypes = dtypes
 
     def wait(self) -> Iterator[tuple[MatrixTransfer, list[Tensor]]]:
-        """Wait, at once, for all of it. Returns each transfer with its tensors, views of the memory it came to."""
+        """Wait for the whole exchange. Returns each transfer with its tensors, views of the memory it arrived in."""
         self._work.wait()
         starts = itertools.accumulate((t.nbytes(self._dtypes[t.matrix]) for t in self._transfers), initial=0)
         return (

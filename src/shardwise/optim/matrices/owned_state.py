@@ -1,4 +1,4 @@
-"""Optimizer state of a whole matrix: on its owner, as tensors of any shape; on other ranks, pieces without elements."""
+"""Optimizer state of whole matrices: tensors of any shape on the owner, and pieces without elements on other ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.sharded.placement import Placement
 
 
 class _EveryRank(DryCollectives):
-    """The ranks of all shard groups, replica by replica, as far as full tensors and norms need them."""
+    """All ranks of a mesh, replica by replica, with only the collectives that full tensors and norms need."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -29,42 +29,42 @@ class _EveryRank(DryCollectives):
         super().__init__(rank, mesh.world_size, mesh.device)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """In the shard group of `src`, and from each of its ranks to the other replicas."""
+        """Broadcast in the shard group of `src`, then from each of its ranks to the other replicas."""
         replica, rank = divmod(src, self._mesh.shard.world_size)
         if self._mesh.replicate.rank == replica:
             self._mesh.shard.broadcast(tensor, rank)
         self._mesh.replicate.broadcast(tensor, replica)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
-        """In the shard groups, then over the replicas."""
+        """Reduce in the shard groups, then over the replicas."""
         first = self._mesh.shard.all_reduce(tensor, op, after, label)
         return self._mesh.replicate.all_reduce(tensor, op, first, label)
 
 
 def every_rank(mesh: Mesh) -> Collectives:
-    """All ranks of a mesh as one group: the rank of replica r and position s has r * shards + s. No communication."""
+    """Return all ranks of a mesh as one group, in which replica r's rank s is r * shards + s. Does not communicate."""
     if mesh.replicate.world_size == 1:
         return mesh.shard
     return mesh.replicate if mesh.shard.world_size == 1 else _EveryRank(mesh)
 
 
 class OwnedState:
-    """Makes and reads the state of one mesh's matrices."""
+    """Makes and describes the optimizer state of one mesh's matrices."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._ranks = every_rank(mesh)
 
     def placement(self, fqn: str, shape: tuple[int, ...], owner: OwnerRank) -> Placement:
-        """All elements on the owner: the layout is one tensor in a buffer whose slices are as large as the tensor."""
+        """Return a placement with all elements on the owner: the layout's slices are as large as the whole tensor."""
         numel = math.prod(shape)
         position = owner.replica * self._mesh.shard.world_size + owner.rank
         entry = Entry(fqn, tuple(shape), position * numel, numel)
         return Placement(FlatLayout((entry,), numel * self._ranks.world_size, self._ranks.world_size), 0, self._ranks)
 
     def wrap(self, face: ShardedParameter, owner: OwnerRank, value: Any) -> Any:
-        """The owner's value of the state as every rank's state has it: tensors of more than one element as their
-        owner's, sharing its memory; numbers as they are."""
+        """Wrap the owner's value of a state entry: a tensor of more than one element becomes a `ShardedParameter` that
+        shares its memory, and anything else stays as it is."""
         if not isinstance(value, Tensor) or value.numel() == 1:
             return value
         return ShardedParameter(
@@ -72,8 +72,7 @@ class OwnedState:
         )
 
     def describe(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What other ranks need to know of the owner's state, for JSON. Raises UsageError for what JSON cannot give
-        back."""
+        """Describe the owner's state for other ranks, in values that JSON can hold. Raises UsageError for others."""
         described: dict[str, Any] = {}
         for name, value in state.items():
             if isinstance(value, ShardedParameter):
@@ -87,7 +86,7 @@ class OwnedState:
         return described
 
     def mirror(self, face: ShardedParameter, owner: OwnerRank, described: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a matrix on a rank that does not own it, from the owner's description."""
+        """Return the state of a matrix for a rank that does not own it, from the owner's description."""
         device = face.local.device
         state: dict[str, Any] = {}
         for name, what in described.items():
@@ -101,7 +100,7 @@ class OwnedState:
         return state
 
     def tell(self, changed: Mapping[int, Any]) -> dict[int, Any]:
-        """Every rank's descriptions, by matrix. Every rank must call this."""
+        """Send this rank's descriptions and return those of all ranks, by matrix number. Every rank must call this."""
         message = json.dumps(changed).encode()
         for group in (self._mesh.shard, self._mesh.replicate):
             if group.world_size > 1:

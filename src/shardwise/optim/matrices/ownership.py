@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 Cost = Callable[[tuple[int, ...]], int]
-"""Of a matrix's shape: what a step on it costs, in any unit."""
+"""Cost, in any unit, of a step on a matrix of the given shape."""
 
 
 class OwnerRank(NamedTuple):
@@ -17,14 +17,14 @@ class OwnerRank(NamedTuple):
 
 
 def product_cost(shape: tuple[int, ...]) -> int:
-    """Of an iteration of matrix products (Newton-Schulz, and what else factors a matrix): rows x columns x the
-    lesser of the two."""
+    """Return the cost of iterated matrix products (Newton-Schulz and other factorizations): rows x columns x the lesser
+    of the two."""
     return shape[0] * shape[1] * min(shape)
 
 
 class Balance:
-    """Gives matrices to ranks, unit by unit, so that after every unit no rank has been given more than the others by
-    much: ranks work through the units in that order, and whoever is done with one goes on to the next."""
+    """Assigns matrices to ranks unit by unit, so that loads are about equal after every unit and not only at the end:
+    ranks work through the units in this order, and a rank that has finished one goes on to the next."""
 
     def __init__(self, replicas: int, shards: int) -> None:
         self._shards = shards
@@ -32,13 +32,18 @@ class Balance:
         self._dearest = 0
 
     def owners(self, costs: Sequence[int], held: Sequence[Sequence[int]]) -> list[OwnerRank]:
-        """Owners for the matrices of the next unit: the dearest first, each to the least loaded rank (Graham's rule),
-        or to who holds half of it or more already, so that less has to travel, as long as no load comes to exceed the
-        mean by more than the dearest matrix so far.
+        """Assign owners to the matrices of the next unit, the most expensive first.
+
+        Each goes to the least loaded rank (Graham's rule), or, so that less has to travel, to a rank that already holds
+        at least half of it, as long as that rank's load does not exceed the mean by more than the most expensive matrix
+        so far.
 
         Args:
-            costs: of each matrix.
-            held: of each matrix, how many of its elements each rank of the shard group holds.
+            costs: cost of each matrix.
+            held: for each matrix, how many of its elements each rank of the shard group holds.
+
+        Returns:
+            The owners, in the order of `costs`.
         """
         owners = [OwnerRank(0, 0)] * len(costs)
         for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -50,7 +55,7 @@ class Balance:
     def _choose(self, cost: int, held: Sequence[int]) -> int:
         loads, ranks = self._loads, len(self._loads)
         self._dearest = max(self._dearest, cost)
-        most = ranks * self._dearest + sum(loads) + cost  # times ranks, to stay among whole numbers
+        most = ranks * self._dearest + sum(loads) + cost  # times `ranks`, so that all are integers
         near = [
             rank
             for rank, load in enumerate(loads)

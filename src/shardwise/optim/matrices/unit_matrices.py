@@ -1,4 +1,4 @@
-"""The matrices of one unit: who owns them, and what travels between the ranks that hold pieces and the owners."""
+"""The matrices of one unit: their owners, and the transfers between owners and the ranks that hold pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.sharded.placement import Placement
 
 
 def pieces_of(placement: Placement) -> list[tuple[int, int, int]]:
-    """(rank of the shard group, start, stop) of every rank that holds elements of the parameter."""
+    """Return (rank in the shard group, start, stop) for every rank that holds elements of the parameter."""
     layout = placement.layout
     entry = layout.entries[placement.index]
     first, last = entry.start // layout.shard_numel, (entry.stop - 1) // layout.shard_numel
@@ -25,7 +25,7 @@ def pieces_of(placement: Placement) -> list[tuple[int, int, int]]:
 
 
 class Lanes:
-    """The three ways of one mesh: pieces to owners and back, in a shard group; and what changed, to replicas."""
+    """The three lanes of one mesh: pieces to owners and back in a shard group, and updated pieces to the replicas."""
 
     def __init__(self, mesh: Mesh, units: Sequence[UnitMatrices]) -> None:
         """Every rank must call this."""
@@ -40,12 +40,12 @@ class Lanes:
 
     @property
     def nbytes(self) -> int:
-        """Of their buffers."""
+        """Bytes of the buffers of all three lanes."""
         return sum(lane.nbytes for lane in (self.to_owners, self.from_owners, self.to_replicas))
 
 
 class UnitMatrices:
-    """No state but whose matrix is whose."""
+    """The matrices of one unit and their owners. Has no other state."""
 
     def __init__(self, mesh: Mesh, faces: Sequence[ShardedParameter], owners: Sequence[OwnerRank]) -> None:
         self.mesh = mesh
@@ -59,7 +59,7 @@ class UnitMatrices:
 
     @cached_property
     def to_owners(self) -> tuple[MatrixTransfer, ...]:
-        """In this shard group: pieces of the matrices that one of its ranks owns."""
+        """The transfers in this shard group of pieces to those of its ranks that own the matrix."""
         return tuple(
             MatrixTransfer(index, rank, owner.rank, start, stop)
             for index, (face, owner) in enumerate(zip(self.faces, self.owners, strict=True))
@@ -70,12 +70,12 @@ class UnitMatrices:
 
     @cached_property
     def from_owners(self) -> tuple[MatrixTransfer, ...]:
-        """The same pieces on their way back."""
+        """The transfers of the same pieces back from the owners."""
         return tuple(MatrixTransfer(t.matrix, t.target, t.source, t.start, t.stop) for t in self.to_owners)
 
     @cached_property
     def to_replicas(self) -> tuple[MatrixTransfer, ...]:
-        """In this replicate group, whose ranks hold the same pieces: from each owner's replica to all others."""
+        """The transfers in this replicate group, whose ranks hold equal pieces, from the owner's replica to others."""
         found = []
         for index, (face, owner) in enumerate(zip(self.faces, self.owners, strict=True)):
             piece = face.placement.fragment
@@ -97,8 +97,10 @@ class UnitMatrices:
         return lane.post(transfers, dtypes, piece)
 
     def assemble(self, arrivals: Arrivals | None, present: frozenset[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """The present matrices that this rank owns, whole, each with its gradient, of the global shape. Those of which
-        it holds everything are not copied: writing them writes the shard."""
+        """Return, by index, the present matrices that this rank owns and their gradients, whole, in the global shape.
+
+        A matrix whose elements this rank all holds is a view, so writing it writes the shard.
+        """
         wholes: dict[int, tuple[Tensor, Tensor]] = {}
         for index in sorted(present):
             if self.is_mine(index):
@@ -120,8 +122,10 @@ class UnitMatrices:
         return whole
 
     def scatter(self, lane: Lane, wholes: dict[int, tuple[Tensor, Tensor]], present: frozenset[int]) -> Arrivals | None:
-        """Write the own pieces of updated matrices, and send the others theirs. Every rank of the shard group must
-        call this."""
+        """Write this rank's pieces of the matrices that it updated, and send other ranks theirs.
+
+        Every rank of the shard group must call this.
+        """
         for index, (parameter, _) in wholes.items():
             piece = self.faces[index].fragment
             if piece.numel != parameter.numel():
@@ -137,7 +141,7 @@ class UnitMatrices:
         return lane.post(transfers, dtypes, lambda t: [self.faces[t.matrix].local])
 
     def receive(self, arrivals: Arrivals | None) -> None:
-        """Wait for updated pieces and write them."""
+        """Wait for updated pieces and write them to the shard."""
         for transfer, (piece,) in arrivals.wait() if arrivals is not None else ():
             self.faces[transfer.matrix].local.copy_(piece)
 
