@@ -113,9 +113,13 @@ class KeptInput:
         accelerators.current_stream(self._device).wait_event(self._moved)
 
     def come(self) -> None:
-        """See `Input`.""" inward = self._copies.inward there = torch.empty_like(self._host, device=self._device)
-        inward.wait_event(accelerators.current_stream(self._device).record_event())  # after the last use of the block's
-        memory inward.wait_event(self._moved) with accelerators.on(inward): there.copy_(self._host, non_blocking=True)
+        """See `Input`."""
+        inward = self._copies.inward
+        there = torch.empty_like(self._host, device=self._device)
+        inward.wait_event(accelerators.current_stream(self._device).record_event())  # after that memory's last use
+        inward.wait_event(self._moved)
+        with accelerators.on(inward):
+            there.copy_(self._host, non_blocking=True)
         self._coming, self._moved = there, inward.record_event()
 
     def take(self) -> Tensor:

@@ -42,9 +42,8 @@ def reshard(module: nn.Module) -> None:
     hold sharded parameters again. Every rank must call this.
 
     Units whose forward is under way are left alone; a forward that Ctrl-C interrupted is abandoned, for the whole
-    model. If the parameters were used outside any forward and a backward through that is still to come, reshard after
-    that
-    backward: until then autograd keeps the parameters in memory, and a warning says so.
+    model. If the parameters were used outside any forward and that use still needs a backward, reshard after it: until
+    then autograd keeps the parameters in memory, and a warning says so.
 
     Raises:
         UsageError: as for `unshard`; or a full parameter was written in place, and the write is lost.

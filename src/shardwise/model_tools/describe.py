@@ -21,8 +21,7 @@ from shardwise.tables import aligned
 T = TypeVar("T")
 
 ALIKE = 4
-"""From this many on, units (or parameters of one unit) that differ only in the numbers in their names share one
-line."""
+"""From this many on, units (or parameters of a unit) that differ only in the numbers in their names share one line."""
 
 
 class Holding(NamedTuple):

@@ -115,8 +115,7 @@ def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
 
 
 def _held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes in this rank's memory: for sharded tensors, of the local piece; offloaded state does not
-    count."""
+    """Return the bytes in this rank's memory: of sharded tensors the piece, of state on a medium nothing."""
     tensors = (tensor for tensor in tensors if not isinstance(tensor, RestingState))
     return sum((t.local if isinstance(t, ShardedParameter) else t).nbytes for t in tensors)
 
