@@ -1,5 +1,4 @@
-"""Which parameters are weights of linear layers: most of a language model's bytes, and robust to storage in few
-bits."""
+"""Which parameters are weights of linear layers: most of a language model's bytes, and usable when kept in few bits."""
 
 from __future__ import annotations
 

@@ -135,8 +135,7 @@ def _painted_meeting(cluster: Sequence[Extent]) -> tuple[Extent, Extent] | None:
 
 
 def _in(painted: NDArray[np.bool_], extent: Extent, start: int, unit_bytes: int) -> NDArray[np.bool_]:
-    """Return a view of the entries of `painted` that a tensor covers. An entry is `unit_bytes` bytes, from `start`
-    on."""
+    """Return a view of the entries of `painted` that a tensor covers. Each stands for `unit_bytes`, from `start` on."""
     return np.lib.stride_tricks.as_strided(
         painted[(extent.start - start) // unit_bytes :],
         (*extent.sizes, extent.itemsize // unit_bytes),

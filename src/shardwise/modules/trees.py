@@ -69,8 +69,10 @@ def output_tensors(output: object, depth: int = 0) -> Iterator[Tensor]:
 
 
 def exchange_tensors(output: Any, exchange: Callable[[Tensor], Tensor], depth: int = 0) -> Any:
-    """Replace each tensor that `output_tensors` finds by `exchange` of it. Tuples and sets are rebuilt; other
-    containers are changed in place."""
+    """Return `output` with `exchange` applied to each tensor that `output_tensors` finds.
+
+    Tuples and sets are rebuilt; other containers are changed in place.
+    """
     if isinstance(output, Tensor):
         return exchange(output)
     if depth >= _DEEPEST or output is None or isinstance(output, (str, bytes, int, float, type, nn.Module)):
