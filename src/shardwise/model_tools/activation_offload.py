@@ -62,8 +62,7 @@ class Copies(Protocol):
     device: torch.device
 
     def keep(self, leaving: Tensor) -> Input:
-        """Begin to copy an input that the current stream has written. The caller must call `Input.wait` before it frees
-        the original."""
+        """Begin to copy an input that the current stream has written. Call `Input.wait` before freeing the original."""
 
     def again(self) -> Copies:
         """Return an equal object for a deepcopy of the model."""

@@ -1,5 +1,4 @@
-"""Parameters whose class defines how to gather them: FSDP2's all-gather extensions, such as torchao's float8
-weights."""
+"""Parameters whose class defines how they are gathered: FSDP2's all-gather extensions, such as torchao's for float8."""
 
 from __future__ import annotations
 

@@ -78,8 +78,7 @@ def all_sites_of(module: nn.Module) -> Iterator[TensorSite]:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """Return a recorded tensor for one of the model's: uninitialised if that is on the meta device or sharded, else a
-    copy."""
+    """Return a recorded tensor for one of the model's: a copy, or empty if that is on the meta device or sharded."""
     if tensor.is_meta or isinstance(tensor, ShardedParameter):
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     else:
@@ -158,8 +157,7 @@ class _Builder:
         return None
 
     def _construct_plain(self, module: nn.Module) -> bool:
-        """Record a constructor call if the arguments are known and no parameter has values yet. Returns whether it
-        did."""
+        """Record a constructor call, if its arguments are known and no parameter has values yet; else return False."""
         has_numbers = any(below._parameters and id(below) not in self._blank for below in module.modules())
         constructor = None if has_numbers else plain_constructor(module)
         return constructor is not None and self._construct(module, constructor) is None

@@ -30,8 +30,7 @@ class RandomSequence:
         self._marks: dict[int, int | Tensor] = {}
         self._generators: dict[int, torch.Generator] = {}
         self._expected: Counter[int] | None = None
-        """By operation: how many draws are still to be replayed from its state. None until known: all states are
-        kept."""
+        """By operation: how many draws will be replayed from its state. None until known; then all states are kept."""
         self._latest: dict[int, int] = {}
         """By generator id: the operation after which its newest known state was taken."""
 

@@ -80,8 +80,7 @@ class Tape(TorchDispatchMode):
         self._writers: list[list[int]] = []
         """By storage: the operations that write to it, in order."""
         self._warm: tuple[int, RealStorages] = (0, self._new_memory())
-        """The real storages left by the last value that Python needed, and the operation that they are the state
-        before."""
+        """An operation, and storages with their contents before it: left by the last value that Python needed."""
         self._sequence = RandomSequence()
         self._began: Tensor | None = None
         """State of the default generator when recording began."""
