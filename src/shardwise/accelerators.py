@@ -261,8 +261,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """A context in which the device's random numbers start from a seed (below 2**63). Restores the generator's
-    state."""
+    """A context in which the device's random numbers start from a seed (below 2**63). The generator is restored."""
     before = random_state(device)
     try:
         set_random_state(device, torch.Generator(device).manual_seed(seed).get_state())
