@@ -257,8 +257,7 @@ class StreamCollectives(PrivateBuffers):
     @contextlib.contextmanager
     def _together(group: dist.ProcessGroup, count: int) -> Iterator[None]:
         """A context that launches its `count` collectives as one. If it raises (also on an interrupt), none is launched
-        and the group's state is reset; otherwise torch would only record all later collectives and never launch
-        them."""
+        and the group's state is reset: otherwise torch would record all later collectives and launch none."""
         c10d = dist.distributed_c10d
         try:
             with c10d._coalescing_manager(group) if count > 1 else contextlib.nullcontext():
@@ -277,8 +276,7 @@ class _OnStream:
     """The work enqueued on a stream so far."""
 
     def __init__(self, stream: torch.Stream, keep: object) -> None:
-        """`keep`: owns memory that the stream uses. It is held until `wait` orders the current stream after the
-        work."""
+        """`keep`: holds memory that the stream uses, until `wait` orders the current stream after the work."""
         self.event = stream.record_event()
         self._stream = stream
         self._keep: object | None = keep

@@ -30,7 +30,7 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str)
         do not queue behind one another, at the cost of a second set of the communicator's buffers.
 
     Raises:
-        ConfigError: `SHARDWISE_COLLECTIVES` names none of these, or one that does not support the device; or
+        ConfigError: `SHARDWISE_COLLECTIVES` names none of these, or one that is not possible here; or
             `SHARDWISE_SEPARATE_REDUCTIONS` is neither 0 nor 1.
     """
     device = torch.device(device)
