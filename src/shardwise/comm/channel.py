@@ -157,7 +157,7 @@ class Channel:
             return frame.body
 
     def _fail(self, error: ShardwiseError) -> NoReturn:
-        self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
+        self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model alive
         kind = _FrameKind.MISMATCHED if isinstance(error, MismatchError) else _FrameKind.FAILED
         self._tell(_Frame(kind, self._number, 0, str(error).encode()))
         raise error

@@ -62,7 +62,7 @@ class RankOrderSum:
 
     @torch.no_grad()
     def __call__(self, pieces: Sequence[Tensor], out: Tensor, accumulate: bool = False, op: str = "sum") -> None:
-        """Compute out[:] = (out if accumulate else 0) + the sum of `pieces`, one 1-D tensor of each rank, in rank
+        """Compute out[:] = (out if accumulate else 0) + the pieces combined, one 1-D tensor of each rank, in rank
         order.
 
         `out` may be one of the pieces. The sum is complete before it is added to `out`.

@@ -56,8 +56,7 @@ def huge_page_buffer(nbytes: int) -> memoryview:
 
 
 def begin_writeback(fd: int, start: int, nbytes: int) -> None:
-    """Start writing bytes [start, start + nbytes) of a file to disk. A hint: only fsync guarantees that they are
-    stored.
+    """Start writing bytes [start, start + nbytes) of a file to disk. A hint: only fsync ensures that they are stored.
 
     Does nothing if the operating system (other than Linux) or the file system does not support it.
     """

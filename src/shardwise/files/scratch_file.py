@@ -34,8 +34,7 @@ class ScratchFile:
         if hasattr(os, "O_DIRECT"):
             with suppress(OSError):  # then I/O uses the page cache
                 self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_DIRECT)
-        # Threads that read or write hold this object, so no descriptor is closed (and reused for another file) under
-        # them.
+        # Threads that read or write hold this object, so no descriptor is closed and reused for another file meanwhile.
         self._closing = weakref.finalize(self, _close, [fd for fd in (self._fd, self._direct) if fd is not None])
         self.nbytes = 0
         """Bytes allocated on disk."""

@@ -12,8 +12,7 @@ _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class ThreadPool:
-    """A pool of threads, as a context manager whose exit waits for all submitted calls. Calls start in submission
-    order.
+    """A context manager whose exit waits for all submitted calls. Calls start in the order of submission.
 
     Not a concurrent.futures executor, because these accept no calls once the interpreter waits for its threads to end,
     and an asynchronous save may be one of these threads.

@@ -1,8 +1,9 @@
 """Collectives by pairwise sends over a torch.distributed process group that can send and receive CPU memory.
 
 Every transfer goes directly from one rank to another, in place, instead of around gloo's rings. A collective begins
-with a header, its signature: ranks that call different collectives, or the same ones in another order, raise instead of
-mixing up data or hanging. Messages carry a tag made from the collective's number in this group and its signature."""
+with a header that holds its signature: ranks that call different collectives, or the same ones in another order, raise
+instead of mixing up data or hanging. Messages carry a tag made from the collective's number in this group and its
+signature."""
 
 from __future__ import annotations
 
@@ -156,7 +157,7 @@ class GlooCollectives(PrivateBuffers):
         return functools.reduce(combine, said)
 
     def abandon(self) -> None:
-        """Send every peer a header that says so."""
+        """Send every peer an abandon header, which says that this rank raised."""
         if self._transport.failure is None:  # else `fail` has told the peers
             self._left.append(self._post(sign("abandon")))
 

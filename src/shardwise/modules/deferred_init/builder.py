@@ -111,7 +111,6 @@ class _Builder:
         """Record a module and all modules below it.
 
         Args:
-            module: the module.
             initialise: initialises one module's own tensors where no constructor can be called.
             quiet: do not warn again; a module around this one was warned of.
             before: its siblings that were recorded already.

@@ -91,8 +91,9 @@ def materialize(
     `device` inside `init_on_device`. Parameters that belong to no unit are created on `device`.
 
     On the CPU the full weights of one unit exist at a time, plus one tensor while draws that no tensor keeps are
-    skipped; on the device those of one tensor. Does not communicate. All ranks must start with the same random state;
-    afterwards all have that of the unsharded build. Under a FakeTensorMode nothing is computed.
+    skipped; on the device one full tensor at a time. Does not communicate. All ranks must start with the same random
+    state and end with the same one: on the CPU that of the unsharded build, on the device that of
+    `init_on_device`. Under a FakeTensorMode nothing is computed.
 
     Args:
         tells: whether this rank reports the progress of drawing on the CPU.

@@ -81,7 +81,7 @@ class RealStorages:
             laid_out = (tensor.stride(), tensor.storage_offset()) == (view.stride, view.offset)
             if not of_constants and laid_out and storage.nbytes() == self._nbytes[view.storage]:
                 self._storages[view.storage] = storage
-            else:  # an alias of a constant, which later operations may write to, or not as recorded
+            else:  # an alias of a constant, which later operations may write to, or not laid out as recorded
                 self.real(view).copy_(tensor)
 
     def _argument(self, leaf: Any) -> Any:

@@ -9,8 +9,7 @@ _SEEDS = 2**63 - 1
 
 
 class Seeds:
-    """The seeds of a build's draws. Each draw has its own seed: the key of the build plus the draw's position on the
-    tape.
+    """The seeds of a build's draws. Each draw has its own: the key of the build plus the draw's position on the tape.
 
     Positions differ, so no two draws of a build share a seed, even for a generator that uses only the lower 32 bits (as
     the CPU's does). The key is the next number of the CPU's generator: the same after the same `torch.manual_seed`, and

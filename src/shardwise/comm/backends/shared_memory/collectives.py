@@ -227,7 +227,7 @@ class ShmCollectives(NoStreams):
     def close(self) -> None:
         """Forget every segment. Memory and file descriptors are freed with the last view of a buffer."""
         for shared in self._shared.values():
-            shared.expect(FINISHED)  # it refers back to its buffer
+            shared.expect(FINISHED)  # breaks the cycle between buffer and pending work
         self._shared.clear()
         self._reduce_buffers.clear()
         self._scattering.clear()
