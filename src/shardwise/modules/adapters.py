@@ -1,5 +1,5 @@
 """PEFT adapters in a model: the names that the model's tensors had before PEFT, and the names of adapters in PEFT's
-files. PEFT is looked up in `sys.modules`: a model with adapters cannot exist unless PEFT was imported."""
+files. PEFT need not be installed: a model with adapters cannot exist unless its user has imported PEFT."""
 
 from __future__ import annotations
 
