@@ -1,6 +1,6 @@
 """shardwise: a fully sharded data parallel (FSDP / ZeRO-3) engine for PyTorch.
 
-Names are loaded when first used: `import shardwise.layout` or `shardwise.policy` needs no torch.
+Names are imported on first use, so `import shardwise.layout` and `import shardwise.policy` need no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The one file that knows kinds of devices: which accelerator is here, its streams, memory, random numbers and name.
+"""Everything that depends on the kind of device: the accelerator, its streams, memory, random numbers and name.
 
-Everything goes through `torch.accelerator`, `torch.Stream` and the module that torch keeps for a kind of device, so no
-kind needs code here. CUDA and ROCm (which calls itself CUDA) are what it was written for; XPU and devices from outside
-torch go the same way and have only been played on CPU ranks.
+All of it goes through `torch.accelerator`, `torch.Stream` and torch's module for a kind of device (`torch.cuda`, ...),
+so no kind needs code of its own. It was written for CUDA and ROCm (which torch calls CUDA). XPU and devices from
+outside torch take the same path, which has only been simulated on CPU ranks.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 CPU = torch.device("cpu")
 
 _FIRST = -1
-"""The priority of a stream whose kernels go before those of others: torch's numbers fall as priority rises."""
+"""Priority of a stream whose kernels run before those of others: in torch lower numbers mean higher priority."""
 _LOOK_S = 1e-4
-"""Between two looks at an event: a hundredth of what a disk takes for a buffer."""
+"""Seconds between two queries of an event: a hundredth of the time that a disk takes for a buffer."""
 _NO_COLLECTIVES = frozenset({"mps"})
-"""Accelerators that no backend of torch.distributed serves: ranks beside one compute on their CPUs."""
+"""Kinds of accelerators that no backend of torch.distributed supports: ranks on such machines compute on CPUs."""
 
 
 # Which device ---------------------------------------------------------------------------------------------------------
 
 
 def accelerator() -> torch.device | None:
-    """This process's accelerator, with its index; None where there is none that ranks can train on."""
+    """Return this process's accelerator, with its index; None if there is none that ranks can train on."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type in _NO_COLLECTIVES:
         return None
@@ -43,13 +43,13 @@ def accelerator() -> torch.device | None:
 
 
 def count() -> int:
-    """Accelerators that this process sees. Starts no driver where torch can count without."""
+    """Return the number of accelerators that this process sees, if possible without initialising the driver."""
     found = torch.accelerator.current_accelerator()
     return 0 if found is None or found.type in _NO_COLLECTIVES else torch.accelerator.device_count()
 
 
 def of_local_rank(local_rank: int) -> torch.device:
-    """The accelerator of the rank with that number on this host, which becomes the current one, else the CPU."""
+    """Return the accelerator for the rank with this number on this host and make it the current one; else the CPU."""
     found = accelerator()
     if found is None:
         return CPU
@@ -59,12 +59,13 @@ def of_local_rank(local_rank: int) -> torch.device:
 
 
 def of_group(group: dist.ProcessGroup | None) -> torch.device:
-    """Where ranks of a process group compute: on the accelerator, if the group has a backend for it; else on the CPU,
-    as users ask for with `init_process_group("gloo")`. None: a world of one. Warns where an accelerator is left idle
-    that nobody decided about.
+    """Return the device on which ranks of a process group compute: the accelerator if the group has a backend for it;
+    else the CPU, which users choose with `init_process_group("gloo")`. None: a world of one.
+
+    Warns if an accelerator stays idle because it has no collectives.
 
     Raises:
-        ValueError: the group's backend serves neither.
+        ValueError: the group's backend supports neither.
     """
     found = accelerator()
     if found is not None and (group is None or serves(group, found.type)):
@@ -81,10 +82,10 @@ def of_group(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def of_kind(kind: str) -> torch.device:
-    """The device of this process that is of a kind ("cpu", "cuda", ...).
+    """Return this process's device of a given kind ("cpu", "cuda", ...).
 
     Raises:
-        ValueError: there is none.
+        ValueError: the process has none of this kind.
     """
     if kind == "cpu":
         return CPU
@@ -95,22 +96,21 @@ def of_kind(kind: str) -> torch.device:
 
 
 def serves(group: dist.ProcessGroup, kind: str) -> bool:
-    """Whether a backend of the process group moves tensors on devices of that kind. gloo is for CPUs, though torch
-    registers it for CUDA too. A group that is not a list of torch's backends, but an implementation of its own, names
-    no kind: it is taken to serve any."""
+    """Whether the process group has a backend for tensors on this kind of device. gloo counts for CPUs only, though
+    torch registers it for CUDA too. A group that is not made of torch's backends, but implemented by itself, names no
+    kinds and is assumed to support all."""
     kinds = kinds_of(group)
     return not kinds or kind in kinds
 
 
 def kinds_of(group: dist.ProcessGroup) -> set[str]:
-    """The kinds of devices that backends of the process group were made for."""
+    """Return the kinds of devices that backends of the process group are made for."""
     devices = group._device_types
     return {d.type for d in devices if d.type == "cpu" or group._get_backend(d).name().lower() != "gloo"}
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend of torch.distributed that is made for the device: nccl for CUDA and ROCm, xccl for XPU, gloo for
-    CPUs."""
+    """Return the torch.distributed backend for the device: nccl for CUDA and ROCm, xccl for XPU, gloo for CPUs."""
     return dist.get_default_backend_for_device(device)
 
 
@@ -118,32 +118,32 @@ def backend_for(device: torch.device) -> str:
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A stream whose kernels go before those of the current one. Else a collective that has few blocks waits until a
-    large product has none left."""
+    """Return a new stream whose kernels run before those of the current one. Otherwise a collective, which needs few
+    blocks, would wait until all blocks of a large matmul have started."""
     return torch.Stream(device=device, priority=_FIRST)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that operations on the device are enqueued on now."""
+    """Return the stream on which operations on the device are enqueued now."""
     return torch.accelerator.current_stream(device)
 
 
 def on(stream: torch.Stream) -> AbstractContextManager[Any]:
-    """Inside, operations are enqueued on `stream`."""
+    """Return a context inside which operations are enqueued on `stream`."""
     return stream
 
 
 def wait(device: torch.device) -> None:
-    """Return when the device has done everything that was enqueued; at once on a CPU."""
+    """Wait until the device has finished everything that was enqueued. Returns at once on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def wait_on_thread(event: torch.Event, device: torch.device) -> None:
-    """Return when the event is over. For a thread that does nothing else: it sleeps between looks, since torch's own
-    wait keeps a core busy."""
+    """Wait until the event has completed. For a thread that does nothing else: it sleeps between queries, because
+    torch's own wait keeps a core busy."""
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)  # a thread's calls are else for the first device
+        torch.accelerator.set_device_index(device.index)  # a thread's current device is the first one by default
     while not event.query():
         time.sleep(_LOOK_S)
 
@@ -152,26 +152,26 @@ def wait_on_thread(event: torch.Event, device: torch.device) -> None:
 
 
 def allocated_bytes(device: torch.device) -> tuple[int, int]:
-    """What the device's allocator has handed out: now, and at the peak since `reset_peak`."""
+    """Return the bytes that the device's allocator has handed out: now, and at the peak since `reset_peak`."""
     return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
 
 def reset_peak(device: torch.device) -> None:
-    """The peak is what is allocated now. Nothing happens on a CPU, whose allocator does not count."""
+    """Reset the peak to what is allocated now. Does nothing on a CPU, whose allocator does not count."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def sent(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on the device, without waiting: it goes through pinned memory. Itself on a CPU."""
+    """Return a host tensor copied to the device, through pinned memory and without waiting. On a CPU, the tensor."""
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def fetched(number: Tensor) -> Callable[[], float]:
-    """Have a 0-d tensor copied to the host behind what its device has been given to do, without waiting.
+    """Enqueue a copy of a 0-d tensor to the host, without waiting.
 
     Returns:
-        Its value; waits for the copy, and for nothing that the device is given later.
+        A function that returns the value. It waits for the copy, but not for work enqueued after it.
     """
     if number.device.type == "cpu":
         return number.item
@@ -187,17 +187,17 @@ def fetched(number: Tensor) -> Callable[[], float]:
 
 
 def host_memory(nbytes: int, device: torch.device) -> Tensor:
-    """Bytes of the host, 1-D uint8; pinned, where the device is to copy from and to them by itself."""
+    """Return uninitialised host memory, 1-D uint8; pinned if the device is an accelerator, for asynchronous copies."""
     return torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=device.type != "cpu")
 
 
 def pin(memory: Tensor, device: torch.device) -> Callable[[], object]:
-    """Have the device copy to and from host memory by itself, beside what the host does. Pins the pages that the
-    memory lies in, no others.
+    """Pin existing host memory, so that the device copies to and from it without the host. Pins only the pages of this
+    memory.
 
     Returns:
-        What undoes it; call it before the memory is given back. It does nothing where a kind of device cannot pin
-        memory that is there already: copies then go through memory of its driver's.
+        A function that unpins; call it before the memory is freed. If this kind of device cannot pin existing memory,
+        both do nothing, and copies go through a buffer of the driver.
     """
     module = _module(device)
     if not hasattr(module, "cudart"):
@@ -208,12 +208,12 @@ def pin(memory: Tensor, device: torch.device) -> Callable[[], object]:
 
 
 def has_memory(device: torch.device) -> bool:
-    """Whether the device computes with memory of its own, and not the host's."""
+    """Whether the device has memory of its own, other than the host's."""
     return device.type != "cpu"
 
 
 def total_bytes(device: torch.device) -> int:
-    """The accelerator's memory."""
+    """Return the size of the accelerator's memory in bytes."""
     return int(_module(device).get_device_properties(device).total_memory)
 
 
@@ -221,13 +221,13 @@ def total_bytes(device: torch.device) -> int:
 
 
 def name(device: torch.device) -> str:
-    """The accelerator's name, as its maker gives it."""
+    """Return the accelerator's name, as its manufacturer gives it."""
     return str(_module(device).get_device_name(device))
 
 
 def identity(device: torch.device) -> str | None:
-    """What no other device of this host has, whatever each process calls it; None for CPUs, which ranks share, and for
-    kinds of device that have no such number."""
+    """Return an identifier (UUID) that differs between all devices of this host, whatever index a process gives them.
+    None for CPUs, which ranks share, and for kinds of device without one."""
     if device.type == "cpu":
         return None
     uuid = getattr(_module(device).get_device_properties(device), "uuid", None)
@@ -235,7 +235,7 @@ def identity(device: torch.device) -> str | None:
 
 
 def computes_in_bf16(device: torch.device) -> bool:
-    """Whether an accelerator has bf16 of its own, not emulated; where torch does not say, it has. False on a CPU."""
+    """Whether an accelerator supports bf16 natively, not emulated; True if torch does not say. False on a CPU."""
     if device.type == "cpu":
         return False
     supported = getattr(_module(device), "is_bf16_supported", None)
@@ -246,13 +246,13 @@ def computes_in_bf16(device: torch.device) -> bool:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of the generator that operations on the device take numbers from: bytes, on the CPU."""
+    """Return the state of the device's default generator, as a byte tensor on the CPU."""
     state: Tensor = torch.get_rng_state() if device.type == "cpu" else _module(device).get_rng_state(device)
     return state
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Set what `random_state` gave."""
+    """Restore a state that `random_state` returned."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -261,7 +261,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, the device's random numbers begin at a seed (below 2**63); its generator is left as it was."""
+    """A context in which the device's random numbers start from a seed (below 2**63). The generator is restored."""
     before = random_state(device)
     try:
         set_random_state(device, torch.Generator(device).manual_seed(seed).get_state())
@@ -271,15 +271,15 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def has_fused_adamw(device: torch.device) -> bool:
-    """Whether torch has AdamW as one kernel there."""
+    """Whether torch has a fused AdamW kernel for this kind of device."""
     return device.type in _get_fused_kernels_supported_devices()
 
 
 @functools.cache
 def widest_float(device: torch.device) -> torch.dtype:
-    """The dtype in which sums are formed: fp64, or fp32 on a device that has no fp64 (mps, some xpu).
+    """Return the dtype in which sums are computed: fp64, or fp32 on a device without fp64 (mps, some xpu).
 
-    There a norm is summed as exactly as torch sums one over the pieces of a single device, and can overflow sooner: the
+    In fp32 a norm is as exact as when torch sums it over the pieces on a single device, but overflows sooner: the
     squares of norms above 1.8e19 do not fit.
     """
     try:
@@ -290,5 +290,5 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def _module(device: torch.device) -> Any:
-    """What torch keeps for that kind of device."""
+    """Return torch's module for this kind of device, such as `torch.cuda`."""
     return torch.get_device_module(device)

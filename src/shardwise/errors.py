@@ -4,8 +4,8 @@
     ├── UserError              a mistake in what was asked for; the CLI prints one line and exits 2
     │   ├── ConfigError        a configuration key or value
     │   ├── CheckpointError    a checkpoint that is missing, damaged, cannot be written or does not fit the model
-    │   │   ├── UnreadableError    storage that did not answer: what it holds may be well
-    │   │   └── PeerError          another rank failed or is gone: a consequence, not a cause
+    │   │   ├── UnreadableError    storage that did not answer: its contents may be intact
+    │   │   └── PeerError          another rank failed or its process ended: a consequence, not a cause
     │   ├── LayoutError        a model that cannot be laid out as asked (no parameters, meta tensors, ...)
     │   ├── MeshError          ranks, groups and meshes that do not fit together
     │   ├── PlanError          a plan that cannot be made: an unknown model or device, nothing fits, untraceable code
@@ -13,11 +13,11 @@
     │       └── NotOnPiecesError   an operation that needs a whole parameter
     ├── MismatchError          ranks disagree (different models, different order)
     │   └── DifferentModelsError  before the first collective on the model; a UserError too
-    ├── StaleWeightsError      backward met weights newer than those its forward used
-    ├── OutOfMemory            a step needed more memory than there is; its message is several lines
-    └── CollectiveTimeout      a peer did not arrive, or died
+    ├── StaleWeightsError      backward needs weights that were updated after its forward used them
+    ├── OutOfMemory            a step needed more memory than the device has; its message is several lines
+    └── CollectiveTimeout      a peer did not arrive in time, or its process ended
 
-Messages name the value, the rank or the fully qualified name at fault, and the way out.
+Messages name the value, the rank or the fully qualified name at fault, and how to fix it.
 """
 
 
@@ -38,11 +38,11 @@ class CheckpointError(UserError):
 
 
 class UnreadableError(CheckpointError):
-    """Storage did not answer, or did not let this process read. That says nothing about what the checkpoint holds."""
+    """Storage did not answer, or did not let this process read. The checkpoint itself may be intact."""
 
 
 class PeerError(CheckpointError):
-    """Another rank failed or is gone, as the message says. Where it failed, it raises an error of its own."""
+    """Another rank failed or its process ended, as the message says. A rank that failed raises its own error."""
 
 
 class LayoutError(UserError):
@@ -62,7 +62,7 @@ class UsageError(UserError, RuntimeError):
 
 
 class NotOnPiecesError(UsageError):
-    """An operation that this rank's piece of a parameter cannot answer. The whole could, but is not gathered now."""
+    """An operation that needs the full parameter, called where only this rank's piece is at hand."""
 
 
 class MismatchError(ShardwiseError):
@@ -70,15 +70,15 @@ class MismatchError(ShardwiseError):
 
 
 class DifferentModelsError(MismatchError, UserError):
-    """Ranks built different models, or sharded one with different arguments. Raised on every rank, before any waits."""
+    """Ranks built different models, or sharded one with different arguments. Raised on every rank, before any hangs."""
 
 
 class StaleWeightsError(ShardwiseError, RuntimeError):
-    """Backward met weights that were updated after the forward that saved them."""
+    """Backward needs weights that were updated after the forward that used them."""
 
 
 class OutOfMemory(ShardwiseError, RuntimeError):
-    """A step needed more memory than its device has. The message tells what is where and names ways out."""
+    """A step needed more memory than its device has. The message lists what holds it and what to change."""
 
 
 class CollectiveTimeout(ShardwiseError, RuntimeError):
@@ -89,6 +89,6 @@ _LONGEST_LINE = 240
 
 
 def one_line(error: BaseException, with_type: bool = False) -> str:
-    """What an error says, on one line and not too long, to go into a message of ours. `with_type`: its type first."""
+    """Return an error's message as one line of limited length, to quote in another message. `with_type`: type first."""
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said}"[:_LONGEST_LINE] if with_type else said[:_LONGEST_LINE]

@@ -1,4 +1,4 @@
-"""Whether a process of this machine is still the one that it was."""
+"""Whether the process with a given id on this machine is still the same process, or the id was reused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def birth(pid: int) -> int:
-    """When a process started, in clock ticks since boot; -1 if it is gone or only waits to be reaped."""
+    """Return when a process started, in clock ticks since boot; -1 if it has ended (also if it was not reaped yet)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -15,6 +15,6 @@ def birth(pid: int) -> int:
 
 
 def machine() -> str:
-    """A name that is the same wherever process ids mean the same processes."""
+    """Return a name of the boot and the PID namespace: where it is equal, process ids mean the same processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,4 +1,4 @@
-"""Tables as plain text, and sizes in them."""
+"""Tables as plain text, and sizes in bytes as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[object]], right: Collection[int]) -> list[str]:
-    """One line a row, its cells below those of the row before; the columns in `right` end on the right."""
+    """Return one line for each row, with the columns aligned: those in `right` to the right, others to the left."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
@@ -19,7 +19,7 @@ def aligned(rows: Sequence[Sequence[object]], right: Collection[int]) -> list[st
 
 
 def format_bytes(size: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Return a size as text: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

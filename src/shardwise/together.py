@@ -1,4 +1,4 @@
-"""Ranks leave a block together, or raise together."""
+"""Either all ranks exit a block or all raise."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,13 +8,13 @@ from shardwise.errors import PeerError
 
 @contextmanager
 def fail_together(tell: Callable[[str | None], str | None]) -> Iterator[None]:
-    """Either all ranks exit the block or all raise: a rank that failed its own error, the others a PeerError.
+    """Let either all ranks exit the block or all raise: a rank that failed its own error, the others a PeerError.
 
-    Every rank must enter. No collective may be inside. Peers are told of Exceptions alone, not of an interrupt.
+    Every rank must enter. The block must not contain collectives. Peers hear of an `Exception`, not of an interrupt.
 
     Args:
-        tell: a collective, called once at the end of the block. It takes this rank's failure in words, or None, and
-            returns the message for ranks that did not fail, or None where none did.
+        tell: a collective, called once at the end of the block. It takes the message of this rank's failure or None,
+            and returns the message for ranks that did not fail, or None if no rank failed.
     """
     failure: Exception | None = None
     try:

@@ -1,1 +1,1 @@
-"""Moving bytes between ranks: one protocol (`protocol.py`); its implementations are in `backends`."""
+"""Collectives between ranks: one protocol (`protocol.py`), implemented in `backends`."""

@@ -1,4 +1,4 @@
-"""Buffers in private memory, and the small questions that every implementation asks of tensors."""
+"""Buffers in memory of this process alone, and small functions on tensors that all implementations use."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, BufferKind, 
 ALIGNMENT_BYTES = 64
 _FP32_BYTES = 4
 _ANYWHERE = nullcontext()
-POISON_BYTE = 0xFF  # every float dtype reads a run of these as NaN
+POISON_BYTE = 0xFF  # repeated, it is NaN in every float dtype
 
 
 class NoStreams:
-    """The order of what a CPU rank does is that of its program."""
+    """The stream methods of `Collectives` for CPU ranks, whose operations run in program order."""
 
     def mark(self) -> Work:
-        """Over already."""
+        """Return a finished work."""
         return FINISHED
 
     def writing(self, buffer: Buffer, after: Work = FINISHED) -> AbstractContextManager[None]:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
         return _ANYWHERE
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 class PrivateBuffers(NoStreams):
-    """What collectives do about buffers that lie in memory of this process alone: next to nothing."""
+    """Base of collectives whose buffers are in memory of this process alone: most methods for buffers do nothing."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device | str, poison: bool | None = None) -> None:
         self.rank = rank
@@ -48,41 +48,41 @@ class PrivateBuffers(NoStreams):
 
     @property
     def scratch_bytes(self) -> int:
-        """0: there is none."""
+        """0: this class has no scratch memory."""
         return 0
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
-        """Memory of this process alone."""
+        """Allocate memory of this process."""
         self._allocated += 1
         return self._buffer(nbytes, kind, self._allocated - 1)
 
     def claim(self, buffer: Buffer) -> None:
-        """Nothing to wait for: nobody else reads it."""
+        """Do nothing: no peer reads the buffer."""
 
     def release(self, buffer: Buffer) -> None:
-        """Poison it where asked for."""
+        """Fill the buffer with poison, if `poison` is set."""
         if self.poison:
             buffer.bytes.fill_(POISON_BYTE)
 
     def replace(self, buffer: Buffer) -> Buffer:
-        """New memory in its place."""
+        """Return a buffer with the same index in new memory."""
         return self._buffer(buffer.bytes.numel(), buffer.kind, buffer.index)
 
     def drop(self, buffer: Buffer) -> None:
-        """Nothing is kept of it."""
+        """Do nothing: the buffer is not registered anywhere."""
 
     def advance(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no reduction needs it."""
 
     def abandon(self) -> None:
-        """No peer waits."""
+        """Do nothing: no peer waits."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to close."""
 
     def _buffer(self, nbytes: int, kind: BufferKind, index: int) -> Buffer:
         reserved = max(ALIGNMENT_BYTES, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        with torch.inference_mode(False):  # an arena may be built inside a generate() loop and outlives it
+        with torch.inference_mode(False):  # an arena may be built in inference mode, by generate(), and outlives it
             memory = torch.empty(reserved, dtype=torch.uint8, device=self.device)
             if self.poison:
                 memory.fill_(POISON_BYTE)
@@ -95,33 +95,33 @@ def poison_asked() -> bool:
 
 
 def slice_of(flat: Tensor, rank: int, world_size: int) -> Tensor:
-    """Rank `rank`'s slice of a flat tensor of world_size * S elements."""
+    """Return rank `rank`'s slice of a flat tensor of world_size * S elements."""
     numel = flat.numel() // world_size
     return flat[rank * numel : (rank + 1) * numel]
 
 
 def shares(flat: Tensor, world_size: int) -> list[Tensor]:
-    """A 1-D tensor of any size cut in `world_size` consecutive parts, all but the last ones of equal size."""
+    """Cut a 1-D tensor into `world_size` consecutive parts of equal size; the last ones may be shorter or empty."""
     numel = -(-flat.numel() // world_size)
     return [flat[rank * numel : (rank + 1) * numel] for rank in range(world_size)]
 
 
 def pieces_of(flat: Tensor, numel: int) -> list[Tensor]:
-    """A 1-D tensor cut in consecutive pieces of `numel`, the last one perhaps shorter; none if it is empty."""
+    """Cut a 1-D tensor into consecutive pieces of `numel`; the last may be shorter. No pieces if it is empty."""
     return [flat[start : start + numel] for start in range(0, flat.numel(), numel)]
 
 
 def same_memory(left: Tensor, right: Tensor) -> bool:
-    """Whether two 1-D tensors start at the same byte of one storage. Asks no addresses: fake tensors have none."""
+    """Whether two 1-D tensors start at the same byte of one storage. Works without addresses, for fake tensors."""
     storages = left.untyped_storage()._cdata, right.untyped_storage()._cdata
     starts = left.storage_offset() * left.itemsize, right.storage_offset() * right.itemsize
     return storages[0] == storages[1] and starts[0] == starts[1]
 
 
 def finishing_op(reductions: tuple[Reduction, ...], world_size: int) -> str | None:
-    """The one operation over ranks that brings every output where it belongs, if its result is written there: "sum", or
-    "mean", which not every backend has. None: something is left to do, to add, to cast or to scale (narrow dtypes are
-    scaled after they are summed)."""
+    """Return the reduction whose results can be written directly to all outputs: "sum" or "mean" (which not every
+    backend has). None if something remains to be done after it: adding, casting, or scaling (narrow dtypes are scaled
+    after they are summed)."""
     if any(r.accumulate or r.out.dtype != r.flat.dtype for r in reductions):
         return None
     if all(r.scale == 1.0 for r in reductions):
@@ -131,26 +131,26 @@ def finishing_op(reductions: tuple[Reduction, ...], world_size: int) -> str | No
 
 
 def deliver(summed: Tensor, reduction: Reduction) -> None:
-    """Bring a sum that was formed in the own slice of `reduction.flat` to `reduction.out`."""
+    """Write a sum, computed in this rank's slice of `reduction.flat`, to `reduction.out`, scaled and added as asked."""
     bring(summed, reduction.out, reduction.accumulate, reduction.scale)
 
 
 def bring(summed: Tensor, out: Tensor, accumulate: bool, scale: float) -> None:
-    """out[:] = (out if accumulate else 0) + scale * summed, in one operation unless dtypes differ."""
+    """Compute out[:] = (out if accumulate else 0) + scale * summed, in one operation unless dtypes differ."""
     if accumulate:
         out.add_(summed, alpha=scale)
     elif scale != 1.0 and out.itemsize <= summed.itemsize:
-        torch.mul(summed, scale, out=out)  # a narrow `out` may have no room for the sum itself
+        torch.mul(summed, scale, out=out)  # the unscaled sum may overflow a narrow `out`
     else:
         if not same_memory(summed, out):
             out.copy_(summed)
-        if scale != 1.0:  # only now: a product takes the sum's narrower dtype before it takes that of `out`
+        if scale != 1.0:  # only now: `mul` with out= would round to the sum's narrower dtype first
             out.mul_(scale)
 
 
 def check_reductions(reductions: tuple[Reduction, ...], world_size: int, may_scale: bool = True) -> None:
-    """The engine's part of the bargain: sizes agree, an output that lies in its input is not accumulated into, and only
-    collectives on streams are asked to scale."""
+    """Assert what the engine must ensure: sizes agree, no output inside its own input is accumulated into, and only
+    collectives on streams have to scale."""
     for r in reductions:
         assert may_scale or r.scale == 1.0, "on CPUs terms are scaled before they are summed"
         assert r.flat.shape == (world_size * r.out.numel(),), (
@@ -161,12 +161,12 @@ def check_reductions(reductions: tuple[Reduction, ...], world_size: int, may_sca
 
 
 def sent_parts(parts: tuple[AllToAllPart, ...], rank: int) -> list[tuple[AllToAllPart, int]]:
-    """What `rank` sends in an `all_to_all`, each with where it begins in that rank's buffer, in bytes."""
+    """Return the parts that `rank` sends in an `all_to_all`, each with its start in that rank's buffer, in bytes."""
     return _behind_one_another([part for part in parts if part.source == rank])
 
 
 def received_parts(parts: tuple[AllToAllPart, ...], rank: int) -> list[tuple[AllToAllPart, int]]:
-    """What `rank` receives, each with where it arrives in `into`, in bytes."""
+    """Return the parts that `rank` receives in an `all_to_all`, each with its start in `into`, in bytes."""
     return _behind_one_another([part for part in parts if part.target == rank])
 
 

@@ -1,11 +1,11 @@
 """Small messages between the hosts of a group: up a tree of sockets and down again.
 
-It needs nothing of the group but its store, so it is there whatever backend the group has, and no device is waited for.
-A rank holds at most nine connections, one to its parent and eight to its children, in a world of any size.
+A channel uses only the group's store, so it works with any backend, and waits for no device. A rank has at most nine
+connections, one to its parent and eight to its children, in a world of any size.
 
 Every exchange has a number and a signature. A rank that raises abandons an exchange: it notifies its neighbours and
-waits for nobody. A rank that notices a mismatch tells its neighbours why before it raises, so that all ranks raise
-within moments and with the same words."""
+waits for nobody. A rank that detects a mismatch sends its neighbours the reason before it raises, so that all ranks
+raise almost at once and with the same message."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from shardwise.errors import CollectiveTimeout, MismatchError, ShardwiseError
 
 _TOKEN_BYTES = 16
 _CONNECT_S = 5.0
-"""How long one address of a parent is tried."""
+"""Timeout in seconds for connecting to one address of a parent."""
 _FRAME = struct.Struct("<Bqqq")
 
 
 class _FrameKind(IntEnum):
-    """Kind of a frame."""
+    """The kind of a frame."""
 
     SAID = 0
-    """A message on its way up, or all messages combined on their way down."""
+    """A subtree's combined message on its way up, or the combined message of all ranks on its way down."""
     ABANDONED = 1
-    """The sender raised and does not take part in the exchange of that number."""
+    """The sender raised and takes no part in the exchange with this number."""
     FAILED = 2
     """The ranks are out of step; the message gives the reason."""
     MISMATCHED = 3
-    """As FAILED, where ranks did different things."""
+    """Like FAILED, because ranks did different things."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Frame:
 
 
 class Channel:
-    """The exchanges of one group of ranks, in their order."""
+    """The connections of one rank in its group's tree, over which the ranks exchange messages."""
 
     def __init__(
         self, rank: int, world_size: int, store: Store, timeout_s: float, labels: dict[int, str] | None = None
@@ -64,9 +64,9 @@ class Channel:
         """Every rank must call this.
 
         Args:
-            store: of the group; keys made here begin with "channel/".
-            timeout_s: how long a peer may keep the others waiting.
-            labels: what labels mean, for errors.
+            store: the group's store; keys written here begin with "channel/".
+            timeout_s: seconds to wait for a peer.
+            labels: the labels in words, for error messages.
 
         Raises:
             CollectiveTimeout: a rank could not be reached.
@@ -83,11 +83,13 @@ class Channel:
             self._children = _accept(listener, token, children, timeout_s) if listener else []
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Every rank's message, combined; `combine` is associative and commutative. Every rank must call this.
+        """Return all ranks' messages combined. Every rank must call this.
+
+        `combine` must be associative and commutative, because messages are combined in the order of the tree.
 
         Raises:
-            CollectiveTimeout: a rank is gone, did not come in time or raised.
-            MismatchError: a rank came with another label.
+            CollectiveTimeout: a rank's process ended, or it did not call this in time, or it raised.
+            MismatchError: a rank called this with another label.
         """
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
@@ -106,14 +108,14 @@ class Channel:
         except ShardwiseError:
             raise
         except BaseException as error:
-            # Half of a frame may have been read: nothing that follows could be understood. Peers notice what is closed.
+            # Half of a frame may have been read, so what follows cannot be parsed. Closing tells the peers.
             self._failure = CollectiveTimeout(f"rank {self.rank} left an exchange: {error!r}")
             self.close()
             raise
         return message
 
     def abandon(self) -> None:
-        """This rank raised and takes no part in the exchange that comes next. Not collective."""
+        """Tell peers that this rank raised and takes no part in the next exchange. Not collective."""
         self._number += 1
         self._tell(_Frame(_FrameKind.ABANDONED, self._number, sign("abandon"), b""))
 
@@ -149,26 +151,26 @@ class Channel:
                 kind = MismatchError if frame.kind is _FrameKind.MISMATCHED else CollectiveTimeout
                 self._fail(kind(frame.body.decode()))
             if frame.number < self._number:
-                continue  # of an exchange that this rank abandoned
+                continue  # belongs to an exchange that this rank abandoned
             if frame.number > self._number or frame.signature != signature:
                 self._fail(mismatch(self.rank, signature, peer.rank, frame.signature, self._labels))
             return frame.body
 
     def _fail(self, error: ShardwiseError) -> NoReturn:
-        self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
+        self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model alive
         kind = _FrameKind.MISMATCHED if isinstance(error, MismatchError) else _FrameKind.FAILED
         self._tell(_Frame(kind, self._number, 0, str(error).encode()))
         raise error
 
     def _tell(self, frame: _Frame) -> None:
         for peer in self._neighbours:
-            with contextlib.suppress(OSError):  # it is gone, which others will notice too
+            with contextlib.suppress(OSError):  # it is gone, which its other peers notice too
                 peer.send(frame)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Peer:
-    """A neighbour in the tree."""
+    """The connection to a neighbour in the tree."""
 
     rank: int
     socket: socket.socket
@@ -192,14 +194,14 @@ class _Peer:
 
 
 def channel_of(group: dist.ProcessGroup, timeout_s: float, labels: dict[int, str]) -> Channel:
-    """A new channel between a group's ranks. Every rank of the group must call this, in the same order.
+    """Return a new channel between a group's ranks. Every rank of the group must call this, in the same order.
 
-    Under torch's `fake` process group there is nobody else: messages come back as they are.
+    Under torch's `fake` process group there are no peers, so `exchange` returns the message unchanged.
     """
     backend, store = distributed_c10d._world.pg_map.get(group, ("", None))
     if backend == "fake":
         return Channel(0, 1, HashStore(), timeout_s, labels)
-    if store is None:  # a group made by hand, in Python, of all ranks
+    if store is None:  # a group of all ranks that is implemented in Python
         store = PrefixStore(f"by hand/{group.size()}", distributed_c10d._get_default_store())
     name = ",".join(map(str, distributed_c10d._world.pg_group_ranks.get(group, ())))
     number = _made.get(name, 0)
@@ -208,12 +210,12 @@ def channel_of(group: dist.ProcessGroup, timeout_s: float, labels: dict[int, str
 
 
 _made: dict[str, int] = {}
-"""Channels over the same ranks so far: they count alike."""
+"""By group of ranks: the number of channels made so far, which is the same on each of its ranks."""
 
 
 @contextlib.contextmanager
 def _listening(store: Store, rank: int, wanted: bool) -> Iterator[tuple[socket.socket | None, bytes]]:
-    """A socket that children find by the store, for as long as they connect."""
+    """A context with a listening socket, whose address children find in the store; closed at exit."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     if not wanted:
         yield None, token
@@ -227,11 +229,11 @@ def _listening(store: Store, rank: int, wanted: bool) -> Iterator[tuple[socket.s
 
 
 def _own_addresses() -> list[str]:
-    """How other hosts may reach this one, the likeliest first; the host's name last, by which a process of the same
-    host knows that it is."""
+    """Return addresses by which other hosts may reach this one, the likeliest first. The last is the host's name, by
+    which a process on the same host recognises it."""
     found = []
     master = os.environ.get("MASTER_ADDR")
-    if master:  # the address by which packets to the first host leave this one
+    if master:  # the source address of packets to the first host
         with contextlib.suppress(OSError):
             family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, protocol) as probe:
@@ -254,7 +256,7 @@ def _connect(store: Store, rank: int, parent: int, timeout_s: float) -> _Peer:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(bytes.fromhex(token) + rank.to_bytes(8, "little"))
-            connection.settimeout(timeout_s)  # the parent accepts when it has reached its own
+            connection.settimeout(timeout_s)  # the parent accepts only after it has connected to its own parent
             peer = _Peer(parent, connection)
             if peer._read(_TOKEN_BYTES) == bytes.fromhex(token):
                 return peer

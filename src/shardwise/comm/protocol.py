@@ -8,13 +8,13 @@ Life of a *reduce buffer*:
 
     claim -> write full gradients -> reduce_scatter -> Work.wait (the outputs are ready) -> claim ...
 
-`claim` and `release` are where an implementation orders memory: streams waits for and records a device's events, shm
-waits for and advances counters that its peers watch, gloo and dry have nothing to do. Nobody reads a gather
-buffer outside `wait .. release`, and nobody writes one outside `claim .. all_gather`.
+`claim` and `release` are where an implementation orders memory accesses: streams waits for and records device events,
+shm waits for and advances counters that peers watch, gloo and dry do nothing. A gather buffer is read only between
+`wait` and `release`, and written only between `claim` and `all_gather`.
 
-Every method is collective unless its docstring denies it: all ranks of the group call it in the same order. The purpose
-of each call travels along as a *label*, a small number that is the same on every rank; `labels` has the words. On CPUs
-ranks that come with different labels get a MismatchError that names both, on GPUs `exchange` is where they find out.
+Every method is collective unless its docstring denies it: all ranks of the group call it in the same order. Each call
+carries its purpose as a *label*, a small number that is the same on every rank; `labels` has the words. On CPUs, ranks
+that come with different labels raise a MismatchError that names both; on GPUs only `exchange` detects this.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BufferKind(enum.Enum):
     GATHER = "gather"
     """Parameters: every rank writes its slice, every rank reads all of it."""
     REDUCE = "reduce"
-    """Gradients: every rank writes all of it, every rank reads its own slice of everybody's."""
+    """Gradients: every rank writes all of its own buffer and reads its own slice of every rank's buffer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -52,7 +52,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class FlatSpan:
-    """One flat buffer inside a gather buffer; rank r's slice is `shard_bytes` from start + r * shard_bytes on."""
+    """One flat layout in a gather buffer: rank r's slice is `shard_bytes` bytes from start + r * shard_bytes on."""
 
     start: int
     shard_bytes: int
@@ -60,20 +60,20 @@ class FlatSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """One flat buffer to be reduced: out (+)= sum over ranks of their flat[rank * S : (rank + 1) * S]."""
+    """The reduction of one flat buffer: out (+)= sum over ranks of their flat[rank * S : (rank + 1) * S]."""
 
     flat: Tensor
-    """1-D view of a reduce buffer, world_size * S elements, local, in the dtype that travels."""
+    """1-D view of a reduce buffer, world_size * S elements, local, in the dtype that is sent."""
     out: Tensor
-    """1-D, S elements, this rank's slice of the sum, possibly of another dtype; may be `flat`'s own slice."""
+    """1-D, S elements: this rank's slice of the sum, perhaps of another dtype; may be this rank's slice of `flat`."""
     accumulate: bool
-    """Add to `out` instead of overwriting it."""
+    """Whether to add to `out` instead of overwriting it."""
     scale: float = 1.0
-    """What the sum is multiplied by on its way to `out`; 1 where the collectives are not `on_streams`."""
+    """Factor for the sum before it is written to `out`. Must be 1 unless the collectives are `on_streams`."""
 
 
 class AllToAllPart(NamedTuple):
-    """What one rank sends to another in an `all_to_all`."""
+    """The bytes that one rank sends to another in an `all_to_all`."""
 
     source: int
     target: int
@@ -88,7 +88,7 @@ class Work(Protocol):
 
 
 class Finished:
-    """A `Work` that was over when it was returned."""
+    """A `Work` that is complete when it is returned."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -98,7 +98,7 @@ FINISHED = Finished()
 
 
 class Then:
-    """A `Work` in two phases; the second begins when the first is over, which is not before this is waited for."""
+    """A `Work` in two phases. The second begins when the first is complete, and only inside `wait`."""
 
     def __init__(self, first: Work, second: Callable[[], Work]) -> None:
         self._first = first
@@ -113,12 +113,12 @@ class Then:
 
 
 Combine = Callable[[bytes, bytes], bytes]
-"""Combines the messages of lower and of higher ranks to one; associative."""
+"""Combines two messages into one. Must be associative and commutative: on streams the order is not that of ranks."""
 
 
 class Collectives(Protocol):
-    """A group of ranks that exchange bytes. Sums are taken in rank order, in fp32 or wider, on CPUs; on devices as the
-    backend takes them."""
+    """The collectives of one group of ranks. On CPUs sums are computed in rank order, in fp32 or wider; on accelerators
+    the backend decides order and dtype."""
 
     name: str
     """"streams", "gloo", "shm" or "dry"."""
@@ -127,85 +127,85 @@ class Collectives(Protocol):
     world_size: int
     device: torch.device
     on_streams: bool
-    """Work is enqueued for a device, so that each operation costs a launch, whatever its size."""
+    """Whether work is enqueued for a device, so that each operation costs a launch, whatever its size."""
     process_group: dist.ProcessGroup | None
-    """Torch's group of these ranks, if there is one."""
+    """Torch's process group of these ranks; None if there is none."""
     labels: dict[int, str]
-    """The labels in words, for errors; filled by the user of the labels."""
+    """The labels in words, for error messages. Filled in by the code that chooses the labels."""
 
     @property
     def scratch_bytes(self) -> int:
-        """This rank's memory beside the buffers: staging, sums under way. Grows to the need of the first step."""
+        """This rank's memory other than buffers: staging, partial sums. Does not grow any more after the first step."""
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
-        """A new buffer of exactly `nbytes`, in memory rounded up to 64. Contents unspecified."""
+        """Return a new buffer of `nbytes`, in memory rounded up to a multiple of 64. Its contents are unspecified."""
 
     def claim(self, buffer: Buffer) -> None:
         """Wait until this rank may write into `buffer`."""
 
     def mark(self) -> Work:
-        """The work enqueued on the current stream so far. No communication."""
+        """Return the work enqueued on the current stream so far. Does not communicate."""
 
     def writing(self, buffer: Buffer, after: Work = FINISHED) -> AbstractContextManager[None]:
-        """Inside, this rank writes its slices into a claimed gather buffer. No communication.
+        """Return a context in which this rank writes its slices into a claimed gather buffer. Does not communicate.
 
-        On streams they are written on one of their own, which waits for the buffer's last reader and for `after`, the
-        last write to what the slices are copied from, and for nothing else that computes or is gathered.
+        On streams the writes run on a separate stream. It waits for the buffer's last reader and for `after`, the last
+        write to the source of the slices, but not for other computation or gathers.
         """
 
     def settle(self) -> None:
-        """Order the current stream after every read inside `writing`: what was copied may now be written. No
-        communication."""
+        """Order the current stream after all reads made inside `writing`, so that what they read may be written again.
+        Does not communicate."""
 
     def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
-        """Complete every span of a gather buffer, in place, from the slices that the ranks wrote."""
+        """Gather every span of a gather buffer, in place, from the slices that the ranks wrote."""
 
     def release(self, buffer: Buffer) -> None:
-        """This rank has read (or enqueued its last reader of) a gather buffer. Poisons it with 0xFF bytes (NaN in every
-        float dtype) when `poison` is set, once no rank can be reading it."""
+        """Declare that this rank has read a gather buffer, or enqueued its last read. If `poison` is set, the buffer is
+        filled with 0xFF bytes (NaN in every float dtype) once no rank can be reading it."""
 
     def replace(self, buffer: Buffer) -> Buffer:
-        """A replacement for `buffer` in its role (same index); the old storage and its contents are left, privately, to
-        the holders of views of it on this rank. Not collective. Called between `wait` and `release`; the
-        replacement is then the one to be released."""
+        """Return a replacement for `buffer` with the same index. The old storage stays, with its contents, private to
+        this rank, for those who hold views of it. Not collective. Call it between `wait` and `release`; then release
+        the replacement."""
 
     def drop(self, buffer: Buffer) -> None:
-        """The buffer is not used any more, and nothing of it is under way: its memory goes with the last view. Not
-        collective, but every rank drops the same buffers between the same calls."""
+        """Give up a buffer with no work under way: its memory is freed with the last view. Not collective, but every
+        rank must drop the same buffers between the same calls."""
 
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
-        """Sum each flat buffer over the ranks, each rank keeping its own slice in `out`."""
+        """Sum each flat buffer over the ranks; each rank keeps its own slice, in `out`."""
 
     def advance(self) -> None:
-        """Go on with reductions under way, as far as this rank need wait for nobody. Not collective."""
+        """Continue reductions under way as far as possible without waiting for a peer. Not collective."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
-        """In place on any contiguous tensor (need not be in a buffer), op "sum" or "max". Large tensors travel as
-        reduce-scatter + all-gather. Sums are bit-identical on all ranks. `after`: the work that writes the tensor,
-        perhaps in another group; nobody need have waited for it. A CPU rank then begins when this is waited for."""
+        """Reduce any contiguous tensor in place (it need not be in a buffer), with op "sum" or "max". Large tensors are
+        sent as reduce-scatter + all-gather. Sums are bit-identical on all ranks. `after`: work that writes the tensor,
+        perhaps in another group, and need not have been waited for; with it, a CPU rank begins only in `Work.wait`."""
 
     def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
-        """Each rank sends other ranks what they are to have: one part for each, or none.
+        """Send at most one part from each rank to each other rank.
 
         Args:
-            buffer: a claimed reduce buffer. From its beginning on lie the parts that this rank sends, in the order of
-                their targets.
-            parts: every part of every rank, by source and then by target; the same on every rank.
-            into: 1-D uint8. The parts for this rank arrive here, in the order of their sources."""
+            buffer: a claimed reduce buffer. It begins with the parts that this rank sends, one after another in the
+                order of their targets.
+            parts: all parts of all ranks, by source and then by target; the same on every rank.
+            into: 1-D uint8. Receives the parts for this rank, one after another in the order of their sources."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Rank `src`'s contiguous tensor to all, in place; complete on return."""
+        """Copy rank `src`'s contiguous tensor to all ranks, in place. Complete on return."""
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Every rank's message, combined in rank order; the same on every rank. Small messages, between hosts: no
-        device is waited for. Ranks need not have agreed on anything before, not even on its length."""
+        """Return all ranks' messages combined, the same on every rank. For small messages between hosts: it waits for
+        no device. Ranks need not agree on anything before, not even on lengths."""
 
     def abandon(self) -> None:
-        """This rank raised and leaves the collective it was in: peers that wait for it raise, now or when they come
-        here, unless they have abandoned it as well. Not collective; waits for nobody."""
+        """Tell peers that this rank raised and takes no part in the next collective: peers that wait for it there, or
+        come there later, raise, unless they abandon it as well. Not collective; waits for nobody."""
 
     def close(self) -> None:
-        """Give back connections, communicators and shared memory. Idempotent; not collective."""
+        """Close connections, communicators and shared memory. Idempotent; not collective."""

@@ -1,7 +1,7 @@
-"""The number that ranks show one another beside data: which collective this is, and its purpose.
+"""The signature that ranks send along with data: a number for which collective this is, and for what purpose.
 
-Ranks that come to different collectives at the same point have different signatures, so they find out before either
-takes the other's bytes for what it expects, and the error can say what each of them was at.
+Ranks that call different collectives at the same point have different signatures. So they notice before one uses the
+other's bytes as something else, and the error can say what each of them called.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _CRC_BITS, _OP_BITS, _LABEL_BITS = 32, 5, 24
 
 @functools.lru_cache(4096)
 def sign(op: str, label: int = 0, *what: object) -> int:
-    """A nonzero number below 2**62 for a collective: its op, its label and `what` (sizes and dtypes) it is about."""
+    """Return a nonzero number below 2**62 for a collective: its op, its label and `what` (its sizes and dtypes)."""
     assert 0 <= label < 1 << _LABEL_BITS
     crc = zlib.crc32(repr(what).encode())
     return ((label << _OP_BITS | OPS.index(op)) << _CRC_BITS | crc) + 1
 
 
 def in_words(signature: int, labels: Mapping[int, str]) -> str:
-    """A signature's purpose: the label's words, else the op."""
+    """Return a signature's purpose in words: those of its label, or the op if there is none."""
     label, op = _parts(signature)
     return labels.get(label, op) if label else op
 
 
 def mismatch(rank: int, own: int, peer: int, theirs: int, labels: Mapping[int, str]) -> ShardwiseError:
-    """The error for two ranks that came to the same point with different signatures."""
+    """Return the error for two ranks that come to the same point with different signatures."""
     here, there = in_words(own, labels), in_words(theirs, labels)
     if _parts(theirs)[1] == OPS[0]:
         return CollectiveTimeout(
@@ -64,7 +64,7 @@ def mismatch(rank: int, own: int, peer: int, theirs: int, labels: Mapping[int, s
 
 
 def _parts(signature: int) -> tuple[int, str]:
-    """Label and op."""
+    """Return label and op."""
     upper = (signature - 1) >> _CRC_BITS
     op = upper & ((1 << _OP_BITS) - 1)
     return upper >> _OP_BITS, OPS[op] if op < len(OPS) else "something unknown"

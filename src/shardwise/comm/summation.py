@@ -1,9 +1,9 @@
-"""Sums without allocating: over ranks, and of gradients into buffers of perhaps another dtype.
+"""Sums without allocation: over ranks, and of gradients into buffers of perhaps another dtype.
 
-Over ranks a sum is taken in rank order and in fp32 or wider: a result depends neither on timing nor on who computes it.
-A CPU operation on two dtypes casts an operand into memory of its own, and one with `out=` of another dtype computes in
-the inputs' dtype, so that 1/3 of a bf16 gradient would be rounded to bf16 on its way into an fp32 buffer. So what is
-cast goes through scratch memory, a chunk at a time.
+Sums over ranks are computed in rank order and in fp32 or wider, so a result depends neither on timing nor on the rank
+that computes it. A CPU operation on two dtypes allocates memory for the operand that it casts, and one with `out=` of
+another dtype computes in the inputs' dtype: 1/3 of a bf16 gradient would be rounded to bf16 before it is written to an
+fp32 buffer. Therefore casts go through scratch memory, a chunk at a time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from shardwise.comm.buffers import bring
 
 CHUNK_NUMEL = 256 * 1024
-"""Elements summed or cast at a time: one wide chunk and its inputs stay in a core's cache."""
+"""Elements summed or cast at a time, so that one wide chunk and its inputs stay in a core's cache."""
 
 BATCH_BYTES = 16 * 2**20
-"""Gradients that wait to be copied on a device in one launch. To copy as many takes some 15 us, which hides a launch:
-to wait for more would cost memory and gain nothing."""
+"""Bytes of gradients that are collected for one launch of copies on a device. Copying this much takes about 15 us,
+which hides a launch; collecting more would cost memory and gain nothing."""
 
 _FP32_BYTES = 4
 
@@ -28,18 +28,18 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.max
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that terms of `dtype` are summed in: fp32 for narrower floats, else their own."""
+    """Return the dtype in which terms of `dtype` are summed: fp32 for narrower floats, else `dtype`."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 class _Scratch:
-    """Memory by dtype, as much as was asked for so far at most, so that a steady step allocates nothing."""
+    """Scratch memory by dtype, as large as the largest request so far, so that steady-state steps allocate nothing."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def __call__(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """`numel` elements, 1-D, on the CPU; valid until it is asked for the same dtype again."""
+        """Return `numel` elements, 1-D, on the CPU. They are valid until the next call with the same dtype."""
         if dtype not in self._memory or self._memory[dtype].numel() < numel:
             with torch.inference_mode(False):
                 self._memory[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
@@ -52,7 +52,7 @@ class _Scratch:
 
 
 class RankOrderSum:
-    """Combines one piece per rank as ((p0 + p1) + p2) + ..., each widened first, cast once at the end.
+    """Combines one piece of each rank as ((p0 + p1) + p2) + ..., each widened first, cast once at the end.
 
     Holds two chunks of scratch memory at most.
     """
@@ -62,9 +62,10 @@ class RankOrderSum:
 
     @torch.no_grad()
     def __call__(self, pieces: Sequence[Tensor], out: Tensor, accumulate: bool = False, op: str = "sum") -> None:
-        """out[:] = (out if accumulate else 0) + the pieces, one 1-D tensor a rank, in rank order.
+        """Compute out[:] = (out if accumulate else 0) + the pieces combined, one 1-D tensor of each rank, in rank
+        order.
 
-        `out` may be one of the pieces. The sum is formed before it is added to `out`.
+        `out` may be one of the pieces. The sum is complete before it is added to `out`.
         """
         combine = _COMBINE[op]
         for start in range(0, out.numel(), CHUNK_NUMEL):
@@ -76,11 +77,11 @@ class RankOrderSum:
         total, widened = self._total(wide, out.numel()), self._widened(wide, out.numel())
         running = _widen(pieces[0], total)
         for position, piece in enumerate(pieces[1:], start=2):
-            # Only the last addition may land in `out`: it can be a piece that is still to be read.
+            # Only the last addition may write to `out`, which can be a piece that is still to be read.
             ends_here = position == len(pieces) and out.dtype == wide and not accumulate
             running = combine(running, _widen(piece, widened), out=out if ends_here else total)
         if accumulate and wide.is_floating_point and out.itemsize < wide.itemsize:
-            # As `out.add_` would, but that casts `out` into memory of its own.
+            # Like `out.add_`, which would allocate memory to cast `out`.
             out.copy_(torch.add(running, _widen(out, widened), out=total))
         elif accumulate:
             out.add_(running)
@@ -98,9 +99,10 @@ def _widen(piece: Tensor, scratch: Tensor) -> Tensor:
 
 
 class ScaledAddition:
-    """target (+)= scale * source, for tensors that require no gradient: nothing is recorded, so no mode is changed.
+    """Computes target (+)= scale * source. Tensors must not require gradients: then autograd records nothing, and no
+    mode has to be switched.
 
-    This is how CPU ranks collect gradients: each is scaled as it is copied, while it is in a core's cache.
+    This is how CPU ranks collect gradients: each is scaled while it is copied and so is in a core's cache.
     """
 
     def __init__(self, scale: float) -> None:
@@ -114,13 +116,13 @@ class ScaledAddition:
         return self._memory.nbytes + sum(factor.nbytes for factor in self._factors.values())
 
     def write(self, target: Tensor, source: Tensor) -> None:
-        """target[:] = scale * source, scaled in the wider dtype of the two, and rounded once."""
+        """Compute target[:] = scale * source in the wider dtype of the two, rounded once."""
         dtype = target.dtype
         if source.dtype == dtype:
             factor = self._factors.get(dtype)
             if factor is None:
                 factor = self._factor(dtype)
-            # To multiply by a factor that is itself rounded to a narrow dtype would round twice.
+            # Multiplying by a factor that is itself rounded to a narrow dtype would round twice.
             if dtype.itemsize >= _FP32_BYTES or factor.item() == self._scale:
                 torch.mul(source, factor, out=target)
                 return
@@ -134,18 +136,18 @@ class ScaledAddition:
                 part.copy_(self._memory(wide, term.numel()).copy_(term).mul_(self._factor(wide)))
 
     def add(self, target: Tensor, source: Tensor) -> None:
-        """target += scale * source, in the wider dtype of the two."""
+        """Compute target += scale * source in the wider dtype of the two."""
         self._add(target, source, self._scale)
 
     def flush(self) -> None:
-        """Everything is in its target when this returns."""
+        """Finish all writes: when this returns, every source is in its target."""
 
     def scale_of_sum(self, dtype: torch.dtype) -> float:
-        """What sums over ranks of such targets are still to be multiplied by."""
+        """Return the factor by which sums of targets over ranks still have to be multiplied."""
         return 1.0
 
     def settle(self, total: Tensor, summed: Tensor, accumulate: bool) -> None:
-        """total[:] = (total if accumulate else 0) + a sum over ranks of such targets, multiplied by what is left."""
+        """Compute total[:] = (total if accumulate else 0) + summed; `summed` is a sum of targets over ranks."""
         if accumulate:
             self._add(total, summed, 1.0)
         else:
@@ -164,7 +166,7 @@ class ScaledAddition:
                 part.copy_(total.add_(term, alpha=scale))
 
     def _factor(self, dtype: torch.dtype) -> Tensor:
-        """The scale as a 0-d tensor on the CPU: given a number, torch makes one for each call."""
+        """Return the scale as a 0-d CPU tensor: with a Python number, torch would create one in each call."""
         if dtype not in self._factors:
             with torch.inference_mode(False):
                 self._factors[dtype] = torch.tensor(self._scale, dtype=dtype, device="cpu")
@@ -172,10 +174,12 @@ class ScaledAddition:
 
 
 class BatchedAddition(ScaledAddition):
-    """The same for a device, where an operation costs a launch: one copies several gradients, and none scales them.
+    """The same for an accelerator, where each operation costs a launch: one launch copies several gradients, and none
+    scales them.
 
-    Sources are only remembered, and so keep their memory, until they have BATCH_BYTES together or `flush` is called.
-    Sums over ranks are what is scaled, which are 1 / world_size as large; except in fp16, where they could overflow.
+    Sources are only remembered, and so keep their memory, until they add up to BATCH_BYTES or `flush` is called.
+    Instead of the gradients, sums over ranks are scaled, which have only 1 / world_size as many elements; except in
+    fp16, where unscaled sums could overflow.
     """
 
     def __init__(self, scale: float) -> None:
@@ -185,7 +189,7 @@ class BatchedAddition(ScaledAddition):
         self._waiting_bytes = 0
 
     def write(self, target: Tensor, source: Tensor) -> None:
-        """target[:] = source; in fp16, scale * source. Perhaps not before `flush`."""
+        """Compute target[:] = source; in fp16, scale * source. It may be written only in `flush`."""
         if target.dtype == torch.float16:
             torch.mul(source, self._scale, out=target)
             return
@@ -196,12 +200,12 @@ class BatchedAddition(ScaledAddition):
             self.flush()
 
     def add(self, target: Tensor, source: Tensor) -> None:
-        """target += source; in fp16, scale * source."""
+        """Compute target += source; in fp16, target += scale * source."""
         self.flush()  # the target may still have to be written
         target.add_(source, alpha=self._scale if target.dtype == torch.float16 else 1.0)
 
     def flush(self) -> None:
-        """Write what waits, in one operation."""
+        """Write all remembered sources to their targets, in one operation."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
             self._targets.clear()
@@ -209,16 +213,16 @@ class BatchedAddition(ScaledAddition):
             self._waiting_bytes = 0
 
     def scale_of_sum(self, dtype: torch.dtype) -> float:
-        """The scale; 1 in fp16."""
+        """Return the scale; 1 in fp16."""
         return 1.0 if dtype == torch.float16 else self._scale
 
     def settle(self, total: Tensor, summed: Tensor, accumulate: bool) -> None:
-        """total[:] = (total if accumulate else 0) + what is left of the scale * summed."""
+        """Compute total[:] = (total if accumulate else 0) + summed * scale_of_sum(summed.dtype)."""
         bring(summed, total, accumulate, self.scale_of_sum(summed.dtype))
 
 
 def _chunks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Corresponding 1-D parts of both; the target is contiguous."""
+    """Yield corresponding 1-D parts of both tensors; `target` must be contiguous."""
     into, terms = target.view(-1), source.reshape(-1)
     for start in range(0, into.numel(), CHUNK_NUMEL):
         yield into[start : start + CHUNK_NUMEL], terms[start : start + CHUNK_NUMEL]

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 _DEFAULT_S = 1800.0
-"""As torch's. For groups without options: torch's `fake` one, or made by hand in Python."""
+"""Torch's default. For process groups without options: torch's `fake` one, or one implemented in Python."""
 
 
 def timeout_s(group: dist.ProcessGroup) -> float:
-    """Seconds to wait for a peer: `SHARDWISE_TIMEOUT_S`, else the process group's own timeout.
+    """Return the seconds to wait for a peer: `SHARDWISE_TIMEOUT_S`, else the process group's own timeout.
 
     Raises:
         ConfigError: the variable is not a positive number.

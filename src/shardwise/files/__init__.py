@@ -1,1 +1,1 @@
-"""Files of this machine: byte ranges through and past the page cache, memory for them, threads. No torch."""
+"""Files of this machine: I/O of byte ranges through and past the page cache, buffers, threads. Imports no torch."""

@@ -1,7 +1,7 @@
-"""Direct I/O: whole pages past the page cache (O_DIRECT), the memory for them, and early writeback of the rest.
+"""Direct I/O: whole pages past the page cache (O_DIRECT), the memory for them, and early writeback of other bytes.
 
-A direct transfer moves bytes between the disk and this memory itself, in requests with a limited number of physically
-contiguous segments. With 4 KiB pages that is at most 1 MiB a request; with huge pages there is no such limit.
+A direct transfer moves bytes between the disk and the program's memory, in requests with a limited number of physically
+contiguous segments. With 4 KiB pages that is at most 1 MiB for each request; huge pages remove this limit.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from shardwise.layout.ranges import Range
 
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
-"""Disks ask for multiples of 512 or 4096 bytes, and what goes past the page cache must not share a page with what does
-not: who writes the page back would write the old bytes of its neighbour."""
+"""Disks need multiples of 512 or 4096 bytes. Bytes written past the page cache must not share a page with bytes written
+through it: writeback of that page would restore the old bytes beside them."""
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 """Errors of file systems that do not support direct I/O."""
 _HUGE_BYTES = 2 * 2**20
 _LEAST_WRITEBACK_BYTES = 2**20
-"""Less than that is left to fsync: asking costs more than it brings."""
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write dirty pages, do not wait
+"""Smaller ranges are left to fsync, because the call costs more than it gains."""
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing dirty pages, do not wait
 
 
 class Pages(NamedTuple):
-    """A range of bytes in three: whole pages, and the ends before and after them in pages that others may write to."""
+    """A range of bytes in three parts: whole pages, and the ends, which are in pages that others may write to."""
 
     head: Range
     whole: Range
@@ -36,7 +36,7 @@ class Pages(NamedTuple):
 
 
 def cut_at_pages(start: int, stop: int, page_bytes: int = PAGE_BYTES) -> Pages:
-    """Cut bytes [start, stop) of a file at its first and its last page boundary. Without a whole page all is head."""
+    """Cut bytes [start, stop) of a file at the first and last page boundary. Without a whole page, all is head."""
     first, last = -(-start // page_bytes) * page_bytes, stop // page_bytes * page_bytes
     if first >= last:
         return Pages(Range(start, stop), Range(stop, stop), Range(stop, stop))
@@ -44,7 +44,7 @@ def cut_at_pages(start: int, stop: int, page_bytes: int = PAGE_BYTES) -> Pages:
 
 
 def huge_page_buffer(nbytes: int) -> memoryview:
-    """Fresh memory, zeros, aligned to pages. A mapping of its own, freed when no view of it is left."""
+    """Return new zeroed memory, aligned to pages. It is a mapping of its own, freed with its last view."""
     if nbytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
     mapping = mmap.mmap(-1, nbytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -56,9 +56,9 @@ def huge_page_buffer(nbytes: int) -> memoryview:
 
 
 def begin_writeback(fd: int, start: int, nbytes: int) -> None:
-    """Have bytes [start, start + nbytes) of a file on their way to disk. A hint: only fsync says that they are there.
+    """Start writing bytes [start, start + nbytes) of a file to disk. A hint: only fsync ensures that they are stored.
 
-    Does nothing where the operating system (Linux has it) or the file system cannot.
+    Does nothing if the operating system (other than Linux) or the file system does not support it.
     """
     if _sync_file_range is not None and nbytes >= _LEAST_WRITEBACK_BYTES:
         _sync_file_range(fd, start, nbytes, _WRITE)

@@ -1,4 +1,4 @@
-"""A file of a file system that this machine has mounted, open for reading: through the page cache, and past it."""
+"""Reading and writing files of mounted file systems, through the page cache and past it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_at(fd: int, start: int, data: memoryview | bytes) -> None:
 
 
 def read_at(fd: int, start: int, into: memoryview) -> None:
-    """Fill `into` from byte `start` of a file. Raises EOFError, with the position, if the file ends first; OSError."""
+    """Fill `into` from byte `start` of a file. Raises OSError; EOFError, with the position, if the file ends first."""
     while into.nbytes:
         count = os.preadv(fd, [into], start)
         if not count:
@@ -33,8 +33,8 @@ def read_at(fd: int, start: int, into: memoryview) -> None:
 
 
 def write_pages(fd: int, start: int, data: memoryview) -> int:
-    """Write whole pages past the page cache; `fd` is open that way. Returns the bytes that were written: fewer than all
-    where the file system turns out to refuse. Raises OSError for anything else."""
+    """Write whole pages past the page cache; `fd` must be open with O_DIRECT. Returns the number of bytes written:
+    fewer than all if the file system refuses direct I/O. Raises OSError for any other error."""
     done = 0
     try:
         while done < data.nbytes:
@@ -46,7 +46,7 @@ def write_pages(fd: int, start: int, data: memoryview) -> int:
 
 
 def read_pages(fd: int, start: int, into: memoryview) -> int:
-    """Likewise read; fewer also where the file ends."""
+    """Read whole pages in the same way. Returns the number of bytes read: fewer also if the file ends."""
     done = 0
     try:
         while done < into.nbytes:
@@ -61,7 +61,10 @@ def read_pages(fd: int, start: int, into: memoryview) -> int:
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Have the disk keep room for a file's first `nbytes`, so that a full disk is an error now. Raises OSError."""
+    """Allocate disk space for a file's first `nbytes`, so that a full disk is an error now. Raises OSError.
+
+    File systems that cannot allocate only set the size.
+    """
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -71,7 +74,7 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 class LocalFile:
-    """See `storage.Source`."""
+    """A local file open for reading. See `storage.Source`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,7 +84,7 @@ class LocalFile:
         self._trying = threading.Lock()
 
     def close(self) -> None:
-        """Close all descriptors and the mapping."""
+        """Close all file descriptors and the mapping."""
         os.close(self._fd)
         if self._direct is not None:
             self._direct.close()
@@ -101,25 +104,25 @@ class LocalFile:
         return self._direct.read(start, into)
 
     def _opened_past_cache(self) -> _Direct | None:
-        """Where that is known to be worth it: on a disk of this machine.
+        """Open the file for direct I/O if that is known to be faster, on a disk of this machine; else return None.
 
-        Other file systems (NFS, FUSE, those in memory, Btrfs, ZFS) have no device of their own, and read ahead as they
-        like.
+        Other file systems (NFS, FUSE, those in memory, Btrfs, ZFS) have no device of their own, and do their own
+        readahead.
         """
         status = os.fstat(self._fd)
         if os.major(status.st_dev) and status.st_size and hasattr(os, "O_DIRECT"):
-            with suppress(OSError, ValueError):  # then read through the page cache
+            with suppress(OSError, ValueError):  # then reads use the page cache
                 return _Direct(self._path, status)
         return None
 
 
 class _Direct:
-    """A file that is open past the page cache, and mapped, to see what of it the page cache has all the same."""
+    """A file open for direct I/O, and mapped to find out which of its pages are in the page cache."""
 
     def __init__(self, path: Path, status: os.stat_result) -> None:
         """
         Args:
-            status: of the file that is meant. Raises OSError or ValueError if another one is there by now.
+            status: of the file to open. Raises OSError or ValueError if `path` is another file by now.
         """
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
@@ -141,10 +144,11 @@ class _Direct:
         return read_pages(self.fd, start, into)
 
     def share_cached(self, start: int, nbytes: int) -> float:
-        """Of the pages from byte `start`, a page's first, on. 1 where the kernel does not say, or there are none.
+        """Return the share of cached pages in `nbytes` from `start` on, which is a page boundary. 1 if the kernel does
+        not say, or the range is empty.
 
-        It tells a file's owner and who may write to it; to others all pages seem to be cached. Looking reads nothing,
-        unlike `preadv2` with RWF_NOWAIT.
+        The kernel tells only the file's owner and those who may write to it; for others all pages seem to be cached.
+        The query does not read the file, unlike `preadv2` with RWF_NOWAIT.
         """
         nbytes = min(nbytes, self._nbytes - start)
         if nbytes <= 0:

@@ -1,4 +1,4 @@
-"""A pool of threads that works inside a thread of its own at interpreter exit."""
+"""A thread pool that also works inside a thread at interpreter exit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class ThreadPool:
-    """A context manager: exit waits for the submitted calls. Calls start in the order of submission.
+    """A context manager whose exit waits for all submitted calls. Calls start in the order of submission.
 
-    Not a concurrent.futures executor: these take nothing any more once the interpreter waits for its threads to end,
-    and an asynchronous save may be one of them.
+    Not a concurrent.futures executor, because these accept no calls once the interpreter waits for its threads to end,
+    and an asynchronous save may be one of these threads.
     """
 
     def __init__(self, threads: int) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        # Daemons: their owner waits for them, and one that is gone must not keep the process.
+        # Daemons: the owner waits for them, and if the owner is gone they must not keep the process alive.
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
 
     def __enter__(self) -> Self:
@@ -34,12 +34,12 @@ class ThreadPool:
             thread.join()
 
     def stop(self) -> None:
-        """Have the threads end when they have done what was submitted. Does not wait."""
+        """Let the threads end after the calls submitted so far. Does not wait."""
         for _thread in self._threads:
             self._calls.put(None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Have `function(*arguments)` called; the future has what it returned or raised."""
+        """Call `function(*arguments)` on a thread. The future holds its result or exception."""
         future: Future[Any] = Future()
         self._calls.put((future, function, arguments))
         return future
@@ -51,4 +51,4 @@ class ThreadPool:
                 future.set_result(function(*arguments))
             except BaseException as error:
                 future.set_exception(error)
-            del call, future, function, arguments  # let go of its arguments before the next call
+            del call, future, function, arguments  # free its arguments before waiting for the next call

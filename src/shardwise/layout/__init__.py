@@ -1,1 +1,1 @@
-"""Where every element lives: pure arithmetic on ints and tuples. Imports no torch."""
+"""Where every element of a parameter is stored: pure arithmetic on ints and tuples. Imports no torch."""

@@ -4,7 +4,7 @@
     | slice of rank 0        | slice of rank 1        | slice of rank 2    |
 
 Each parameter starts on a multiple of `align` elements and so does each slice: NCCL and vector units are several
-times slower off a 16-byte boundary. Slices do not respect parameters, so nothing has to be divisible by anything
+times slower off a 16-byte boundary. Slices may cut parameters anywhere, so no size has to be divisible by another
 (the arrangement of FSDP1's flat parameter and of ZeRO-3: arXiv:2304.11277 section 3.2.1, arXiv:1910.02054).
 """
 
@@ -19,7 +19,7 @@ from shardwise.layout.fragment import Fragment
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `value`."""
+    """Return the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Entries in a buffer of `numel` elements (padded), cut into `world_size` slices of `shard_numel`."""
+    """Parameters in a buffer of `numel` elements (with padding), cut into `world_size` slices of `shard_numel`."""
 
     entries: tuple[Entry, ...]
     numel: int
@@ -61,7 +61,7 @@ class FlatLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def fragment(self, index: int, rank: int) -> Fragment:
-        """What `rank` holds of entry `index`."""
+        """The elements of entry `index` that lie in the slice of `rank`."""
         entry = self.entries[index]
         low, high = self.slice_of(rank)
         start = min(max(low, entry.start), entry.stop)
@@ -79,9 +79,9 @@ def build_layout(shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int,
     """Lay (fqn, shape) pairs one after another.
 
     Args:
-        shapes: names and global shapes, in the order in which they are to lie.
+        shapes: names and global shapes, in the order of the buffer.
         world_size: number of slices, at least 1.
-        align: elements; starts of entries and of slices are multiples of it, at least 1.
+        align: in elements, at least 1; starts of entries and of slices are multiples of it.
     """
     if world_size < 1 or align < 1:
         raise ValueError(f"world_size and align must be at least 1, not {world_size} and {align}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Fragment:
     """Elements [start, stop) of the flattened parameter `fqn`; they lie at `offset` of the rank's slice.
 
-    Empty fragments (start == stop) are ordinary: every rank has one of every parameter.
+    Every rank has a fragment of every parameter; many are empty (start == stop).
     """
 
     fqn: str
@@ -19,5 +19,5 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return self.stop - self.start

@@ -1,4 +1,4 @@
-"""Ranges [start, stop) of elements or bytes: unions, intersections, gaps and fair shares."""
+"""Ranges [start, stop) of elements or bytes: unions, intersections, gaps and parts of about equal length."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Range(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Elements in it."""
+        """Number of elements; 0 where stop <= start."""
         return max(0, self.stop - self.start)
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> tuple[Range, ...]:
-    """The union of `ranges` as the fewest ranges, in order. Empty ones vanish, neighbours join."""
+    """Return the union of `ranges` as the fewest ranges, in order. Empty ones are dropped, adjacent ones merged."""
     joined: list[Range] = []
     for start, stop in sorted(Range(*given) for given in ranges):
         if stop <= start:
@@ -32,13 +32,13 @@ def union(ranges: Iterable[tuple[int, int]]) -> tuple[Range, ...]:
 
 
 def intersection(a: tuple[int, int], b: tuple[int, int]) -> Range:
-    """What two ranges share; where they share nothing, an empty range at the later start."""
+    """Return the intersection of two ranges; if they do not overlap, an empty range at the later start."""
     start = max(a[0], b[0])
     return Range(start, max(start, min(a[1], b[1])))
 
 
 def gaps(ranges: Iterable[tuple[int, int]], within: tuple[int, int]) -> tuple[Range, ...]:
-    """What of `within` no range holds, in order."""
+    """Return the parts of `within` that no range covers, in order."""
     missing: list[Range] = []
     reached = within[0]
     for start, stop in union(ranges):
@@ -51,7 +51,7 @@ def gaps(ranges: Iterable[tuple[int, int]], within: tuple[int, int]) -> tuple[Ra
 
 
 def overlaps(ranges: Iterable[tuple[int, int]]) -> tuple[Range, ...]:
-    """What more than one range holds, as the fewest ranges in order."""
+    """Return the parts that more than one range covers, as the fewest ranges, in order."""
     twice: list[Range] = []
     reached = 0
     for number, (start, stop) in enumerate(sorted(Range(*given) for given in ranges if given[0] < given[1])):
@@ -62,7 +62,7 @@ def overlaps(ranges: Iterable[tuple[int, int]]) -> tuple[Range, ...]:
 
 
 def share(whole: tuple[int, int], parts: int, index: int) -> Range:
-    """Part `index` of `whole` cut into `parts` consecutive ranges whose lengths differ by at most one.
+    """Return part `index` of `whole` cut into `parts` consecutive ranges whose lengths differ by at most one.
 
     Raises ValueError if there is no such part.
     """

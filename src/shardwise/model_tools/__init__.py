@@ -1,1 +1,1 @@
-"""What can be done with a sharded model outside forward and backward."""
+"""Operations on a sharded model outside forward and backward."""

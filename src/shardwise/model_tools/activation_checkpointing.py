@@ -1,7 +1,7 @@
-"""Activation checkpointing per unit: keep a block's input and run the block again in backward.
+"""Activation checkpointing of each block: keep its input and run the block again in backward.
 
-The checkpoint lies inside the unit's hooks, so the unit is gathered once for backward and recomputation finds it there.
-`torch.utils.checkpoint` (non-reentrant) around or inside units by the user works as well and needs nothing from here.
+The checkpoint is inside the unit's hooks, so backward gathers the unit once, before recomputation needs it. Users may
+also put `torch.utils.checkpoint` (non-reentrant) around or inside units themselves; that needs nothing from this file.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _MATMUL = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.at
 
 
 def checkpoint_units(model: nn.Module, mode: str, copies: Copies | None = None) -> nn.Module:
-    """Recompute the activations of the model's blocks: its units that have submodules, the root apart. In place.
+    """Recompute activations in backward for the model's blocks: all units with submodules except the root. In place.
 
     Args:
         mode: "none"; "full" = every block; "every-N" = one block in N; "selective-ops" = every block, but the outputs
             of attention and of every second matmul are kept (torchtitan's selective activation checkpointing);
-            "offload" = every block, whose input is in the host's memory until its backward ("full" on CPU ranks).
-        copies: what takes inputs to the host with "offload"; None: streams of the device's.
+            "offload" = every block, with its input in host memory until its backward ("full" on CPU ranks).
+        copies: copies inputs to the host for "offload"; None: two streams of the device.
 
-    Call it once, after `sw.shard`. No communication. Raises ConfigError for another mode.
+    Call it once, after `sw.shard`. Does not communicate. Raises ConfigError for an unknown mode.
     """
     recomputation = Recomputation.parse(mode)
     if not recomputation.every:
@@ -56,13 +56,13 @@ def checkpoint_units(model: nn.Module, mode: str, copies: Copies | None = None) 
     for unit in blocks_of(engine.units)[:: recomputation.every]:
         if "forward" in unit.module.__dict__:
             raise UsageError(f"the forward of unit {unit.fqn!r} was replaced already; call checkpoint_units once")
-        # A partial of a method: a deepcopy of the module runs the copy's forward.
+        # A partial of a bound method, so that a deepcopy of the module calls the copy's own forward.
         unit.module.forward = partial(_recomputed, unit.module.forward, recomputation.selective, offload)
     return model
 
 
 def blocks_of(units: list[Unit]) -> list[Unit]:
-    """Units with submodules, the root apart."""
+    """Return the units with submodules, except the root."""
     return [unit for unit in units if unit.ancestors and next(unit.module.children(), None) is not None]
 
 
@@ -72,14 +72,14 @@ def _recomputed(
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if not selective:
-        with nullcontext() if offload is None else offload.hooks():  # of what the checkpoint itself saves
+        with nullcontext() if offload is None else offload.hooks():  # for the tensors that the checkpoint saves
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     context_fn = partial(create_selective_checkpoint_contexts, AlternatingPolicy())
     return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
 
 class AlternatingPolicy:
-    """Keeps attention outputs and every second matmul, counted apart for the forward and the recomputation."""
+    """Keeps the outputs of attention and of every second matmul, counted separately in forward and in recomputation."""
 
     def __init__(self) -> None:
         self._matmuls = {False: 0, True: 0}
@@ -88,7 +88,7 @@ class AlternatingPolicy:
         return CheckpointPolicy.MUST_SAVE if self.keeps(op, context.is_recompute) else CheckpointPolicy.PREFER_RECOMPUTE
 
     def keeps(self, op: Any, is_recompute: bool = False) -> bool:
-        """Whether the output of the next operation is kept."""
+        """Return whether to keep the output of the next operation. Counts matmuls."""
         if op in _MATMUL:
             self._matmuls[is_recompute] += 1
             return self._matmuls[is_recompute] % 2 == 1

@@ -1,7 +1,7 @@
-"""What recomputed blocks keep for backward, their inputs, in the host's memory, and back ahead of need.
+"""Offload of the inputs that recomputed blocks save for backward: to host memory, and back before they are needed.
 
-Copies run on two streams of their own. A block's input leaves while the block computes, and its memory is given back
-when the next block's input leaves; it comes back while the block that is later in forward is in backward.
+Copies run on two streams of their own. A block's input is copied to the host while the block computes, and its device
+memory is freed when the next block's input is copied. It is copied back while the next block of forward is in backward.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shardwise.layout.flat import round_up
 
 
 class _HostBuffers:
-    """Pinned memory that is kept from step to step, in a few sizes: batches need not be alike."""
+    """Pinned memory that is reused from step to step, in a few sizes, because batches may differ in size."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[Tensor, torch.Event]]] = {}
 
     def take(self, nbytes: int, device: torch.device, stream: torch.Stream) -> Tensor:
-        """So many bytes at least, which the stream may write."""
+        """Return a buffer of at least `nbytes`; the stream waits until it may write the buffer."""
         quarter = 1 << max(0, nbytes.bit_length() - 3)
         free = self._free.get(round_up(nbytes, quarter))
         if not free:
@@ -35,37 +35,37 @@ class _HostBuffers:
         return memory
 
     def give_back(self, memory: Tensor, last_used: torch.Event) -> None:
-        """It may be written after that."""
+        """Return a buffer for reuse after the event `last_used`."""
         self._free.setdefault(memory.nbytes, []).append((memory, last_used))
 
 
 class Input(Protocol):
-    """One block's input: on the host, and for a while on the device."""
+    """One block's input: on the host, and between `come` and `take` on the device too."""
 
     @property
     def is_coming(self) -> bool:
-        """Whether it is on its way back."""
+        """Whether a copy back to the device was begun and not taken yet."""
 
     def wait(self) -> None:
-        """Have the current stream wait for the last copy."""
+        """Order the current stream after the last copy."""
 
     def come(self) -> None:
-        """Begin to copy it back."""
+        """Begin to copy the input back to the device."""
 
     def take(self) -> Tensor:
-        """What came, for the current stream. The next `take` needs another `come`."""
+        """Return the copy on the device, ready for the current stream. The next `take` needs another `come`."""
 
 
 class Copies(Protocol):
-    """What takes inputs to the host."""
+    """Copies inputs to the host."""
 
     device: torch.device
 
     def keep(self, leaving: Tensor) -> Input:
-        """Begin to copy an input, which the current stream has written; who holds it waits before it gives it back."""
+        """Begin to copy an input that the current stream has written. Call `Input.wait` before freeing the original."""
 
     def again(self) -> Copies:
-        """The like, for a copy of the model."""
+        """Return an equal object for a deepcopy of the model."""
 
 
 class HostCopies:
@@ -78,16 +78,16 @@ class HostCopies:
         self.buffers = _HostBuffers()
 
     def keep(self, leaving: Tensor) -> KeptInput:
-        """As `Copies`."""
+        """See `Copies`."""
         return KeptInput(leaving, self)
 
     def again(self) -> HostCopies:
-        """With streams of its own."""
+        """Return an equal object with streams and buffers of its own."""
         return HostCopies(self.device)
 
 
 class KeptInput:
-    """As `Input`."""
+    """An `Input` of `HostCopies`: in pinned memory."""
 
     def __init__(self, leaving: Tensor, copies: HostCopies) -> None:
         self._device = leaving.device
@@ -99,53 +99,56 @@ class KeptInput:
             self._host = self._memory[: leaving.nbytes].view(leaving.dtype).view(leaving.shape)
             self._host.copy_(leaving, non_blocking=True)
         self._moved: torch.Event = outward.record_event()
-        """The last copy to or from the host."""
+        """After the last copy to or from the host."""
         self._coming: Tensor | None = None
 
     @property
     def is_coming(self) -> bool:
-        """As `Input`."""
+        """See `Input`."""
         return self._coming is not None
 
     def wait(self) -> None:
-        """As `Input`."""
+        """See `Input`."""
         accelerators.current_stream(self._device).wait_event(self._moved)
 
     def come(self) -> None:
-        """As `Input`."""
+        """See `Input`."""
         inward = self._copies.inward
         there = torch.empty_like(self._host, device=self._device)
-        inward.wait_event(accelerators.current_stream(self._device).record_event())  # whoever had that memory
+        inward.wait_event(accelerators.current_stream(self._device).record_event())  # after that memory's last use
         inward.wait_event(self._moved)
         with accelerators.on(inward):
             there.copy_(self._host, non_blocking=True)
         self._coming, self._moved = there, inward.record_event()
 
     def take(self) -> Tensor:
-        """As `Input`."""
+        """See `Input`."""
         assert self._coming is not None
         there, self._coming = self._coming, None
         self.wait()
         return there
 
     def __del__(self) -> None:
-        if self._coming is not None:  # its memory is the current stream's
+        if self._coming is not None:  # its memory returns to the current stream's pool
             self.wait()
         self._copies.buffers.give_back(self._memory, self._moved)
 
 
 class ActivationOffload:
-    """Of one model's blocks. Tensors that take no gradient, as masks and tables that all blocks share, stay."""
+    """The offloaded inputs of one model's blocks.
+
+    Tensors without gradient, such as masks and tables that all blocks share, stay on the device.
+    """
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._leaving: tuple[Tensor, Input] | None = None
-        """The last one, whose memory must not be given back before it was copied."""
+        """The input copied last, held so that its memory is not freed before the copy is done."""
         self._order: list[weakref.ref[Input]] = []
-        """In which they left."""
+        """All inputs on the host, in the order in which they were copied there."""
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Inside, what autograd saves goes to the host."""
+        """Return a context inside which tensors that autograd saves are copied to the host."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, saved: Tensor) -> Tensor | Input:

@@ -1,4 +1,4 @@
-"""Full parameters for code outside a module's forward, which train: gathered and given back by hand."""
+"""Full parameters for code outside a module's forward, with gradients: `sw.unshard` and `sw.reshard`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shardwise.errors import UsageError
 
 
 def unshard(module: nn.Module) -> None:
-    """Have the module, and those below it, hold full parameters now, in the dtype that they compute in. Every rank must
+    """Gather the full parameters of a module and of all modules below it now, in the compute dtype. Every rank must
     call this.
 
-    They are the parameters that forwards compute with, so a loss may read them (`F.linear(x, model.head.weight)`, a
-    fused loss) and backward reduces their gradients. They stay until `sw.reshard(module)`, until the next backward is
-    over, or until something else wants sharded ones (`state_dict`, `sw.unsharded`, an exception in the model). An
-    optimizer is built and gradients are clipped while parameters are sharded. Forwards meanwhile gather nothing of
-    them; weights that were updated meanwhile are gathered anew by the next forward or call of this.
+    They are the parameters that forward uses, so a loss may read them (`F.linear(x, model.head.weight)`, a fused loss)
+    and backward reduces their gradients. They stay gathered until `sw.reshard(module)`, until the next backward is
+    over, or until something else needs sharded parameters (`state_dict`, `sw.unsharded`, an exception in the model).
+    Build optimizers and clip gradients only while parameters are sharded. Forwards in between do not gather these units
+    again, unless their weights were updated: then the next forward or the next call of `sw.unshard` does.
 
     Args:
-        module: a sharded model or a module inside one. Whole units are gathered: those that hold a parameter at or
-            below it. Each lies in memory of its own, beside the slots, that is kept; where parameters are kept gathered
-            (`shard_grad_op`, ...), in its slot.
+        module: a sharded model, a module inside one, or a module around several. Whole units are gathered: those with a
+            parameter at or below it. Each unit gets a slot of its own, which stays allocated; strategies that keep
+            parameters gathered (`shard_grad_op`, ...) use the unit's usual slot.
 
     Raises:
         UsageError: the module is not sharded, or a backward or `sw.unsharded` of its model is under way.
@@ -38,15 +38,15 @@ def unshard(module: nn.Module) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Take back what `sw.unshard` or a forward left gathered of the module and those below it: they hold sharded
-    parameters again. Every rank must call this.
+    """Free the full parameters that `sw.unshard` or a forward left gathered for a module and all modules below it; they
+    hold sharded parameters again. Every rank must call this.
 
-    Units whose forward is under way are left alone; one that Ctrl-C interrupted is given up, with its whole model's.
-    Where a backward is still to come through what was computed outside any forward, reshard after it: autograd keeps
-    such parameters, and a warning says so.
+    Units whose forward is under way are left alone; a forward that Ctrl-C interrupted is abandoned, for the whole
+    model. If the parameters were used outside any forward and that use still needs a backward, reshard after it: until
+    then autograd keeps the parameters in memory, and a warning says so.
 
     Raises:
-        UsageError: as `unshard`; or a full parameter was written in place, which is lost.
+        UsageError: as for `unshard`; or a full parameter was written in place, and the write is lost.
     """
     for engine, units in _units_at(module, "sw.reshard").items():
         if engine.forwards.are_over:
@@ -65,16 +65,16 @@ def _hold(engine: Engine, units: Sequence[Unit]) -> None:
         engine.unsharder.begin(engine.units)
         engine.follow_requires_grad()
     engine.allocate()
-    with torch.inference_mode(False), torch.no_grad():  # slots may be allocated, and outlive both
+    with torch.inference_mode(False), torch.no_grad():  # slots allocated here outlive both modes
         engine.loans.hold(units)
-    if engine.forwards.are_over:  # else ranks compare when the outermost forward is over
+    if engine.forwards.are_over:  # else ranks agree when the outermost forward is over
         engine.unsharder.settle()
         if engine.control.has_news:
             engine.control.agree(Moment.BY_HAND)
 
 
 def _give_back(engine: Engine, units: Sequence[Unit]) -> str | None:
-    """Returns the name of a parameter that was written meanwhile, if that is lost."""
+    """Reshard the units. Returns the name of a parameter that was written while unsharded, if the write is lost."""
     written = [engine.written_in_place(unit) for unit in units if unit.calls.is_held]
     engine.loans.let_go(units)
     for unit in units:
@@ -83,7 +83,7 @@ def _give_back(engine: Engine, units: Sequence[Unit]) -> str | None:
 
 
 def _units_at(module: nn.Module, what: str) -> dict[Engine, list[Unit]]:
-    """The units with a parameter that stands at or below the module, by engine; none where it has no parameters."""
+    """Return the units with a parameter at or below the module, by engine; none if it has no parameters."""
     found: dict[Engine, list[Unit]] = {}
     if next(module.parameters(), None) is None and engine_of(module) is None:
         return found

@@ -1,4 +1,4 @@
-"""Classes of a model's modules by their names, which is all that a file can say."""
+"""Module classes of a model looked up by name, because configuration files can only give names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from shardwise.suggest import did_you_mean
 
 
 def classes_named(model: nn.Module, names: Iterable[str], where: str) -> set[type[nn.Module]]:
-    """The classes of a model that have these names. Raises ConfigError for a name that none has, naming the nearest.
+    """Return the module classes of a model that have these names.
+
+    Raises ConfigError for a name that no class has; the message suggests the nearest names.
 
     Args:
-        where: what asked for them, such as "parallel.units".
+        where: the setting that the names come from, such as "parallel.units"; for the message.
     """
     classes = {type(module).__name__: type(module) for module in model.modules()}
     for name in names:

@@ -1,4 +1,4 @@
-"""A table of a sharded model's units: contents, sizes, and which rank holds which elements."""
+"""A table of a sharded model's units: their contents, their sizes, and which rank holds which elements."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from shardwise.tables import aligned
 T = TypeVar("T")
 
 ALIKE = 4
-"""So many units, or parameters of a unit, that differ in numbers of their names alone are one line."""
+"""From this many on, units (or parameters of a unit) that differ only in the numbers in their names share one line."""
 
 
 class Holding(NamedTuple):
-    """What one rank holds of a parameter: elements [start, stop) of it, flattened."""
+    """One rank's part of a parameter: elements [start, stop) of it, flattened."""
 
     rank: int
-    """Position in the shard group."""
+    """Its position in the shard group."""
     start: int
     stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlace:
-    """One parameter of a unit."""
+    """A parameter of a unit, with its dtypes and the ranks that hold it."""
 
     fqn: str
     shape: tuple[int, ...]
-    """Global."""
+    """The global shape."""
     dtypes: str
-    """Kept / computed with / reduced in, once where all are one; "frozen" where no gradient is wanted."""
+    """Master/compute/reduce dtype, or one name if all three are equal; "frozen" is added if it requires no gradient."""
     _placement: Placement
 
     @property
     def holders(self) -> tuple[Holding, ...]:
-        """The ranks that hold any of it, in order; the same in each replica."""
+        """The ranks that hold elements of it, in order, with these elements; the same in each replica."""
         layout, index = self._placement.layout, self._placement.index
         pieces = ((rank, layout.fragment(index, rank)) for rank in self.ranks)
         return tuple(Holding(rank, piece.start, piece.stop) for rank, piece in pieces)
 
     @property
     def ranks(self) -> range:
-        """Positions in the shard group of those ranks; they are neighbours."""
+        """Positions of these ranks in the shard group; they are consecutive."""
         entry, slice_numel = self._placement.layout.entries[self._placement.index], self._placement.layout.shard_numel
         if not entry.numel:
             return range(0)
@@ -62,42 +62,42 @@ class ParameterPlace:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlace:
-    """One unit. Bytes are one rank's, the same on every rank."""
+    """A unit with its sizes. Bytes are those of one rank, the same on every rank."""
 
     fqn: str
-    """"" is the module that was sharded."""
+    """Name of its module in the model that was sharded; "" is that model itself."""
     module: str
-    """Name of its class."""
+    """Name of the module's class."""
     numel: int
     padding_numel: int
-    """Elements between and after parameters, so that each starts and all slices end where collectives like it."""
+    """Elements between and after parameters that align the starts of parameters and of slices."""
     shard_bytes: int
-    """Of this rank's slices of the parameters."""
+    """Bytes of this rank's slices of the parameters."""
     gathered_bytes: int
-    """While the unit is gathered: all of it, in the compute dtype."""
+    """Bytes of the unsharded unit: all parameters, in the compute dtype."""
     parameters: tuple[ParameterPlace, ...]
 
 
 class Description(str):
-    """The table as text, with its data."""
+    """The table of `describe` as text, with the data that it was made from."""
 
     __slots__ = ("units",)
     units: tuple[UnitPlace, ...]
-    """Outermost first."""
+    """The units, outermost first."""
 
     @classmethod
     def of(cls, text: str, units: tuple[UnitPlace, ...]) -> Self:
-        """The text with its units."""
+        """Return a description with this text and these units."""
         self = cls(text)
         self.units = units
         return self
 
 
 def describe(model: nn.Module) -> Description:
-    """A table of units: fqns, elements, padding, bytes per rank, dtypes; then, parameter by parameter, which ranks hold
-    which elements. `print` it, or read `.units`. No communication.
+    """Return a table of units (fqn, elements, padding, bytes on each rank, dtypes) and of which ranks hold which
+    elements of each parameter. `print` it, or read `.units`. Does not communicate.
 
-    Units that differ in the numbers in their names alone are one line from four on; so are parameters inside them.
+    Four or more units that differ only in the numbers in their names share one line; so do parameters inside a unit.
     """
     engine = require_engine(model)
     units = tuple(_unit(unit) for unit in engine.units)
@@ -142,7 +142,7 @@ def _short(dtype: object) -> str:
 
 
 def _alike(items: Sequence[T], look: Callable[[T], Hashable]) -> list[list[T]]:
-    """Items that look the same, together; in the order of the first of each."""
+    """Group items for which `look` gives the same value, in the order of their first ones."""
     found: dict[Hashable, list[T]] = {}
     for item in items:
         found.setdefault(look(item), []).append(item)
@@ -163,12 +163,12 @@ def _parameter_looks(unit: UnitPlace, parameter: ParameterPlace) -> tuple[Any, .
 
 
 def _inside(fqn: str, unit: UnitPlace) -> str:
-    """A parameter's name as its unit's module knows it."""
+    """Return a parameter's name relative to its unit's module."""
     return fqn.removeprefix(f"{unit.fqn}.")
 
 
 def _span(names: Sequence[str]) -> str:
-    """`a.0.b`, ..., `a.31.b` -> `a.0…31.b`; names that differ in more numbers than one are the first and the last."""
+    """Return one name for many: `a.0.b`, ..., `a.31.b` -> `a.0…31.b`; if several numbers differ, `first … last`."""
     first, last = names[0], names[-1]
     if first == last:
         return first

@@ -1,4 +1,4 @@
-"""Bytes that a sharded model holds, by kind: known before the first step, checked from outside in the tests."""
+"""Bytes that a sharded model holds, by kind. Known before the first step; tests compare them with real allocations."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardwise.tables import aligned, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on this rank by kind, named as in `policy.kinds.KINDS`. A kind that was not measured is absent."""
+    """Bytes on this rank by kind, with the names of `policy.kinds.KINDS`. A kind that was not measured is absent."""
 
     now: dict[str, int]
     peak: dict[str, int]
 
     def __str__(self) -> str:
-        """A table: a line for each kind of which there is any, and their sums."""
+        """Return a table with a line for each nonzero kind, and the sums."""
         kinds = [kind for kind in self.now if self.now[kind] or self.peak[kind]]
         rows = [(kind, format_bytes(self.now[kind]), format_bytes(self.peak[kind])) for kind in kinds]
         sums = ("together", format_bytes(sum(self.now.values())), format_bytes(sum(self.peak.values())))
@@ -34,17 +34,18 @@ class Memory:
 
 
 def memory(model: nn.Module) -> Memory:
-    """This rank's memory by kind; `print` it, or read `.now` and `.peak`. No communication, but before the first
-    forward, when it allocates the slots, every rank must call it.
+    """Return this rank's memory by kind; `print` it, or read `.now` and `.peak`.
+
+    Does not communicate. Before the first forward it allocates the slots, so then every rank must call it.
 
     Shards, slots, optimizer state and buffers are exact. `temporaries` is the scratch memory of collectives and sums
-    (and of whole matrices on their way to owners), complete once a step has been made; `other` is ignored parameters
-    with their gradients, used flags and what stands for parameters that are not gathered. `activations` is what else
-    the device's allocator has handed out (at the peak: with the operations' own temporaries and anything that is not
-    the model's); a CPU's allocator does not count, so there it is absent. Its peak is the allocator's since that was
-    last reset, which is the program's to do: call torch's `reset_peak_memory_stats()` once the model is sharded and
-    what built it is gone, or a model that was whole on the device counts as activations. `shardwise train` does so
-    before its first step.
+    (and of whole matrices on their way to their owners), complete after the first step. `other` is ignored parameters
+    with their gradients, used flags, and the placeholders for parameters that are not gathered. `activations` is all
+    other memory that the device's allocator has handed out; its peak includes temporaries of operations and memory that
+    does not belong to the model. It is absent on CPUs, whose allocator does not count. The peak is the allocator's
+    since its last reset, which the program must do: call torch's `reset_peak_memory_stats()` after sharding, when
+    everything that built the model is freed, or a model that was once whole on the device counts as activations.
+    `shardwise train` does so before its first step.
     """
     engine = require_engine(model)
     engine.allocate()
@@ -59,10 +60,11 @@ def memory(model: nn.Module) -> Memory:
 
 
 def replicated(model: nn.Module) -> dict[str, int]:
-    """Bytes by kind (`STATE_KINDS`) that every rank would hold under DDP. No communication.
+    """Return the bytes by kind (`STATE_KINDS`) that every rank would hold under DDP. Does not communicate.
 
-    Computed, from the sharded tensors at their global size: every parameter, as many bytes of gradients for those that
-    train (DDP's buckets are their storage), and every state tensor of the optimizers that have stepped or were loaded.
+    Computed from the global sizes of the sharded tensors: every parameter, as many bytes of gradients for the trainable
+    ones (DDP's buckets are their storage), and every state tensor of optimizers that have stepped or loaded their
+    state.
     """
     engine = require_engine(model)
     parameters = list(model.parameters())
@@ -97,7 +99,7 @@ def _known(engine: Engine, model: nn.Module) -> dict[str, int]:
 
 
 def _optimizers(engine: Engine) -> Iterator[Optimizer]:
-    """Those that stepped any unit, or whose state was loaded for it."""
+    """Yield the optimizers that have stepped, or loaded state for, any unit of the engine."""
     units = set(engine.units)
     for optimizer in with_state:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -106,14 +108,14 @@ def _optimizers(engine: Engine) -> Iterator[Optimizer]:
 
 
 def _optimizer_state(engine: Engine) -> Iterator[Tensor]:
-    """Of each parameter once: an optimizer inside another has its state."""
+    """Yield each state tensor once: an optimizer that wraps another shares its state."""
     states = {id(state): state for optimizer in _optimizers(engine) for state in optimizer.state.values()}
     for state in states.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _held_bytes(tensors: Iterable[Tensor]) -> int:
-    """On this rank, in memory: of sharded tensors the piece."""
+    """Return the bytes in this rank's memory: of sharded tensors the piece, of state on a medium nothing."""
     tensors = (tensor for tensor in tensors if not isinstance(tensor, RestingState))
     return sum((t.local if isinstance(t, ShardedParameter) else t).nbytes for t in tensors)
 

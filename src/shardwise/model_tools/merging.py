@@ -1,4 +1,4 @@
-"""Adapters of PEFT added into the weights that they are for, shard by shard."""
+"""Merging PEFT adapters into the weights that they adapt, shard by shard."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardwise.sharded.parameter import ShardedParameter
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module) -> None:
-    """Add a sharded model's LoRA adapter to its weights, and take PEFT's layers out again: what is left is a model as
-    it was before PEFT, which is not to be trained on. Collective: every rank must call this.
+    """Add a sharded model's LoRA adapter to its weights and remove PEFT's layers. The model is then as it was before
+    PEFT, and must not be trained further. Collective: every rank must call this.
 
-    Each rank adds to its own shards; whole are, one at a time, the two factors of a layer. To weights that are kept in
-    few bits they are added whenever these are read, in full precision, so their factors stay on every rank.
+    Each rank adds to its own shards. Only the two factors of one layer at a time are gathered. If a weight is kept in
+    few bits, its factors stay on every rank and are added in full precision whenever the weight is read.
 
-    Raises UsageError for adapters that are not plain LoRA. Nothing has changed then.
+    Raises UsageError for adapters other than plain LoRA, before anything is changed.
     """
     adapter = only_adapter(model)
     layers = layers_of(model)
@@ -44,11 +44,11 @@ def _check_plain(name: str, layer: Any, adapter: str) -> None:
 
 def _merge(layer: Any, adapter: str) -> None:
     left, right = (_whole(layer.lora_B[adapter].weight), _whole(layer.lora_A[adapter].weight))
-    if getattr(layer, "fan_in_fan_out", False):  # stored transposed, as GPT-2's
+    if getattr(layer, "fan_in_fan_out", False):  # stored transposed, as in GPT-2
         left, right = right.T, left.T
     weight = layer.get_base_layer().weight
     added = partial(low_rank, left, right, layer.scaling[adapter])
-    if isinstance(weight, FewBitsParameter):  # in few bits the sum would lose what was trained
+    if isinstance(weight, FewBitsParameter):  # rounding the sum to few bits would lose the adapter
         weight.merge(added)
     elif isinstance(weight, ShardedParameter):
         piece = weight.fragment

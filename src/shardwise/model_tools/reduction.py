@@ -1,8 +1,8 @@
-"""When and how gradients are reduced, for a whole model or for some of its units, changed from step to step.
+"""When and how gradients are reduced, for a whole model or for some of its units; may change from step to step.
 
-Every function takes a sharded model, a module inside one, or one around several, and means whole units: those with a
-parameter at or below the module. With `recurse=False` only the unit that the module itself is. Every rank must do
-alike, outside backward; nothing is communicated.
+Every function takes a sharded model, a module inside one, or a module around several, and applies to whole units: those
+with a parameter at or below the module; with `recurse=False` only the unit that the module itself is. Every rank must
+make the same calls, outside backward. Only `reduce_waiting` communicates.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from shardwise.errors import UsageError
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards inside accumulate gradients locally, unreduced; the first one outside reduces the sum.
+    """Accumulate gradients locally, without reducing them, in each backward inside the context. The first backward
+    after it reduces the sum.
 
-    Costs a full gradient buffer per unit from then on (SHARD_OPTIMIZER has them anyway). Every rank must do so alike.
-    What waits is not in `.grad` yet, where a placeholder stands for it. `zero_grad()` of an optimizer or of any module
-    drops it, and so does `p.grad = None`; every rank must drop the same. Clipping and `optimizer.step()` before
-    the sum are errors. `model` is a sharded model, a module inside one, whose units alone accumulate, or a module
-    around several.
+    Costs a full-size gradient buffer for each unit from then on (SHARD_OPTIMIZER has these anyway). Every rank must
+    enter and leave it alike. Until the sum is reduced, `.grad` holds only a placeholder. `zero_grad()` of an optimizer
+    or of any module drops the accumulated gradients, and so does `p.grad = None`; every rank must drop the same ones.
+    Clipping and `optimizer.step()` before the reduction are errors. `model` is a sharded model, a module inside one
+    (then only its units accumulate), or a module around several.
     """
     with synced(model, False):
         yield
@@ -39,10 +40,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def synced(model: nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Backwards inside reduce gradients, or do not, whatever was said outside: also inside `no_sync`."""
+    """Reduce gradients in backwards inside the context, or do not, whatever is set outside; also inside `no_sync`."""
     before = [(engine, unit, unit.gradients.reducing.now) for engine, unit in _units(model, True)]
     try:
-        sync_gradients(model, wanted)  # may raise half way
+        sync_gradients(model, wanted)  # may raise halfway
         yield
     finally:
         for engine, unit, now in before:
@@ -50,16 +51,18 @@ def synced(model: nn.Module, wanted: bool = True) -> Iterator[None]:
 
 
 def sync_gradients(module: nn.Module, wanted: bool, recurse: bool = True) -> None:
-    """Whether backwards reduce these units' gradients or accumulate them as in `no_sync`, from now on."""
+    """Set whether backwards reduce these units' gradients from now on, or accumulate them as in `no_sync`."""
     for engine, unit in _units(module, recurse):
         _change(engine, unit, now=wanted)
 
 
 def sync_replicas(module: nn.Module, wanted: bool, recurse: bool = True) -> None:
-    """Whether backwards of a hybrid strategy sum these units' gradients over the replicas too, or only in the shard
-    group, where they accumulate: a reduce_scatter for each micro-batch and an all_reduce for each step. They wait in
-    1 / N of the memory that `no_sync` takes, and otherwise as there. Without replicas there is nothing to say; where
-    nothing is sharded, this is `sync_gradients`."""
+    """Set whether backwards of a hybrid strategy sum these units' gradients over the replicas too, or only in the shard
+    group and accumulate the slices: then each micro-batch has a reduce_scatter and only each step an all_reduce.
+
+    With N ranks in the shard group the slices take 1 / N of the memory that `no_sync` needs; its other rules apply here
+    too. Does nothing without replicas; if nothing is sharded, this is `sync_gradients`.
+    """
     for engine, unit in _units(module, recurse):
         if engine.mesh.shard.world_size == 1:
             _change(engine, unit, now=wanted)
@@ -68,17 +71,17 @@ def sync_replicas(module: nn.Module, wanted: bool, recurse: bool = True) -> None
 
 
 def reduce_waiting(module: nn.Module) -> None:
-    """Reduce now what `no_sync` left waiting, in `.grad` afterwards, as the next backward would. Every rank must call
-    this, outside backward.
+    """Reduce now the gradients that `no_sync` left waiting and store the result in `.grad`, as the next backward would.
+    Every rank must call this, outside backward.
 
-    Of the models that `module` is part of, or around. Units that `sync_gradients` has wait go on waiting, and so do
-    slices that wait for the replicas (`sync_replicas`). Where nothing waits on any rank nothing changes. Raises
-    UsageError inside a backward.
+    Applies to every model that `module` contains or is part of. Units that `sync_gradients` set to accumulate go on
+    accumulating, and so do slices held back from the replicas (`sync_replicas`). Does nothing if no rank has
+    accumulated gradients. Raises UsageError inside a backward.
     """
     engines = dict.fromkeys(engine for engine, _ in _units(module, True))
     if torch._C._current_graph_task_id() >= 0:
         raise UsageError("what waits is reduced by the backward under way: call reduce_waiting outside it")
-    for engine in engines:  # reductions end where a backward does: this one brings no gradient
+    for engine in engines:  # reductions end with a backward, so run one that computes no gradient
         with torch.enable_grad():
             end = torch.zeros((), requires_grad=True).exp()
         end.register_hook(partial(_begin_backward, engine))
@@ -90,9 +93,10 @@ def _begin_backward(engine: Engine, grad: Tensor) -> None:
 
 
 def divide_gradients(module: nn.Module, by: float | None, recurse: bool = True) -> None:
-    """What sums over ranks are divided by, from the next gradient on: 1 for the sum, None for the mean over all ranks.
+    """Set the number that sums over ranks are divided by, from the next gradient on: 1 gives the sum, None the mean
+    over all ranks.
 
-    Raises UsageError unless it is positive.
+    Raises UsageError if `by` is not positive.
     """
     if by is not None and by <= 0:
         raise UsageError(f"divide_gradients(by={by!r}): a positive number, or None for the number of ranks")
@@ -101,9 +105,11 @@ def divide_gradients(module: nn.Module, by: float | None, recurse: bool = True) 
 
 
 def hook_gradients(module: nn.Module, hook: Callable[[Tensor], None] | None, recurse: bool = True) -> None:
-    """Have `hook` called with this rank's slice of every reduction of these units, 1-D, in the reduce dtype, one call a
-    group: the mean over all ranks, before it is added to `.grad`. What the hook writes into it in place counts. For
-    sums over further ranks, compression and the like. None: no hook. Costs a slice a unit where there are no replicas.
+    """Call `hook` with this rank's slice of each reduction of these units, once for each group: 1-D, in the reduce
+    dtype, the mean over all ranks, before it is added to `.grad`.
+
+    The hook may change the slice in place, to sum over further ranks or to compress, for example. None removes the
+    hook. Without replicas this costs memory for one slice of each unit.
     """
     for engine, unit in _units(module, recurse):
         _change(engine, unit, hook=hook)

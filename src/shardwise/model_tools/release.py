@@ -1,4 +1,4 @@
-"""The memory of slots between steps: given back, and what there is of it from the next forward on."""
+"""The memory of slots between steps: freeing it, and changing which units keep their slots after forward."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from shardwise.sharded.whole import forget
 
 
 def release(model: nn.Module) -> None:
-    """Give back the memory of slots and reduce slots until the next forward. Every rank must call this, between steps.
+    """Free the slots and reduce slots until the next forward. Every rank must call this, between steps.
 
-    What stays is a rank's shards, gradients that are in `.grad` and optimizer state. Slots are otherwise kept from the
-    first forward on, so that a step allocates nothing; the next forward allocates them anew. Of use where something
-    else needs the memory between steps: an evaluation of another model, a checkpoint that gathers.
+    This rank's shards, gradients in `.grad` and optimizer state stay allocated. Slots are normally kept from the first
+    forward on, so that a step allocates nothing; after this call the next forward allocates them again. Use it when
+    something else needs the memory between steps: an evaluation of another model, or a checkpoint that gathers.
 
     Args:
-        model: a sharded model, a module inside one, or one around several: whole models are meant. On a device the
-            memory goes to torch's caching allocator, from which its `empty_cache()` returns it.
+        model: a sharded model, a module inside one, or a module around several. The slots of each whole sharded model
+            are freed. On a device the memory returns to torch's caching allocator; its `empty_cache()` frees it there.
 
     Raises:
         UsageError: the module is not sharded; a forward, a backward or `sw.unsharded` of its model is under way; or
-            gradients of a backward inside `sw.no_sync` wait in reduce slots.
+            gradients of a backward inside `sw.no_sync` still wait to be reduced.
     """
     engines = _between_steps(model, "sw.release")
     for unit in (unit for engine in engines for unit in engine.units):
@@ -42,14 +42,15 @@ def release(model: nn.Module) -> None:
 
 
 def reshard_after_forward(module: nn.Module, wanted: bool, recurse: bool = True) -> None:
-    """Whether these units give their slots back after forward, from now on, as `sw.shard` was told at first. Every rank
-    must call this, between steps.
+    """Set whether these units are resharded after forward from now on, which an argument of `sw.shard` set at first.
+    Every rank must call this, between steps.
 
-    Slots are allocated anew, as many as there have to be now.
+    Frees the slots and allocates as many as are needed now.
 
     Args:
-        module: a sharded model or a module inside one. Whole units are meant: those with a parameter at or below it;
-            with `recurse=False` the unit that the module itself is.
+        module: a sharded model, a module inside one, or a module around several. Applies to every unit with a parameter
+            at or below it; with `recurse=False` only to the unit that the module itself is.
+        wanted: True reshards; False keeps the units gathered until their backward.
 
     Raises:
         UsageError: the module is not sharded; or a forward, a backward or `sw.unsharded` of its model is under way.

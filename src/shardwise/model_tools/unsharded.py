@@ -1,6 +1,7 @@
-"""Full parameters outside forward and backward: to look at, to change, to save.
+"""Full parameters outside forward and backward: to inspect, change or save them.
 
-The model may be a sharded one, a module inside one, or one around several: what is at or below it is meant.
+The model may be a sharded model, a module inside one, or a module around several. Functions apply to the parameters at
+or below it.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from shardwise.sharded.parameter import ShardedParameter
 
 @contextmanager
 def unsharded(model: nn.Module, writeback: bool = False, rank0_only: bool = False, cpu: bool = False) -> Iterator[None]:
-    """A context in which modules hold full parameters, in the master dtype: private copies, unsharded, of each rank.
+    """A context in which modules hold full parameters, in the master dtype: a private copy on each rank.
 
     Args:
-        model: a sharded model, a module inside one (what it does not hold stays sharded), or one around several.
-        writeback: at exit, store what each rank's copies say of its own slice.
+        model: a sharded model, a module inside one (parameters outside it stay sharded), or a module around several.
+        writeback: at exit, write each rank's own slice of its copies back to the shards.
         rank0_only: only global rank 0 gets full parameters; the others keep sharded ones.
-        cpu: the full parameters are on the CPU.
+        cpu: place the full parameters on the CPU.
 
     Forwards inside use the copies; backward() inside raises (torch.autograd.grad and torch.func do not). Every rank
-    must enter and leave. Holds the whole model on each rank that gets it.
+    must enter and leave. Each rank that gets full parameters holds the whole model.
     """
     if writeback and rank0_only:
         raise UsageError("sw.unsharded(writeback=True, rank0_only=True): other ranks would have nothing to write back")
@@ -46,9 +47,9 @@ def unsharded(model: nn.Module, writeback: bool = False, rank0_only: bool = Fals
 
 @contextmanager
 def _opened(engine: Engine, within: set[int], writeback: bool, on_cpu: bool | None) -> Iterator[None]:
-    """As `unsharded`, of one engine's parameters that stand in one of the modules `within`, by id.
+    """Do as `unsharded` for those parameters of one engine that a module in `within` holds; `within` has module ids.
 
-    `on_cpu`: None if this rank only helps others to their full parameters.
+    `on_cpu`: None if this rank gets no full parameters and only takes part in the gathers.
     """
     engine.reshard_all()
     opened = _standing(engine, within)
@@ -71,7 +72,7 @@ def _opened(engine: Engine, within: set[int], writeback: bool, on_cpu: bool | No
 
 
 def _standing(engine: Engine, within: set[int]) -> list[tuple[ShardedParameter, Sequence[Site]]]:
-    """The engine's parameters that stand in some of these modules, with every place where they stand."""
+    """Return the engine's parameters that some of these modules hold, each with every place that holds it."""
     found: list[tuple[ShardedParameter, Sequence[Site]]] = []
     for group in (group for unit in engine.units for group in unit.groups):
         for sharded, sites in zip(group.sharded, group.sites, strict=True):
@@ -90,7 +91,7 @@ def _standing(engine: Engine, within: set[int]) -> list[tuple[ShardedParameter, 
 
 
 def _put(sites: Sequence[Site], old: nn.Parameter | ShardedParameter, new: nn.Parameter | ShardedParameter) -> None:
-    """Have every place that holds one face of a parameter hold the other. Raises UsageError if one holds neither."""
+    """Replace `old` by `new` at every place. Raises UsageError if a place holds another tensor than `old`."""
     for site in sites:
         held: object = site.module._parameters.get(site.name)
         if held is not old:
@@ -99,13 +100,13 @@ def _put(sites: Sequence[Site], old: nn.Parameter | ShardedParameter, new: nn.Pa
 
 
 def full_state_dict(model: nn.Module, cpu: bool = True, rank0_only: bool = True) -> dict[str, Tensor]:
-    """The model's state_dict with full tensors, in the master dtype. Every rank must call this.
+    """Return the model's state_dict with full tensors, in the master dtype. Every rank must call this.
 
     Args:
-        cpu: tensors are on the CPU.
-        rank0_only: global rank 0 gets it; the others get an empty dict.
+        cpu: place the tensors on the CPU.
+        rank0_only: only global rank 0 gets the state_dict; the others get an empty dict.
 
-    One parameter at a time is gathered, but whoever gets the result holds the whole model. Tied parameters share one
+    Gathers one parameter at a time, but a rank that gets the result holds the whole model. Tied parameters share one
     tensor.
     """
     engines = engines_of(model)

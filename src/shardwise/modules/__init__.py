@@ -1,1 +1,1 @@
-"""The user's module tree: which modules become units, whose parameters are whose, and their initial numbers."""
+"""The user's module tree: which modules become units, which unit owns each parameter, and initial values."""

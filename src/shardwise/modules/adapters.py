@@ -1,5 +1,5 @@
-"""What PEFT has put into a model: the names that the model's tensors had before, and those that PEFT's files give
-adapters. PEFT is not imported: whoever has such a model has done that."""
+"""PEFT adapters in a model: the names that the model's tensors had before PEFT, and the names of adapters in PEFT's
+files. PEFT need not be installed: a model with adapters cannot exist unless its user has imported PEFT."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shardwise.sharded.parameter import ShardedParameter
 Value = TypeVar("Value")
 
 FILE_PREFIX = "base_model.model."
-"""Of every name in PEFT's files: those of a PeftModel."""
+"""Prefix of every name in PEFT's files, which use the names of a PeftModel."""
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether there are adapters in a model."""
+    """Whether a model contains adapters."""
     return next(_wrapped(model), None) is not None
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model that a PeftModel is around; any other model itself."""
+    """Return the model inside a PeftModel; any other model as it is."""
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return model
@@ -35,11 +35,11 @@ def base_of(model: nn.Module) -> nn.Module:
 
 
 def base_names(model: nn.Module, values: Mapping[str, Value]) -> dict[str, Value]:
-    """What belongs to the base, under the names that it had before there were adapters; what belongs to adapters is
-    left out. Of a model without adapters everything as it is.
+    """Return the values of the base's tensors under the names that these had before PEFT, without those of adapters. If
+    the model has no adapters, returns all of them as they are.
 
     Args:
-        values: by names of the model's tensors.
+        values: anything, by the names of the model's tensors.
     """
     prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base_of(model)), "")
     wrapped = dict(_wrapped(model))
@@ -54,21 +54,21 @@ def base_names(model: nn.Module, values: Mapping[str, Value]) -> dict[str, Value
 
 
 def _without(name: str | None, around: str, inner: str) -> str | None:
-    """A tensor's name without that for what is inside the module `around`; None if it does not lie in there."""
+    """Return a tensor's name without the part `inner` after the module `around`; None if it is not inside `inner`."""
     start = f"{around}.{inner}."
     return None if name is None or not name.startswith(start) else f"{around}.{name.removeprefix(start)}"
 
 
 def base_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The base's modules under the names that they had before there were adapters, one that has several under each."""
+    """Return the base's modules by the names that they had before PEFT; a module with several names is under each."""
     named = {f"{name}.": module for name, module in model.named_modules(remove_duplicate=False)}
     return {name.removesuffix("."): module for name, module in base_names(model, named).items()}
 
 
 def adapter_names(model: nn.Module) -> dict[str, str]:
-    """By the names that the model's state_dict has for the tensors of its adapter, those that PEFT's files have.
+    """Return the names that PEFT's files use for the adapter's tensors, by their names in the model's state_dict.
 
-    Raises UsageError where there is not exactly one adapter.
+    Raises UsageError unless the model has exactly one adapter.
     """
     import peft
 
@@ -80,12 +80,12 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
 
 
 def adapter_config(model: nn.Module) -> Any:
-    """PEFT's configuration of the model's adapter. Raises UsageError where there is not exactly one."""
+    """Return PEFT's configuration of the model's adapter. Raises UsageError unless it has exactly one adapter."""
     return _configs(model)[only_adapter(model)]
 
 
 def only_adapter(model: nn.Module) -> str:
-    """The name of the model's adapter. Raises UsageError where there is not exactly one."""
+    """Return the name of the model's adapter. Raises UsageError unless it has exactly one."""
     names = list(_configs(model))
     if len(names) != 1:
         raise UsageError(f"{type(model).__name__} has {len(names)} adapters of PEFT ({', '.join(names)}), not one")
@@ -93,8 +93,8 @@ def only_adapter(model: nn.Module) -> str:
 
 
 def low_rank(left: Tensor, right: Tensor, scale: float, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of `scale * left @ right`, flattened: 1-D, in the factors' dtype. Only rows that these lie
-    in are computed.
+    """Return elements [start, stop) of the flattened `scale * left @ right`: 1-D, in the factors' dtype. Computes only
+    the rows that contain them.
 
     Args:
         left: [rows, r].
@@ -107,34 +107,34 @@ def low_rank(left: Tensor, right: Tensor, scale: float, start: int, stop: int) -
 
 
 def _configs(model: nn.Module) -> Mapping[str, Any]:
-    """By adapter: of the model, or of the one inside it that has some."""
+    """Return PEFT's configurations by adapter name, from the model or the first module inside it that has some."""
     return next((found for module in model.modules() if (found := module.__dict__.get("peft_config"))), {})
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """PEFT's modules around the model's own, by name, from the outside in."""
+    """Return PEFT's wrappers around modules of the model, by name; outer ones before inner ones."""
     return {name: model.get_submodule(name) for name, _ in _wrapped(model)}
 
 
 def wrapped_by(layer: nn.Module) -> nn.Module | None:
-    """The model's own module inside one of PEFT's; None for any other module."""
+    """Return the model's own module inside one of PEFT's wrappers; None for any other module."""
     found = next(_wrapped(layer), None)
     return layer.get_submodule(found[1]) if found is not None and not found[0] else None
 
 
 def is_of_parameter(module: nn.Module) -> bool:
-    """Whether a module is PEFT's around one that has a parameter of its own adapted (`target_parameters`), whatever
-    that does with it: each forward exchanges the parameter for the adapted one."""
+    """Whether a module is PEFT's wrapper for a single parameter of a module (`target_parameters`): each forward
+    replaces the parameter by the adapted one, whatever the inner module does with it."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(module, peft.tuners.lora.layer.ParamWrapper)
 
 
 def watch_layers(model: nn.Module, is_computing: Callable[[], bool]) -> None:
-    """Have PEFT's layers do right by parameters that are gathered.
+    """Patch PEFT's layers so that they are safe on gathered parameters.
 
-    They raise where they would merge or unmerge while `is_computing`: they write through `weight.data`, which
-    autograd's version counters do not see; a merged adapter's layer that is called with adapters off does so in its
-    forward. And where one exchanges a parameter for an adapted one, that is not counted as a write.
+    `merge` and `unmerge` raise while `is_computing`, because they write through `weight.data`, which autograd's version
+    counters do not see. (A layer with a merged adapter unmerges in its forward if adapters are disabled then.) Where a
+    layer replaces a parameter by the adapted one, the replacement is not counted as a write.
     """
     for name, _ in _wrapped(model):
         layer: Any = model.get_submodule(name)
@@ -146,8 +146,11 @@ def watch_layers(model: nn.Module, is_computing: Callable[[], bool]) -> None:
 
 
 def _exchanging(layer: Any, name: str) -> Callable[..., Any]:
-    """The layer's own context in which its parameter is adapted. `torch.nn.utils.parametrize` begins it with
-    `parameter.set_(parameter)`, which writes no number and counts as a write."""
+    """Return a replacement for the layer's context manager in which its parameter is adapted.
+
+    `torch.nn.utils.parametrize` begins it with `parameter.set_(parameter)`, which changes no value but increments the
+    version counter; here the counter is preserved.
+    """
 
     @contextmanager
     def exchanged(adapters: list[str]) -> Iterator[None]:
@@ -178,9 +181,9 @@ def _unless(is_computing: Callable[[], bool], layer: nn.Module, method: str, nam
 
 
 def reset(layer: nn.Module, model: nn.Module) -> None:
-    """Give the adapters of one of PEFT's layers in a model their initial numbers again.
+    """Initialise the adapters of one of PEFT's layers in a model again.
 
-    Raises ValueError where these follow from the base's numbers, or PEFT does not say how.
+    Raises ValueError if their initial values depend on the base's values, or if the layer has no method for it.
     """
     again: Any = getattr(layer, "reset_lora_parameters", None)
     for name, config in _configs(model).items():
@@ -191,7 +194,7 @@ def reset(layer: nn.Module, model: nn.Module) -> None:
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """PEFT's modules around the model's own, by name, each with its name for that."""
+    """Yield the names of PEFT's wrappers around the model's modules, each with its attribute for the inner module."""
     peft: Any = sys.modules.get("peft")
     if peft is None:
         return
@@ -206,7 +209,7 @@ def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _places_above(name: str) -> Iterator[str]:
-    """The names of the modules around a tensor."""
+    """Yield the names of the modules around a tensor, outermost first."""
     parts = name.split(".")
     for stop in range(1, len(parts)):
         yield ".".join(parts[:stop])

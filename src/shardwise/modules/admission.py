@@ -1,4 +1,4 @@
-"""Refusing models that cannot be sharded, by name, before anything of the model is changed."""
+"""Checks that refuse models that cannot be sharded, by parameter name, before anything in the model is changed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 
 def check_admissible(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
-    """Raise LayoutError for a model that would be silently wrong, or an unclear error, once it is sharded. No
-    communication.
+    """Raise LayoutError for a model that would compute wrong results, or raise an unclear error, once it is sharded.
+    Does not communicate.
 
     Args:
-        model: the one to shard.
-        plans: its units with the parameters that are to be sharded, the model's own first.
+        model: the model to shard.
+        plans: its units with the parameters to shard, the root first.
     """
     to_shard = [(fqn, parameter) for plan in plans for fqn, parameter, _ in plan.parameters]
     _check_ties(model)
@@ -32,8 +32,8 @@ def check_admissible(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
 
 
 def _check_ties(model: nn.Module) -> None:
-    """A leaf that a unit computes with, met where modules hold parameters: its data is there only while that unit is
-    gathered, and NaN at all other times."""
+    """Refuse parameters tied to one that an earlier `sw.shard` sharded: the module still holds the leaf of that unit,
+    which has values only while the unit is gathered and is NaN otherwise."""
     places = list(model.named_parameters(remove_duplicate=False))
     here = {id(parameter): fqn for fqn, parameter in places if isinstance(parameter, ShardedParameter)}
     for fqn, parameter in places:
@@ -53,7 +53,7 @@ def _check_kinds(to_shard: Iterable[tuple[str, nn.Parameter]]) -> None:
         kind = type(parameter)
         if kind is nn.Parameter or isinstance(parameter, FakeTensor):
             plain = True
-        else:  # a subclass that only carries attributes may stay; one that says what operations mean may not
+        else:  # a subclass with attributes is allowed, one that redefines operations is not
             plain = (
                 issubclass(kind, nn.Parameter)
                 and kind.__torch_function__ is nn.Parameter.__torch_function__
@@ -74,7 +74,7 @@ def _check_kinds(to_shard: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _check_gradients(to_shard: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Gradients have the dtype of the shard that the optimizer updates; torch lets a parameter ask for another."""
+    """Refuse parameters with another `grad_dtype`: gradients have the dtype of the shard that the optimizer updates."""
     for fqn, parameter in to_shard:
         asked: torch.dtype | None = parameter.grad_dtype
         if asked not in (None, parameter.dtype):
@@ -85,7 +85,7 @@ def _check_gradients(to_shard: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _check_scripted(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
-    """Compiled TorchScript reads its parameters in C++, where modules cannot be let hold anything else."""
+    """Refuse TorchScript modules: they read parameters in C++, where these cannot be replaced by gathered ones."""
     ours = {id(parameter) for plan in plans for _, parameter, _ in plan.parameters}
     for fqn, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(id(p) in ours for p in module.parameters()):
@@ -98,7 +98,7 @@ def _check_scripted(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
 
 
 def _check_container(model: nn.Module, root: UnitPlan) -> None:
-    """Nobody calls a container, so nothing would gather its own parameters."""
+    """Refuse a container with parameters of its own: it is never called, so nothing would gather them."""
     if isinstance(model, CONTAINERS) and not isinstance(model, Together) and root.parameters:
         raise LayoutError(
             f"sw.shard of a {type(model).__name__}, which is never called, so nothing would gather its parameter "
@@ -108,7 +108,7 @@ def _check_container(model: nn.Module, root: UnitPlan) -> None:
 
 
 def _check_memory(model: nn.Module, to_shard: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Two tensors over the same bytes are tied by their memory, which sharding takes apart."""
+    """Refuse different tensors over the same bytes: sharding would give each its own memory and so untie them."""
     ours = {id(parameter) for _, parameter in to_shard}
     tensors: dict[int, tuple[str, Tensor]] = {id(parameter): (fqn, parameter) for fqn, parameter in to_shard}
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):

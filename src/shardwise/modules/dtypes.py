@@ -1,4 +1,4 @@
-"""What to say where dtypes do not go together: of weights and what they meet, under autocast."""
+"""Error messages about dtypes: weights and inputs or buffers of different dtypes, and autocast."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwise.errors import UsageError
 def explain(
     error: BaseException | None, fqn: str, module: nn.Module, computes_in: Collection[torch.dtype], given: object
 ) -> None:
-    """Add a note to the error that torch raises where dtypes are mixed: the unit, the two dtypes and the way out.
+    """Add a note to the error that torch raises for mixed dtypes: the unit, the two dtypes and how to fix it.
 
     Args:
-        error: what the unit's forward raised; any other error is left alone.
-        fqn: the unit's.
-        module: the unit's.
+        error: the exception that the unit's forward raised; any other error is left alone.
+        fqn: the unit's name.
+        module: the unit's module.
         computes_in: dtypes of its gathered parameters.
         given: its arguments, a pytree.
     """
@@ -45,7 +45,7 @@ def explain(
 
 
 def check_autocast(kind: str, computes_in: Collection[torch.dtype]) -> None:
-    """Raise UsageError under an autocast on devices of that kind that would cast weights computed with."""
+    """Raise UsageError if autocast is enabled for this kind of device and would cast the compute weights."""
     if not torch.is_autocast_enabled(kind):
         return
     compute = torch.get_autocast_dtype(kind)
@@ -57,7 +57,7 @@ def check_autocast(kind: str, computes_in: Collection[torch.dtype]) -> None:
 
 
 def _foreign(tensors: Iterable[Tensor], computes_in: Collection[torch.dtype]) -> set[torch.dtype]:
-    """Floating-point dtypes that are none of the unit's."""
+    """Return the tensors' floating-point dtypes that are not among the unit's."""
     return {t.dtype for t in tensors if t.is_floating_point() and t.dtype not in computes_in}
 
 

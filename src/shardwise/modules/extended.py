@@ -1,4 +1,4 @@
-"""Parameters whose class says how they travel: FSDP2's all-gather extensions, such as torchao's float8 weights."""
+"""Parameters whose class defines how they are gathered: FSDP2's all-gather extensions, such as torchao's for float8."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from torch import Tensor, nn
 from shardwise.errors import LayoutError
 
 EXTENDED = "_shardwise_extended"
-"""Attribute of a plain parameter that stands for such a one while units are made: that one."""
+"""Attribute of a plain parameter that stands in for an extended one while units are built: the extended one."""
 
 
 def is_extended(tensor: Tensor) -> bool:
-    """Whether it has both methods."""
+    """Whether the tensor has both methods of an extension."""
     return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
 
 
 def inner_name(tensor: Tensor) -> str:
-    """The attribute that holds the numbers of a tensor around one other. Raises LayoutError where there are several."""
+    """Return the name of the attribute that holds the values of an extended tensor.
+
+    Raises LayoutError unless it holds exactly one tensor, a plain one of its own shape and dtype.
+    """
     names: list[str] = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
     inner: Any = getattr(tensor, names[0]) if len(names) == 1 else None
     if inner is None or (inner.shape, inner.dtype) != (tensor.shape, tensor.dtype) or is_extended(inner):
@@ -30,7 +33,7 @@ def inner_name(tensor: Tensor) -> str:
 
 
 def plain_of(parameter: nn.Parameter) -> nn.Parameter:
-    """What stands for a parameter while units are made: itself, or a plain one over the same numbers."""
+    """Return the parameter itself or, if it is extended, a plain one over the same memory, to build units with."""
     if not is_extended(parameter):
         return parameter
     inner: Tensor = getattr(parameter, inner_name(parameter))

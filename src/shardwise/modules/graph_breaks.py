@@ -1,4 +1,4 @@
-"""Where torch.compile may not look."""
+"""Functions that torch.compile must not trace."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import torch
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make torch.compile break the graph here: hooks traced into a graph would run once, at tracing."""
+    """Make torch.compile break the graph at this function: hooks traced into a graph would run only while tracing."""
     return torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]

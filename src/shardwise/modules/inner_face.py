@@ -1,4 +1,4 @@
-"""The inner face of a parameter: what a module computes with and autograd knows."""
+"""The inner face of a parameter: the leaf that modules compute with and autograd knows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from shardwise.modules.site import inherit
 
 
 def placeholder_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Full shape on one element: gradients that come late still meet a leaf of the right shape, and a read of the
-    parameter outside its unit's forward gives NaN."""
+    """Return a tensor with the full shape over one NaN element (0 for integers).
+
+    Late gradients still find a leaf of the right shape, and reading the parameter outside its unit's forward gives NaN.
+    """
     fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), fill, dtype=dtype, device=device).expand(shape)
 
 
 def leaf_of(original: nn.Parameter, placeholder: Tensor) -> nn.Parameter:
-    """The leaf that modules compute with: the user's own parameter, so its hooks and attributes stay, and whoever else
-    refers to it computes with the same one, unless it cannot change device."""
-    if original.device == placeholder.device and issubclass(type(original), nn.Parameter):  # no fake tensor
+    """Return the leaf that modules compute with.
+
+    If possible it is the user's own parameter, so that its hooks and attributes stay and all who refer to it compute
+    with the same one. It is a new parameter if the device differs or the original is a fake tensor.
+    """
+    if original.device == placeholder.device and issubclass(type(original), nn.Parameter):  # not a fake tensor
         original.data = placeholder
         original.grad = None
         return original

@@ -1,5 +1,5 @@
-"""Parameters that come into a model after it was sharded: nobody reduces their gradients, so every rank would train
-its own. Looked for at every outermost forward that wants gradients."""
+"""Parameters that are added to a model after it was sharded: nothing reduces their gradients, so every rank would train
+its own copy. Looked for at every outermost forward with gradients enabled."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from shardwise.sharded.parameter import ShardedParameter, outer_face
 
 
 class LateParameters:
-    """Finds them in one sharded model."""
+    """Finds parameters added to one sharded model after `sw.shard`."""
 
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Parameter]) -> None:
-        """`model` has just been sharded, but for `ignored`."""
+        """`model` has just been sharded; `ignored` are the parameters that were left out."""
         self._model = model
         self.ignored = list(ignored)
         self._modules: list[nn.Module] = []
-        """Those of the model when all was well last, and beside them what they held and what was frozen then: as long
-        as nothing has changed there is nothing to look for, and to see that takes 0.1 us a module and parameter."""
+        """The model's modules at the last check that passed; `_held` and `_frozen` are their contents and the plain
+        frozen parameters then. While these are unchanged there is nothing to look for; comparing them takes 0.1 us for
+        each module and parameter."""
         self._held: list[nn.Module | nn.Parameter | None] = []
         self._frozen: list[nn.Parameter] = []
 
     def check(self) -> None:
-        """Raise UsageError, with its name, for a plain parameter that wants a gradient. Frozen ones may come."""
+        """Raise UsageError, naming it, for a plain parameter that requires a gradient. Frozen ones may be added."""
         if self._is_unchanged():
             return
         modules = list(self._model.modules())
@@ -64,5 +65,5 @@ class LateParameters:
 
 
 def _contents(modules: Iterable[nn.Module]) -> list[nn.Module | nn.Parameter | None]:
-    """Every submodule and parameter that a module holds itself, module by module."""
+    """Return the direct submodules and parameters of each module, module by module."""
     return [item for module in modules for table in (module._modules, module._parameters) for item in table.values()]

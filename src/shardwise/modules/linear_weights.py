@@ -1,4 +1,4 @@
-"""Which parameters are the weights of linear layers: most of a language model's bytes, and what stands few bits."""
+"""Which parameters are weights of linear layers: most of a language model's bytes, and usable when kept in few bits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _STACK_NDIM = 3
 
 
 def linear_weights(model: nn.Module) -> set[int]:
-    """Ids of the base's parameters that are linear layers' matrices, or stacks of them (experts).
+    """Return the ids of the base's parameters that are matrices of linear layers, or stacks of them (experts).
 
-    Not embeddings and what is tied to them, heads (`HEADS`, or what a transformers model calls its output embeddings),
-    convolutions, other matrices, or anything of PEFT's adapters.
+    Excludes embeddings and parameters tied to them, heads (`HEADS`, or what a transformers model returns as its output
+    embeddings), convolutions, other matrices, and parameters of PEFT's adapters.
     """
     base = set(base_names(model, {fqn: fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}).values())
     heads = _output_embeddings(model)
@@ -35,7 +35,7 @@ def linear_weights(model: nn.Module) -> set[int]:
 def _is_linear(module: nn.Module, parameter: nn.Parameter) -> bool:
     if parameter.ndim == _STACK_NDIM:
         return not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
-    return parameter.ndim == 2 and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")  # GPT-2's
+    return parameter.ndim == 2 and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")  # of GPT-2
 
 
 def _output_embeddings(model: nn.Module) -> set[int]:

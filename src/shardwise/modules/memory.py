@@ -1,4 +1,4 @@
-"""Which tensors lie over the same bytes."""
+"""Which tensors share bytes of memory."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch.nn.parameter import is_lazy
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a tensor lies."""
+    """The memory of one tensor."""
 
     name: str
     space: tuple[str, int]
-    """What addresses are of: a device, or the storage of a tensor without memory."""
+    """What addresses refer to: a device or, for tensors without memory, their storage."""
     start: int
-    """Address of the first element, bytes."""
+    """Address of the first element, in bytes."""
     sizes: tuple[int, ...]
     strides_bytes: tuple[int, ...]
     itemsize: int
     matters: bool
-    """Whether an overlap with it is to be found; of two tensors it must matter for one."""
+    """Whether to report an overlap with this tensor. Of two that overlap, one must have it set."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, matters: bool) -> Extent | None:
-        """None if it has no elements, or is not of those that are known to lie at strides in a storage."""
+        """Return the extent of a tensor; None if it has no elements, or is not a strided tensor with a storage."""
         if is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
             return None
         try:
@@ -38,19 +38,19 @@ class Extent:
         except (NotImplementedError, RuntimeError):  # some tensor subclass
             return None
         start = int(tensor.storage_offset()) * tensor.itemsize
-        if storage.device.type == "meta":  # of fake tensors, too
+        if storage.device.type == "meta":  # also fake tensors
             space = "meta", storage._cdata
         else:
             space = str(storage.device), 0
             start += address
         dims = [(n, step * tensor.itemsize) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
-        dims = [(n, step) for n, step in dims if step]  # expanded: the same bytes again
+        dims = [(n, step) for n, step in dims if step]  # stride 0, expanded: the same bytes again
         sizes, strides = tuple(n for n, _ in dims), tuple(step for _, step in dims)
         return cls(name, space, start, sizes, strides, tensor.itemsize, matters)
 
     @property
     def stop(self) -> int:
-        """Address behind the last element."""
+        """Address after the last element."""
         reach = sum((n - 1) * step for n, step in zip(self.sizes, self.strides_bytes, strict=True))
         return self.start + reach + self.itemsize
 
@@ -66,8 +66,10 @@ class Extent:
 
 
 def first_overlap(extents: Sequence[Extent]) -> tuple[str, str] | None:
-    """The names of two tensors that share a byte, in the order given; None if there are none. O(n log n); where
-    tensors interleave, O(bytes between their ends) besides."""
+    """Return the names of two tensors that share a byte, in the given order; None if there are none.
+
+    Takes O(n log n), plus O(bytes between their ends) where tensors interleave.
+    """
     order = {id(extent): position for position, extent in enumerate(extents)}
     for cluster in _clusters(sorted(extents, key=lambda extent: (extent.space, extent.start))):
         pair = _meeting(cluster)
@@ -78,7 +80,7 @@ def first_overlap(extents: Sequence[Extent]) -> tuple[str, str] | None:
 
 
 def _clusters(ordered: Sequence[Extent]) -> Iterator[list[Extent]]:
-    """Runs of extents that reach into one another, between their ends."""
+    """Group consecutive extents whose ranges [start, stop) overlap."""
     cluster: list[Extent] = []
     stop = 0
     for extent in ordered:
@@ -92,16 +94,16 @@ def _clusters(ordered: Sequence[Extent]) -> Iterator[list[Extent]]:
 
 
 def _meeting(cluster: Sequence[Extent]) -> tuple[Extent, Extent] | None:
-    """Two of a cluster that share a byte and one of which matters."""
+    """Return two extents of a cluster that share a byte, of which at least one matters; None if there are none."""
     if len(cluster) == 1 or not any(extent.matters for extent in cluster):
         return None
     return _dense_meeting(cluster) or _painted_meeting(cluster)
 
 
 def _dense_meeting(cluster: Sequence[Extent]) -> tuple[Extent, Extent] | None:
-    """As `_meeting`, of those that cover every byte between their ends: whose ends overlap."""
+    """Do as `_meeting`, looking only at dense extents: two share a byte if their ranges overlap."""
     furthest: dict[bool, Extent] = {}
-    """By whether it matters: of those met so far the one that reaches furthest."""
+    """By `matters`: the extent seen so far with the greatest `stop`."""
     for extent in cluster:
         if extent.is_dense:
             for other in furthest.values():
@@ -113,12 +115,12 @@ def _dense_meeting(cluster: Sequence[Extent]) -> tuple[Extent, Extent] | None:
 
 
 def _painted_meeting(cluster: Sequence[Extent]) -> tuple[Extent, Extent] | None:
-    """As `_meeting`, byte by byte."""
+    """Do as `_meeting`, by marking each byte."""
     start = min(extent.start for extent in cluster)
     unit_bytes = int(np.gcd.reduce([n for e in cluster for n in (e.itemsize, e.start - start)]))
     painted = np.zeros((max(extent.stop for extent in cluster) - start) // unit_bytes, dtype=np.bool_)
     done: list[Extent] = []
-    # Those that do not matter may lie over one another, so they are painted first and only compared with what follows.
+    # Extents that do not matter may overlap one another, so they are painted first and only compared with later ones.
     for extent in sorted(cluster, key=lambda extent: extent.matters):
         view = _in(painted, extent, start, unit_bytes)
         if extent.matters and view.any():
@@ -133,7 +135,7 @@ def _painted_meeting(cluster: Sequence[Extent]) -> tuple[Extent, Extent] | None:
 
 
 def _in(painted: NDArray[np.bool_], extent: Extent, start: int, unit_bytes: int) -> NDArray[np.bool_]:
-    """The part of `painted`, one entry for each unit of bytes from `start` on, that a tensor covers."""
+    """Return a view of the entries of `painted` that a tensor covers. Each stands for `unit_bytes`, from `start` on."""
     return np.lib.stride_tricks.as_strided(
         painted[(extent.start - start) // unit_bytes :],
         (*extent.sizes, extent.itemsize // unit_bytes),

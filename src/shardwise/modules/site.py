@@ -1,4 +1,4 @@
-"""A parameter's place in the module tree, and its attributes besides its numbers."""
+"""A parameter's places in the module tree, and its attributes other than its values."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from shardwise.errors import UsageError
 from shardwise.sharded.parameter import ShardedParameter
 
 Values = Callable[[str], Tensor | None]
-"""The full tensor of a parameter, by fqn, on any real device; None for one that nobody gave numbers yet."""
+"""Returns the full tensor of the parameter with this fqn, on any real device; None if it has no values yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """A place in the module tree that holds a parameter. Tied parameters have several."""
+    """A place in the module tree that holds a parameter. A tied parameter has several."""
 
     module: nn.Module
     name: str
 
 
 def foreign_parameter(fqn: str, held: object) -> UsageError:
-    """The error for a module that holds something else than we put there."""
+    """Return the error for a module that holds another tensor than the parameter that sharding put there."""
     if held is None:
         return UsageError(
             f"parameter {fqn!r} was taken out of its module after sw.shard, as pruning, weight_norm and other "
@@ -41,7 +41,7 @@ def foreign_parameter(fqn: str, held: object) -> UsageError:
 
 def inherit(heir: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
     """Give `heir` the attributes and hooks of the parameter that it replaces; returns it."""
-    # What the heir has already is its own: fake tensors keep their device there.
+    # Attributes that the heir has already stay: fake tensors keep their device there.
     heir.__dict__.update({name: value for name, value in original.__dict__.items() if name not in heir.__dict__})
     heir._backward_hooks = original._backward_hooks
     heir._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks

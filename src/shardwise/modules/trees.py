@@ -1,4 +1,4 @@
-"""Tensors inside what modules are given and what they return."""
+"""Tensors inside the arguments and outputs of modules."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _DEEPEST = 5
 def mark_first_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], on_gradient: Callable[[Tensor], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a unit, with the first differentiable one replaced by a view of itself whose gradient is reported:
-    it is complete when the unit's backward is over.
+    """Return a unit's arguments with the first differentiable tensor replaced by a view of itself. `on_gradient` is
+    called with the view's gradient, which is complete when the unit's backward is over.
 
-    Autograd runs ready nodes newest first. The view is made first, so its node comes after everything else that the
-    unit's forward records, and users of the same tensor outside the unit do not delay it.
+    Autograd runs ready nodes newest first. The view is created first, so its node runs after everything else that the
+    unit's forward records. Uses of the same tensor outside the unit do not delay it.
     """
     tensor = _first_differentiable(args, kwargs)
     if tensor is None:
@@ -35,8 +35,8 @@ def mark_first_input(
 
 
 def _first_differentiable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The first tensor that requires a gradient, among arguments and inside plain tuples (which nobody can be
-    sharing and mutating, so one may be rebuilt)."""
+    """Return the first tensor that requires a gradient, among the arguments and inside plain tuples. (A tuple may be
+    rebuilt, because nobody can hold the old one and mutate it.)"""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             if value.requires_grad:
@@ -49,8 +49,8 @@ def _first_differentiable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T
 
 
 def _exchange_input(value: Any, old: Tensor, new: Tensor) -> Any:
-    """`value`, an argument, with `new` wherever it is or holds `old`: what is one tensor to the module stays one.
-    Tuples without it are the same objects."""
+    """Return `value`, an argument, with `old` replaced by `new` everywhere, so that the module still sees one tensor.
+    Tuples that do not contain `old` stay the same objects."""
     if value is old:
         return new
     if type(value) is not tuple:
@@ -60,7 +60,7 @@ def _exchange_input(value: Any, old: Tensor, new: Tensor) -> Any:
 
 
 def output_tensors(output: object, depth: int = 0) -> Iterator[Tensor]:
-    """Every tensor in a module's output: in tuples, lists, mappings, dataclasses, plain objects, some levels deep."""
+    """Yield every tensor in a module's output: in tuples, lists, sets, mappings, and objects; a few levels deep."""
     if isinstance(output, Tensor):
         yield output
     elif depth < _DEEPEST:
@@ -69,7 +69,10 @@ def output_tensors(output: object, depth: int = 0) -> Iterator[Tensor]:
 
 
 def exchange_tensors(output: Any, exchange: Callable[[Tensor], Tensor], depth: int = 0) -> Any:
-    """`output` with `exchange` of each tensor that `output_tensors` finds: tuples and sets anew, the rest in place."""
+    """Return `output` with `exchange` applied to each tensor that `output_tensors` finds.
+
+    Tuples and sets are rebuilt; other containers are changed in place.
+    """
     if isinstance(output, Tensor):
         return exchange(output)
     if depth >= _DEEPEST or output is None or isinstance(output, (str, bytes, int, float, type, nn.Module)):
@@ -99,18 +102,18 @@ def _items(value: object) -> Iterable[object]:
 
 
 def _attributes(value: object) -> list[tuple[str, Any]]:
-    """What an object of Python's holds, in its dictionary and in slots."""
+    """Return the attributes of a Python object, from its `__dict__` and its slots."""
     held = list(getattr(value, "__dict__", {}).items())
     for members in (vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)):
         for name, member in members.items():
             if isinstance(member, MemberDescriptorType):
-                with suppress(AttributeError):  # never set
+                with suppress(AttributeError):  # this slot was never set
                     held.append((name, member.__get__(value)))
     return held
 
 
 def cast_tensors(tree: Any, name: str) -> Any:
-    """Floating-point tensors of a pytree in another dtype (torch's name for it), in copies of dataclasses too."""
+    """Return a pytree with floating-point tensors cast to the dtype with this torch name; dataclasses are copied."""
     dtype: torch.dtype = getattr(torch, name)
 
     def cast(value: Any) -> Any:

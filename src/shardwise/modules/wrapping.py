@@ -1,4 +1,4 @@
-"""Which modules become units, and which parameters are whose."""
+"""Which modules become units, and which unit owns each parameter."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from shardwise.modules.site import Site
 Units = None | int | Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Never called, so never units."""
+"""Containers that are never called, so they are never units."""
 
 LARGE = 0.5
-"""An embedding or a head is a unit of its own from this share of the median unit on."""
+"""An embedding or a head becomes a unit of its own if it has at least this share of the median unit's elements."""
 
 
 class Together(nn.ModuleList):
-    """Modules of a model that are to be one unit."""
+    """Modules of one model that together become one unit."""
 
 
 class SideBySide(nn.ModuleList):
-    """Modules that were sharded one by one, which go on in one order and with one arena."""
+    """Modules that were sharded one by one and now share one schedule and one arena."""
 
 
 @dataclass
 class UnitPlan:
-    """A module that is to be a unit, with the parameters that are its own: (fqn, parameter, sites)."""
+    """A module that becomes a unit, with the parameters that it owns: (fqn, parameter, sites)."""
 
     fqn: str
     module: nn.Module
@@ -43,15 +43,15 @@ class UnitPlan:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those that are called: the module, or what is in it where it is `Together`."""
+        """The modules that are called: the module itself, or those inside a `Together`."""
         return list(self.module) if isinstance(self.module, Together) else [self.module]
 
 
 def choose_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
-    """The modules below `model` that become units, in module order; the model itself is always one besides.
+    """Return the modules below `model` that become units, in module order. The model itself is always a unit too.
 
     Args:
-        units: None = automatic; module classes; an int = the least numel of a unit; a callable (fqn, module) -> bool.
+        units: None = automatic; module classes; an int = the minimum numel of a unit; a callable (fqn, module) -> bool.
     Raises:
         ConfigError: none of the classes occurs in the model, or `units` is none of these.
         LayoutError: a parameter has no shape yet.
@@ -65,7 +65,10 @@ def choose_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
 
 
 def _around_exchanges(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Units as chosen, but around what PEFT has put around one: that reads its parameter before calling it."""
+    """Return the chosen units, with each one that PEFT wrapped for `target_parameters` replaced by its wrapper.
+
+    The wrapper reads the module's parameter before it calls the module, so the parameter must be gathered by then.
+    """
     around = {id(outer.base_layer): outer for outer in model.modules() if is_of_parameter(outer)}
     wanted = {id(module) for _, module in chosen}
     while inside := wanted & around.keys():
@@ -132,8 +135,10 @@ def _automatic(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _input_embeddings(model: nn.Module) -> set[int]:
-    """Embeddings that transformers models hand out to be called from anywhere (`get_input_embeddings`): inside another
-    unit they would be met sharded."""
+    """Return the ids of embeddings that transformers models hand out (`get_input_embeddings`).
+
+    Callers use them from anywhere, and would find them sharded if they were inside another unit.
+    """
     found: set[int] = set()
     for module in model.modules():
         hand_out = getattr(module, "get_input_embeddings", None)
@@ -154,7 +159,7 @@ def _outermost(units: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
 
 
 def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Children of ModuleLists and Sequentials whose class occurs there more than once; the outermost ones."""
+    """Return the outermost children of ModuleLists and Sequentials whose class occurs there more than once."""
     found = []
     for fqn, container in model.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -170,7 +175,7 @@ def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _by_size(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
-    """From the leaves up: a module whose parameters outside units add up to `least` becomes one."""
+    """Choose from the leaves up: a module becomes a unit if its parameters outside other units add up to `least`."""
     chosen: set[int] = set()
 
     def visit(module: nn.Module) -> int:
@@ -193,7 +198,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
-    """Parameters that stand in more than one place."""
+    """Return the ids of parameters that stand in more than one place."""
     held = (parameter for module in model.modules() for parameter in module._parameters.values())
     counts = Counter(id(parameter) for parameter in held if parameter is not None)
     return {key for key, count in counts.items() if count > 1}
@@ -202,9 +207,9 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 def assign_parameters(
     model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], skip: Callable[[nn.Parameter], bool]
 ) -> list[UnitPlan]:
-    """Give every parameter to the innermost unit around it; a tied one to its users' lowest common ancestor.
+    """Assign every parameter to the innermost unit around it; a tied one to the innermost unit around all its places.
 
-    Returns the units in module order, the model first; those left without parameters (but for the model) are dropped.
+    Returns the units in module order, the model first. Units without parameters are dropped, except the model.
     """
     plans: dict[int, UnitPlan] = {id(model): UnitPlan("", model, ())}
     users: dict[int, list[_Use]] = {}
@@ -225,8 +230,8 @@ def assign_parameters(
 
 
 def nesting(model: nn.Module, units: Iterable[nn.Module]) -> int:
-    """How many units a unit lies inside at most, the model itself not counted. A module that stands in several places
-    counts where it lies deepest."""
+    """Return the greatest number of other units that one unit is inside of, not counting the model itself. A module in
+    several places counts where it is nested deepest."""
     inner = {id(module) for module in units} - {id(model)}
 
     def deepest(module: nn.Module) -> int:
@@ -237,7 +242,7 @@ def nesting(model: nn.Module, units: Iterable[nn.Module]) -> int:
 
 
 class _Use(NamedTuple):
-    """A place in the module tree where a parameter stands, and the units around that, outermost first."""
+    """A place in the module tree that holds a parameter, and the units around it, outermost first."""
 
     fqn: str
     parameter: nn.Parameter
@@ -248,7 +253,7 @@ class _Use(NamedTuple):
 def _walk(
     fqn: str, module: nn.Module, around: tuple[UnitPlan, ...], wanted: set[int], plans: dict[int, UnitPlan]
 ) -> Iterator[tuple[str, nn.Module, tuple[UnitPlan, ...]]]:
-    """Every place of every module, with the units around it; adds a plan for each wanted module when first met."""
+    """Yield every place of every module, with the units around it. Adds a plan when a wanted module is first met."""
     if id(module) in wanted and id(module) not in plans:
         plans[id(module)] = UnitPlan(fqn, module, around)
     if id(module) in plans and plans[id(module)] not in around:
@@ -259,7 +264,7 @@ def _walk(
 
 
 def _common(chains: Sequence[tuple[UnitPlan, ...]]) -> UnitPlan:
-    """The innermost unit that is in every chain."""
+    """Return the innermost unit that is in every chain."""
     common = chains[0]
     for chain in chains[1:]:
         length = 0

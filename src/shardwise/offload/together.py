@@ -36,5 +36,5 @@ def together(groups: Sequence[Collectives], doing: str) -> Iterator[None]:
 
 
 def _first(left: bytes, right: bytes) -> bytes:
-    """Return the message of the lowest rank that failed."""
+    """Return a message of a rank that failed, if one of the two is."""
     return left or right

@@ -1,1 +1,1 @@
-"""Implementations of `Collectives`: on streams, gloo (pairwise), shared memory of one host, dry; and the choice."""
+"""Implementations of `Collectives`: on streams, gloo (pairwise), shared memory of one host, dry; and which to use."""

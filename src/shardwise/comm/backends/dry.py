@@ -1,4 +1,4 @@
-"""Collectives that move nothing."""
+"""Collectives that communicate with no one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from shardwise.comm.protocol import FINISHED, AllToAllPart, Buffer, Combine, Fla
 
 
 class DryCollectives(PrivateBuffers):
-    """One rank of any world, without the others.
+    """The collectives of one rank in a world of any size, without its peers.
 
-    For a world of one it is the real thing. For a larger one the shapes, dtypes and local operations are real and the
-    peers' contributions are missing: enough for planning on fake tensors.
+    For a world of one they are complete. For a larger one shapes, dtypes and local operations are real, but the peers'
+    contributions are missing, which is enough to plan with fake tensors.
     """
 
     name = "dry"
 
     def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
-        """Peers' slices stay as they are."""
+        """Leave the peers' slices as they are."""
         return FINISHED
 
     @torch.no_grad()
@@ -35,7 +35,7 @@ class DryCollectives(PrivateBuffers):
         return after
 
     def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
-        """Nothing arrives."""
+        """Fill `into` with zeros."""
         into.zero_()
         return FINISHED
 

@@ -1,9 +1,9 @@
-"""Pairwise exchange over a torch.distributed process group that can send and receive CPU memory.
+"""Collectives by pairwise sends over a torch.distributed process group that can send and receive CPU memory.
 
-Every transfer goes straight from one rank to another, in place, instead of around gloo's rings. A collective begins
-with a header, which says what it is and what for: ranks that call different things, or the same things in another
-order, raise instead of swapping data or waiting. Messages carry a tag made of the collective's number in this group
-and of what it is."""
+Every transfer goes directly from one rank to another, in place, instead of around gloo's rings. A collective begins
+with a header that holds its signature: ranks that call different collectives, or the same ones in another order, raise
+instead of mixing up data or hanging. Messages carry a tag made from the collective's number in this group and its
+signature."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 STAGING_BYTES = 16 * 2**20
-"""Where peers' slices arrive before they are summed; two halves, so that one fills while the other is read."""
+"""Memory that receives peers' slices before they are summed, in two halves: one is filled while the other is read."""
 SMALL_BYTES = 32 * 2**10
-"""An all_reduce of up to this much is one exchange of everything instead of a reduce-scatter and an all-gather."""
+"""Up to this size, an all_reduce sends everything to every peer, instead of a reduce-scatter and an all-gather."""
 AHEAD = 32
-"""Collectives that a rank may have begun which another one, that has failed, never will: each of them is told."""
+"""How many collectives a peer may begin ahead of a rank that fails, which sends an abandon header for each."""
 
 
 class GlooCollectives(PrivateBuffers):
-    """CPU ranks on any hosts."""
+    """Collectives of CPU ranks on any hosts."""
 
     name = "gloo"
 
@@ -60,20 +60,20 @@ class GlooCollectives(PrivateBuffers):
         self._transport = _Transport(group, number, timedelta(seconds=timeout_s(group)), self.labels)
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._left: list[_Post] = []
-        """Of collectives that were abandoned: gloo may still be at their messages."""
+        """The messages of abandoned collectives, kept because gloo may still be sending them."""
         self._sum = RankOrderSum()
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._small = torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cpu")
-        self._reducing: Work = FINISHED  # the one reduction that may be using the staging memory
+        self._reducing: Work = FINISHED  # the one reduction that may use the staging memory
 
     @property
     def scratch_bytes(self) -> int:
-        """Sums, staged slices of peers, small messages and headers."""
+        """Bytes of partial sums, staged slices of peers, small messages and headers."""
         return self._sum.scratch_bytes + self._staging.nbytes + self._small.nbytes + self._transport.header_bytes
 
     @torch.no_grad()
     def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
-        """Send the own slice of each span to every peer, and receive theirs in place."""
+        """Send this rank's slice of each span to every peer, and receive theirs in place."""
         slices = [
             [buffer.bytes[r.start + q * r.shard_bytes :][: r.shard_bytes] for q in range(self.world_size)]
             for r in spans
@@ -82,7 +82,7 @@ class GlooCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
-        """Send each peer its slice; sum the peers' terms of the own slice in rank order, piece by piece."""
+        """Send each peer its slice, and sum all ranks' terms of this rank's slice in rank order, piece by piece."""
         check_reductions(reductions, self.world_size, may_scale=False)
         jobs = [
             _ReduceScatter([slice_of(r.flat, q, self.world_size) for q in range(self.world_size)], r.out, r.accumulate)
@@ -93,7 +93,7 @@ class GlooCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
-        """One exchange of everything up to SMALL_BYTES, else a reduce-scatter and an all-gather."""
+        """Up to SMALL_BYTES, send everything to every peer; else do a reduce-scatter and an all-gather."""
         if after is not FINISHED:
             return Then(after, lambda: self.all_reduce(tensor, op, label=label))
         flat = tensor.detach().view(-1)
@@ -109,7 +109,7 @@ class GlooCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
-        """Each part is a message."""
+        """Send each part as one message."""
         post = self._post(sign("all_to_all", label, buffer.index, parts))
         arrivals: list[_Message] = []
         for part, start in received_parts(parts, self.rank):
@@ -120,8 +120,8 @@ class GlooCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Along a binomial tree."""
-        # A binomial tree over positions counted from `src`: position p hears from p without its lowest set bit.
+        """Broadcast along a binomial tree."""
+        # Positions in the tree count from `src`: position p receives from p without its lowest set bit.
         flat = tensor.detach().view(-1)
         position = (self.rank - src) % self.world_size
         span = position & -position or 1 << (self.world_size - 1).bit_length()
@@ -136,12 +136,12 @@ class GlooCollectives(PrivateBuffers):
         post.wait_sent()
 
     def barrier(self) -> None:
-        """An exchange of empty messages."""
+        """Exchange empty messages."""
         self.exchange(b"", lambda a, b: b"", 0)
 
     @torch.no_grad()
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Every message goes to every peer."""
+        """Send the message to every peer, and combine all messages."""
         post = self._post(sign("exchange", label), len(message))
         mine = torch.frombuffer(bytearray(message or b" "), dtype=torch.uint8)[: len(message)]
         for peer in self._peers:
@@ -152,13 +152,13 @@ class GlooCollectives(PrivateBuffers):
             post.wait(post.receive(torch.frombuffer(theirs, dtype=torch.uint8)[:length], peer, "said"))
             said[peer] = bytes(theirs[:length])
         post.wait_sent()
-        while self._left:  # peers are past these
+        while self._left:  # peers have left these collectives behind
             self._left.pop().wait_sent()
         return functools.reduce(combine, said)
 
     def abandon(self) -> None:
-        """Send a header to every peer that says so."""
-        if self._transport.failure is None:  # else peers are told
+        """Send every peer an abandon header, which says that this rank raised."""
+        if self._transport.failure is None:  # else `fail` has told the peers
             self._left.append(self._post(sign("abandon")))
 
     def _post(self, signature: int, length: int = 0) -> _Post:
@@ -183,9 +183,9 @@ class GlooCollectives(PrivateBuffers):
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""`GlooCollectives` over each process group so far: its ranks count alike."""
+"""By process group: how many `GlooCollectives` were made for it so far. The same on each of its ranks."""
 _last_messages: WeakKeyDictionary[dist.ProcessGroup, list[object]] = WeakKeyDictionary()
-"""Under way to peers after failures. gloo forgets what nobody holds, and the model that failed may be gone at once."""
+"""Messages still being sent after a failure. gloo drops those that nobody holds, and the model may be freed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,44 +196,44 @@ class _Message:
 
 @dataclass(slots=True, eq=False)
 class _Transport:
-    """Where messages go, how long to wait for one, and what labels mean."""
+    """What all messages of one `GlooCollectives` share: group, timeout, labels, headers and the first failure."""
 
     group: dist.ProcessGroup
     number: int
-    """Of this one among all that the process group has seen."""
+    """Position of this `GlooCollectives` among all that were made for the process group."""
     timeout: timedelta
     labels: dict[int, str]
     sequence: int = 0
-    """Collectives so far."""
+    """Number of collectives so far."""
     failure: ShardwiseError | None = None
-    """What ended the first wait that failed: the ranks are out of step, so no later one is worth its time."""
+    """The error of the first call that failed. Ranks are out of step then, so all later calls raise it at once."""
 
     free_headers: list[Tensor] = field(default_factory=list)
-    """[world_size, 2] int64 each, of collectives that are over: made once, as nothing is allocated in steady state."""
+    """[world_size, 2] int64 each: headers of completed collectives, reused so that steady state allocates nothing."""
     header_bytes: int = 0
-    """Of all that were made."""
+    """Bytes of all headers allocated."""
 
     def fail(self, error: ShardwiseError) -> ShardwiseError:
-        """Remember it, and leave word for peers: they may be at collectives that this rank will not come to, and would
-        wait for their timeouts. Returns the error, to be raised."""
+        """Remember the first error, and tell peers: they may wait in collectives that this rank will not call, and
+        would run into their timeouts. Returns the error, to be raised."""
         if self.failure is None:
-            self.failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
+            self.failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model alive
             header = torch.tensor([sign("abandon"), 0], dtype=torch.int64, device="cpu")
             messages = _last_messages.setdefault(self.group, [])
             messages.append(header)
             for sequence in range(self.sequence + 1, self.sequence + 1 + AHEAD):
                 for peer in range(self.group.size()):
                     if peer != self.group.rank():
-                        with contextlib.suppress(RuntimeError):  # it is gone
+                        with contextlib.suppress(RuntimeError):  # the peer is gone
                             messages.append(self.group.send(*self.header(header, peer, sequence)))
         return error
 
     def header(self, header: Tensor, peer: int, sequence: int) -> tuple[list[Tensor], int, int]:
-        """What to call `send` and `recv` with for the header of a collective."""
+        """Return the arguments of `send` and `recv` for the header of a collective."""
         return [header], peer, _tag("header", self.number, sequence)
 
     def headers(self) -> Tensor:
-        """Room for the headers of a collective, by rank. It goes back to `free_headers`."""
+        """Return memory for a collective's headers, by rank. Afterwards the caller appends it to `free_headers`."""
         if not self.free_headers:
             with torch.inference_mode(False):
                 self.free_headers.append(torch.empty(self.group.size(), 2, dtype=torch.int64, device="cpu"))
@@ -242,12 +242,12 @@ class _Transport:
 
 
 class _Post:
-    """The messages of one collective: numbers and posts them, and turns their failures into typed errors."""
+    """The messages of one collective: sends and receives them, and turns their failures into typed errors."""
 
     def __init__(
         self, transport: _Transport, signature: int, to: Sequence[int], hears: Sequence[int], length: int = 0
     ) -> None:
-        """Sends the header to the peers `to` and expects one of each peer in `hears`."""
+        """Send the header to the peers in `to`, and start to receive one from each peer in `hears`."""
         self.world_size = transport.group.size()
         self._transport = transport
         self._rank = transport.group.rank()
@@ -276,10 +276,10 @@ class _Post:
         return [_Message(self._try(peer, self._transport.group.recv, *self._letter(tensor, peer, part)), peer)]
 
     def lengths(self) -> dict[int, int]:
-        """What the peers' headers say of the message behind them, in bytes. Waits for the headers.
+        """Wait for the peers' headers, and return the length in bytes that each gives for the message after it.
 
         Raises:
-            MismatchError: a peer is at another collective.
+            MismatchError: a peer called another collective.
         """
         self._read_headers()
         assert self._headers is not None
@@ -337,7 +337,7 @@ def _tag(*label: object) -> int:
 
 
 class _Receives:
-    """Messages that land where they belong."""
+    """A `Work` whose messages are received in their final place."""
 
     def __init__(self, post: _Post, arrivals: list[_Message]) -> None:
         self._post = post
@@ -351,7 +351,7 @@ class _Receives:
 
 @dataclass(frozen=True, slots=True)
 class _ReduceScatter:
-    """Rank q is to have, in its `out`, the sum over ranks of parts[q]."""
+    """One reduction: rank q receives the sum over ranks of their parts[q], in its `out`."""
 
     parts: Sequence[Tensor]
     out: Tensor
@@ -361,7 +361,7 @@ class _ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class _ReduceChunk:
-    """As much of a job as fits half of the staging memory: this rank's term, the result and the label on the wire."""
+    """A piece of a job that fits half of the staging memory: this rank's term, the output, the messages' label."""
 
     own: Tensor
     out: Tensor
@@ -370,7 +370,7 @@ class _ReduceChunk:
 
 
 class _Reduce:
-    """Reductions under way. All sends are posted at once; two pieces at a time are arriving or being summed."""
+    """Reductions under way. All sends are posted at once; two pieces at a time are being received or summed."""
 
     def __init__(self, post: _Post, jobs: list[_ReduceScatter], rank: int, staging: Tensor, add: RankOrderSum) -> None:
         self._post = post
@@ -397,7 +397,7 @@ class _Reduce:
             piece = self._pieces[k]
             self._post.wait(messages)
             self._sum(terms, piece.out, piece.job.accumulate, piece.job.op)
-            if k + 2 < len(self._pieces):  # its half is free only now
+            if k + 2 < len(self._pieces):  # its half of the staging memory is free only now
                 self._arrivals.append(self._receive(k + 2))
         self._post.wait_sent()
         self._pieces.clear()

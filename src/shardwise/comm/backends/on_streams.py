@@ -1,17 +1,17 @@
-"""Collectives of accelerators, in place, as NCCL defines it: a rank's slice lies at buffer + rank * count.
+"""Collectives on accelerators. They are in place as NCCL defines it: a rank's slice is at buffer + rank * count.
 
-For every backend of torch.distributed that works on streams: nccl (CUDA), rccl (ROCm; torch calls it nccl too), xccl
-and hccl.
+For every torch.distributed backend that works on streams: nccl (CUDA), rccl (ROCm; torch also calls it nccl), xccl and
+hccl.
 
-This rank's slices are written on one stream, gathers run on another and reductions on a third: a slice is written while
-the gather before is still under way. What orders memory is events, never `record_stream`, so that the
-allocator sees every block free at the moment the engine says so. `current_stream()` is taken at each call.
+This rank's slices are written on one stream, gathers run on another and reductions on a third, so a slice is written
+while the previous gather is still under way. Memory is ordered by events, never by `record_stream`, so that the
+allocator sees a block as free at the moment when the engine frees it. `current_stream()` is read in each call.
 
-Not run on a GPU by its author yet. That streams and events leave no access unordered is checked without one
-(`tests/engine/devices/test_stream_order.py`), and so are dtypes, coalescing and training by a double of NCCL's process group
-(`tests/comm/nccl_double.py`).
+Not run on a GPU by its author yet. That streams and events leave no access unordered is tested without one
+(`tests/engine/devices/test_stream_order.py`); dtypes, coalescing and training are tested with a double of NCCL's process
+group (`tests/comm/nccl_double.py`).
 
-Unlike on CPUs, the order of a sum is the backend's, and terms narrower than fp32 are added in their own dtype.
+Unlike on CPUs, the backend decides the order of a sum, and adds terms narrower than fp32 in their own dtype.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from shardwise.comm.timeout import timeout_s
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# torch 2.13 renamed them.
+# torch 2.13 renamed these functions.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _REFUSED = (torch.int16, torch.uint16, torch.uint32)
-"""NCCL has no such integers. It has no complex numbers either, which are summed as pairs; what is only moved, moves as
-bytes."""
+"""Dtypes that NCCL does not have; all_reduce sums them as int64. Complex numbers, which it lacks too, are summed as
+pairs. Data that is only moved is sent as bytes."""
 
 _AVERAGING = ("nccl", "fake")
-"""In the names of backends that reduce to a mean; gloo, for one, knows sums alone, and of others nobody has told."""
+"""Substrings of the names of backends that support a mean (AVG). gloo supports only sums; others are not known to."""
 
 
 class StreamCollectives(PrivateBuffers):
-    """Ranks on accelerators, one each."""
+    """Collectives of ranks on accelerators, one accelerator for each rank."""
 
     name = "streams"
 
@@ -67,11 +67,11 @@ class StreamCollectives(PrivateBuffers):
         """Every rank of the group must call this.
 
         Args:
-            group: the ranks; it has a backend for the device.
+            group: the ranks' process group; it must have a backend for the device.
             device: this rank's accelerator.
-            separate_reductions: give reductions a second communicator, so that they and gathers do not queue behind
-                one another. It costs the communicator's buffers a second time.
-            poison: fill released buffers with 0xFF; None asks the environment.
+            separate_reductions: use a second communicator for reductions, so that they and gathers do not queue behind
+                one another. It costs memory for the communicator's buffers a second time.
+            poison: fill released buffers with 0xFF bytes; None: as the environment says.
         """
         super().__init__(group.rank(), group.size(), device, poison)
         self.process_group = group
@@ -88,30 +88,30 @@ class StreamCollectives(PrivateBuffers):
         self._gather_stream = accelerators.new_stream(device)
         self._reduce_stream = accelerators.new_stream(device)
         self._free: dict[int, torch.Event] = {}
-        """By buffer: after its last reader, which may be on any stream."""
+        """By buffer index: an event after the buffer's last reader, which may be on any stream."""
         self._written: dict[int, torch.Event] = {}
-        """By gather buffer: after its slices were written on the slice stream."""
+        """By index of a gather buffer: an event after its slices were written on the slice stream."""
         self._read: torch.Event | None = None
-        """After the last slice that was read on the slice stream."""
+        """An event after the last read on the slice stream; None if the current stream is already ordered after it."""
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
-        """Memory of the caching allocator."""
+        """Allocate memory from the caching allocator."""
         buffer = super().allocate(nbytes, kind)
-        self._free[buffer.index] = self._current().record_event()  # whoever had the block was on the current stream
+        self._free[buffer.index] = self._current().record_event()  # the block's last user is on the current stream
         return buffer
 
     def claim(self, buffer: Buffer) -> None:
-        """Order the current stream after the last use of a reduce buffer. For a gather buffer `writing` waits."""
+        """Order the current stream after the last use of a reduce buffer. For gather buffers `writing` does this."""
         if buffer.kind is BufferKind.REDUCE:
             self._after_last_reader(buffer, self._current())
 
     def mark(self) -> Work:
-        """An event of the current stream."""
+        """Record an event on the current stream."""
         return _OnStream(self._current(), keep=None)
 
     @contextlib.contextmanager
     def writing(self, buffer: Buffer, after: Work = FINISHED) -> Iterator[None]:
-        """On the slice stream."""
+        """Run the block on the slice stream."""
         stream = self._slice_stream
         self._after_last_reader(buffer, stream)
         if isinstance(after, _OnStream):
@@ -124,13 +124,13 @@ class StreamCollectives(PrivateBuffers):
             self._read = stream.record_event()
 
     def settle(self) -> None:
-        """Order the current stream after the last block of `writing`."""
+        """Order the current stream after the last `writing` block."""
         if self._read is not None:
             self._current().wait_event(self._read)
             self._read = None
 
     def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
-        """In place, on the gather stream; several spans are one launch."""
+        """Gather in place, on the gather stream. Several spans take one launch."""
         stream = self._gather_stream
         self._after_slices(buffer, stream)
         with accelerators.on(stream), self._together(self._group, len(spans)):
@@ -141,28 +141,28 @@ class StreamCollectives(PrivateBuffers):
         return _OnStream(stream, keep=buffer)
 
     def release(self, buffer: Buffer) -> None:
-        """Record the event after which the buffer may be written."""
+        """Record an event after which the buffer may be written."""
         super().release(buffer)
         self._free[buffer.index] = self._current().record_event()
 
     def replace(self, buffer: Buffer) -> Buffer:
-        """New memory of the caching allocator, which frees the old one with its last view."""
-        # The next writer waits for the current stream, whose freed block the new memory may be. The old memory may be
-        # freed at any time: the gather into it is behind the current stream, as the caller has waited.
+        """Return new memory of the caching allocator. The old memory is freed with its last view."""
+        # The new memory may be a block freed on the current stream, so the next writer waits for that stream. The old
+        # memory may be freed at any time: the caller has waited, so the current stream is ordered after its gather.
         replacement = super().replace(buffer)
         self._free[buffer.index] = self._current().record_event()
         return replacement
 
     def drop(self, buffer: Buffer) -> None:
-        """Order the current stream, whose block it is, after its last use."""
+        """Order the current stream, to which the buffer's block belongs, after the buffer's last use."""
         self._after_last_reader(buffer, self._current())
         self._free.pop(buffer.index, None)
         self._written.pop(buffer.index, None)
 
     @torch.no_grad()
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
-        """On the reduce stream; several reductions are one launch. Sums that need nothing more are written where they
-        go, others in place."""
+        """Reduce on the reduce stream. Several reductions take one launch. Sums that need no cast, scaling or addition
+        are written to `out` directly, others first to this rank's slice of `flat`."""
         check_reductions(reductions, self.world_size)
         finishing = finishing_op(reductions, self.world_size)
         if finishing == "mean" and not self._averages:
@@ -182,9 +182,9 @@ class StreamCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
-        """In place, on the reduce stream."""
+        """Reduce in place, on the reduce stream."""
         with self._on(self._reduce_stream):
-            if isinstance(after, _OnStream):  # of another group, so on another stream; `after` keeps its memory until
+            if isinstance(after, _OnStream):  # another group's, so on another stream; `after` keeps its memory until
                 self._reduce_stream.wait_event(after.event)  # the compute stream has waited for it as well
             moving = tensor.detach().long() if tensor.dtype in _REFUSED else _real(tensor.detach())
             dist.all_reduce(moving, _OPS[op], group=self._reduce_group)
@@ -194,7 +194,7 @@ class StreamCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
-        """On the reduce stream; one launch."""
+        """Exchange the parts on the reduce stream, in one launch."""
         sent, received = [0] * self.world_size, [0] * self.world_size
         for part, _ in sent_parts(parts, self.rank):
             sent[part.target] = part.nbytes
@@ -209,23 +209,23 @@ class StreamCollectives(PrivateBuffers):
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """As bytes, on the current stream."""
+        """Broadcast the tensor's bytes on the current stream."""
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), group=self._group, group_src=src)
 
     def barrier(self) -> None:
-        """Wait on the host until every rank has come."""
+        """Wait on the host until every rank has called this."""
         dist.barrier(self._group, device_ids=[self.device.index or 0])
 
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Through the channel between the hosts: no stream is waited for."""
+        """Exchange through the channel between hosts. Waits for no stream."""
         return self._channel.exchange(message, combine, label)
 
     def abandon(self) -> None:
-        """Tell the peers through the channel."""
+        """Tell peers through the channel."""
         self._channel.abandon()
 
     def close(self) -> None:
-        """Close the channel and a second communicator."""
+        """Close the channel and the second communicator, if there is one."""
         self._channel.close()
         if self._reduce_group is not self._group:
             dist.destroy_process_group(self._reduce_group)
@@ -239,16 +239,16 @@ class StreamCollectives(PrivateBuffers):
             stream.wait_event(self._free.pop(buffer.index))
 
     def _after_slices(self, buffer: Buffer, stream: torch.Stream) -> None:
-        """Order `stream` after whatever wrote this rank's slices into a gather buffer."""
+        """Order `stream` after the writes of this rank's slices into a gather buffer."""
         written = self._written.pop(buffer.index, None)
-        if written is None:  # on the current stream, then
+        if written is None:  # then they were written on the current stream
             self._after_last_reader(buffer, stream)
             written = self._current().record_event()
         stream.wait_event(written)
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:
-        """Enqueue on `stream`, behind everything that the current stream has so far."""
+        """A context that enqueues on `stream`, ordered after everything on the current stream so far."""
         stream.wait_stream(self._current())
         with accelerators.on(stream):
             yield
@@ -256,8 +256,8 @@ class StreamCollectives(PrivateBuffers):
     @staticmethod
     @contextlib.contextmanager
     def _together(group: dist.ProcessGroup, count: int) -> Iterator[None]:
-        """Launch the block's `count` collectives as one. If it raises, an interrupt perhaps, none is launched and the
-        group is as before: torch would record whatever comes next and launch nothing ever again."""
+        """A context that launches its `count` collectives as one. If it raises (also on an interrupt), none is launched
+        and the group's state is reset: otherwise torch would record all later collectives and launch none."""
         c10d = dist.distributed_c10d
         try:
             with c10d._coalescing_manager(group) if count > 1 else contextlib.nullcontext():
@@ -268,7 +268,7 @@ class StreamCollectives(PrivateBuffers):
 
 
 def _real(flat: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, in the same memory; others as they are."""
+    """Return complex numbers as pairs of real ones, in the same memory; other tensors as they are."""
     return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
@@ -276,7 +276,7 @@ class _OnStream:
     """The work enqueued on a stream so far."""
 
     def __init__(self, stream: torch.Stream, keep: object) -> None:
-        """`keep` holds memory that the stream uses until the current stream is behind it, when freeing it is safe."""
+        """`keep`: holds memory that the stream uses, until `wait` orders the current stream after the work."""
         self.event = stream.record_event()
         self._stream = stream
         self._keep: object | None = keep

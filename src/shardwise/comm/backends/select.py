@@ -1,4 +1,4 @@
-"""Which implementation serves a process group."""
+"""Which implementation of the collectives a process group gets."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ CHOICES = ("streams", "gloo", "shm", "dry")
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str) -> Collectives:
-    """The collectives for a group's ranks. Every rank of the group must call this.
+    """Return the collectives for a group's ranks. Every rank of the group must call this.
 
     Args:
-        group: None is the default group, or a world of one where torch.distributed is not initialised.
-        device: where this rank's buffers are to lie.
+        group: None means the default group, or a world of one if torch.distributed is not initialised.
+        device: the device of this rank's buffers.
 
     Returns:
-        streams on accelerators; on CPUs shm where all ranks can share memory, else gloo; dry for a world of one and
-        under torch's `fake` process group. `SHARDWISE_COLLECTIVES` overrides this for a larger world.
-        `SHARDWISE_SEPARATE_REDUCTIONS=1` gives streams a second communicator for reductions: they and gathers then do
-        not queue behind one another, for the memory of its buffers a second time.
+        streams on accelerators; on CPUs shm if all ranks can share memory, else gloo; dry for a world of one and under
+        torch's `fake` process group. `SHARDWISE_COLLECTIVES` overrides this for larger worlds.
+        `SHARDWISE_SEPARATE_REDUCTIONS=1` gives streams a second communicator for reductions, so that they and gathers
+        do not queue behind one another, at the cost of a second set of the communicator's buffers.
 
     Raises:
-        ConfigError: `SHARDWISE_COLLECTIVES` names none of them, or one that does not serve the device.
+        ConfigError: `SHARDWISE_COLLECTIVES` names none of these, or one that is not possible here; or
+            `SHARDWISE_SEPARATE_REDUCTIONS` is neither 0 nor 1.
     """
     device = torch.device(device)
     asked = os.environ.get("SHARDWISE_COLLECTIVES", "")
@@ -60,7 +61,7 @@ def _separate_reductions() -> bool:
 
 
 def _on_cpus(group: dist.ProcessGroup, must_share: bool) -> Collectives:
-    # The ranks decide together: first whether all could, then (in the constructor) whether it works.
+    # Ranks decide together: first whether all of them support shm, then (in the constructor) whether it works.
     from shardwise.comm.backends.shared_memory.segment import exchange
 
     suitable = platform.system() == "Linux" and platform.machine() == "x86_64"

@@ -1,1 +1,1 @@
-"""Initial numbers for a model built on the meta device, the same as a build on the CPU gives."""
+"""Initial values for a model built on the meta device, equal to those of a build on the CPU."""

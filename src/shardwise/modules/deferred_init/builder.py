@@ -20,7 +20,7 @@ Initialise = Callable[[nn.Module], object]
 
 
 def record(model: nn.Module, tape: Tape) -> dict[int, Tensor]:
-    """Record on the tape how a model would have been built. Returns the recorded tensors by the id of the model's."""
+    """Record on the tape how a model would have been built. Returns the recorded tensors by the ids of the model's."""
     sites = list(sites_of(model))
     with tape.recording():
         blanks: dict[int, Tensor] = {}
@@ -58,19 +58,19 @@ class TensorSite(NamedTuple):
         return self.of(self.module)
 
     def of(self, module: nn.Module) -> Tensor | None:
-        """What another module of the same build holds there."""
+        """Return the tensor at the same place in another module of the same class; None if there is none."""
         found = self._holder(module).get(self.name)
         return found if isinstance(found, Tensor) else None
 
 
 def sites_of(model: nn.Module) -> Iterator[TensorSite]:
-    """Parameters and buffers, and plain attributes on the meta device."""
+    """Yield the places of all parameters and buffers, and of plain attributes on the meta device."""
     for module in model.modules():
         yield from (site for site in all_sites_of(module) if site.kind or site.tensor.is_meta)
 
 
 def all_sites_of(module: nn.Module) -> Iterator[TensorSite]:
-    """Every tensor that a module itself holds."""
+    """Yield the places of all tensors that a module itself holds."""
     for kind in ("_parameters", "_buffers", ""):
         for name, value in list((module.__dict__[kind] if kind else module.__dict__).items()):
             if isinstance(value, Tensor):
@@ -78,7 +78,7 @@ def all_sites_of(module: nn.Module) -> Iterator[TensorSite]:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """A recorded tensor for one of the model's: blank for those without memory or with a piece of it."""
+    """Return a recorded tensor for one of the model's: a copy, or empty if that is on the meta device or sharded."""
     if tensor.is_meta or isinstance(tensor, ShardedParameter):
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     else:
@@ -93,23 +93,28 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 class _Builder:
-    """Records modules' construction: by their constructor where that can be called again, else children first."""
+    """Records how modules are constructed: by calling their constructor again if possible, else children first."""
 
     def __init__(self, model: nn.Module, tape: Tape, blank: set[int]) -> None:
         self._model = model
         self._tape = tape
         self._blank = blank
-        """Modules with meta tensors of their own; others that have tensors are left as they are."""
+        """Ids of modules that hold meta tensors themselves. Other modules with tensors are left as they are."""
         self._initialised: set[int] = set()
-        """Recorded parameters that a module has initialised."""
+        """Ids of recorded parameters that a module has initialised."""
         self._cloned: set[int] = set()
-        """Layers that have the numbers of the layer that they are copies of."""
+        """Ids of layers that are recorded as copies of another layer, and of those originals."""
 
     def build(
         self, module: nn.Module, initialise: Initialise, quiet: bool = False, before: Sequence[nn.Module] = ()
     ) -> None:
-        """Record one module with all below it. `quiet`: a warning was given for a module around it. `before`: modules
-        that stand beside it, recorded already."""
+        """Record a module and all modules below it.
+
+        Args:
+            initialise: initialises one module's own tensors where no constructor can be called.
+            quiet: do not warn again; a module around this one was warned of.
+            before: its siblings that were recorded already.
+        """
         if id(module) in self._cloned or not self._is_blank(module):
             return
         if (inner := adapters.wrapped_by(module)) is not None:
@@ -119,11 +124,11 @@ class _Builder:
             self._build_plain(module, initialise, quiet, before)
 
     def _build_plain(self, module: nn.Module, initialise: Initialise, quiet: bool, before: Sequence[nn.Module]) -> None:
-        """`build` of a module that is not PEFT's."""
+        """Do `build` for a module that is not a PEFT wrapper."""
         if is_transformer(module):
             error = self._construct(module, partial(transformer_again, module))
             if error is None:
-                for layer in adapters.layers_of(module).values():  # PEFT put them in afterwards
+                for layer in adapters.layers_of(module).values():  # PEFT inserted these after construction
                     self._adapt(layer)
                 return
             if not quiet:
@@ -141,17 +146,17 @@ class _Builder:
             self._initialise(module, initialise)
 
     def _construct(self, module: nn.Module, constructor: Callable[[], nn.Module]) -> Exception | None:
-        """Record a call of the module's constructor. Returns what kept it from being that."""
+        """Record a call of the module's constructor. Returns the exception if it fails, else None."""
         try:
             with self._tape.attempt(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the first call gave them
+                warnings.simplefilter("ignore")  # the original call gave these warnings
                 _adopt(module, constructor())
-        except Exception as error:  # whatever a constructor may raise
+        except Exception as error:  # a constructor may raise anything
             return error
         return None
 
     def _construct_plain(self, module: nn.Module) -> bool:
-        """Record a call of the constructor of a module that has no numbers yet, if its arguments are known."""
+        """Record a constructor call, if its arguments are known and no parameter has values yet; else return False."""
         has_numbers = any(below._parameters and id(below) not in self._blank for below in module.modules())
         constructor = None if has_numbers else plain_constructor(module)
         return constructor is not None and self._construct(module, constructor) is None
@@ -160,7 +165,7 @@ class _Builder:
         return any(id(below) in self._blank for below in module.modules())
 
     def _adapt(self, layer: nn.Module) -> None:
-        """Record the adapters in one of PEFT's layers, whose inner module is recorded."""
+        """Record the adapters in one of PEFT's wrappers, whose inner module is already recorded."""
         inner = adapters.wrapped_by(layer)
         added = [child for child in layer.children() if child is not inner and self._is_blank(child)]
         for child in added:
@@ -169,7 +174,7 @@ class _Builder:
             self._initialise(layer, lambda layer: adapters.reset(layer, self._model))
 
     def _clone(self, module: nn.Module, initialise: Initialise, before: Sequence[nn.Module]) -> None:
-        """Record the layers of a module that deep-copies the one it is given: that one draws, once."""
+        """Record the layers of a module that deep-copies a layer that it is given: only the original draws."""
         layers: list[nn.Module] = list(module.layers)  # type: ignore[arg-type]
         if not any(self._is_blank(layer) for layer in layers):
             return
@@ -187,7 +192,7 @@ class _Builder:
             self.build(original, initialise)
         for layer in layers:
             if _shapes(layer) != _shapes(original):
-                continue  # it was put in later
+                continue  # it was inserted later
             self._cloned.add(id(layer))
             for ours, theirs in zip(layer.modules(), original.modules(), strict=True):
                 if id(ours) in self._blank:
@@ -197,7 +202,7 @@ class _Builder:
 
     def _initialise(self, module: nn.Module, initialise: Initialise) -> None:
         own = [site for site in all_sites_of(module) if site.kind == "_parameters"]
-        # A leaf was initialised when it was made, before anything could tie its parameters to another's.
+        # A module without children was initialised on construction, before its parameters could be tied to others.
         tied = [] if module._modules else [site for site in own if id(site.tensor) in self._initialised]
         for site in tied:
             site.put(nn.Parameter(torch.empty_like(site.tensor), requires_grad=site.tensor.requires_grad))
@@ -215,7 +220,7 @@ class _Builder:
 
 
 _CLONING = (nn.TransformerEncoder, nn.TransformerDecoder)
-"""Their `layers` are deep copies of the layer that they are given."""
+"""Classes whose `layers` are deep copies of the layer that they are given."""
 
 
 @torch.no_grad()
@@ -227,7 +232,8 @@ def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
 
 
 def _adopt(module: nn.Module, built: nn.Module) -> None:
-    """Put the tensors of a model that was built again in the places of the first one's, but for its adapters."""
+    """Replace a module's tensors, except adapters, by those of a module that was built again. Raises ValueError if
+    their names or shapes differ."""
     ours, theirs = _shapes(module), _shapes(built)
     if ours != theirs:
         different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
@@ -241,7 +247,7 @@ def _adopt(module: nn.Module, built: nn.Module) -> None:
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Of all but adapters."""
+    """Return the shapes of all parameters and buffers except those of adapters, by name."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: tensor.shape for name, tensor in adapters.base_names(model, dict(named)).items()}
 

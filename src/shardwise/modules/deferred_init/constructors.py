@@ -1,4 +1,4 @@
-"""A module's constructor, and how to call it again."""
+"""How to call the constructor of an existing module again."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MISSING = object()
 
 
 def is_transformer(module: nn.Module) -> bool:
-    """Whether it is a model of transformers, which its configuration builds again."""
+    """Whether the module is a model of transformers, which can be built again from its configuration."""
     own = all(hasattr(type(module), name) for name in ("_init_weights", "initialize_weights", "_from_config"))
-    return own and hasattr(module, "config")  # PEFT's modules answer for the model that they are around
+    return own and hasattr(module, "config")  # PEFT's wrappers forward instance attributes to the model inside
 
 
 def transformer_again(module: nn.Module) -> nn.Module:
     """Call a transformers model's constructor as `from_config` does.
 
-    In the dtype that the configuration names, if the model is in that one; a model in another was built in the default
-    dtype and perhaps cast afterwards.
+    Uses the dtype in the configuration if the model has parameters of that dtype; otherwise the model was built in the
+    default dtype, and perhaps cast afterwards.
     """
     config = copy.deepcopy(module.config)
     named = getattr(config, "dtype", None)
@@ -36,11 +36,12 @@ def transformer_again(module: nn.Module) -> nn.Module:
 
 
 def plain_constructor(module: nn.Module) -> Callable[[], nn.Module] | None:
-    """A call that builds another module like this one: of its class, with the arguments that it keeps as attributes of
-    the same names. None for torch's own, and where an argument is missing or is a module or tensor.
+    """Return a call that builds another module of the same class, with the arguments that the module keeps as
+    attributes of the same names. None for torch's own classes, or if an argument is missing or contains a module or
+    tensor.
 
-    The call raises ValueError if the new module has other arguments than it was given: then the attributes were not
-    the arguments.
+    The call raises ValueError if an attribute of the new module differs from the argument that it was given: then the
+    attributes are not the arguments.
     """
     if is_torchs(type(module)):
         return None
@@ -59,12 +60,12 @@ def _construct(kind: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
     built = kind(**copy.deepcopy(arguments))
     for name, value in arguments.items():
         kept = built.__dict__.get(name, _MISSING)
-        compares: object = type(value).__eq__  # by value, or only by identity: then nothing can be said
+        compares: object = type(value).__eq__  # without an __eq__ by value nothing can be checked
         if type(kept) is not type(value) or (compares is not object.__eq__ and kept != value):
             raise ValueError(f"{name}={value!r} is not what {kind.__name__} was built with")
     return built
 
 
 def is_torchs(kind: type) -> bool:
-    """Whether a class is torch's own."""
+    """Whether a class is defined in torch, or is a builtin."""
     return kind.__module__.partition(".")[0] in {"torch", "builtins"}

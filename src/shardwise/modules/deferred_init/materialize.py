@@ -1,10 +1,11 @@
-"""Giving a model built on the meta device its numbers, with little more than one unit's full weights at a time.
+"""Initialising a model that was built on the meta device, with little more than one unit's full weights in memory.
 
-How the model would have been built for real is recorded on a tape, without memory: by calling constructors again where
-their arguments are known, any other module by `reset_parameters`, children first, as constructors do. Parts of the tape
-are then replayed on real tensors: a unit's on the CPU, in the order of draws, which gives the numbers of the seeded
-unsharded build, whatever the world size, or a warning that says that they are not; inside `init_on_device` a tensor's
-on the device, in any order, which gives others from the same distributions. See docs/design/materialize.md.
+First a tape records, without memory, how the model would have been built on a real device: by calling constructors
+again where their arguments are known, and `reset_parameters` on all other modules, children first, as constructors do.
+Then parts of the tape are replayed on real tensors. By default each unit is replayed on the CPU, in the order of draws.
+This gives the values of an unsharded build with the same seed at any world size, or a warning if it does not. Inside
+`init_on_device` each tensor is replayed on the device, in any order: other values, from the same distributions. See
+docs/design/materialize.md.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _on_device: ContextVar[bool] = ContextVar("on_device", default=False)
 
 @contextmanager
 def left_blank(fqns: Iterable[str]) -> Iterator[None]:
-    """Inside, `materialize` gives these parameters no numbers: somebody is going to write them.
+    """A context in which `materialize` does not initialise these parameters, because the caller writes them later.
 
-    If no other number has to be drawn, none is, and the random state stays as it was.
+    If no other tensor is random, nothing is drawn and the random state does not change.
     """
     token = _blank.set(frozenset(fqns))
     try:
@@ -50,21 +51,21 @@ def left_blank(fqns: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def init_on_device() -> Iterator[None]:
-    """Inside, `sw.shard` draws the initial numbers of models on the meta device where each rank computes. No
-    communication; every rank must shard inside it, or none.
+    """A context in which `sw.shard` draws the initial values of models on the meta device on each rank's own device.
+    Does not communicate. Either every rank must call `sw.shard` inside it, or none.
 
         with torch.device("meta"):
             model = build()
         with sw.init_on_device():
             sw.shard(model)
 
-    Each rank draws the tensors that it keeps a part of, whole and one at a time. The operations are the build's own, so
-    the distributions are; the numbers depend on `torch.manual_seed`, on the model and on the kind of device, and on
-    nothing else: not on ranks, strategy or units. They are not those of an unsharded build, except what is not random,
-    which equals it, and what the build draws from a seed or a generator of its own.
+    Each rank draws every tensor of which it keeps a part, whole, one at a time. It runs the operations of the original
+    build, so the distributions are the same. The values depend only on `torch.manual_seed`, the model and the kind of
+    device, not on the number of ranks, the strategy or the units. Random values differ from those of an unsharded
+    build, unless the build draws them from a seed or a generator of its own; all other values are equal.
 
-    The key of all numbers is one number from the CPU's generator, rank 0's, which moves on by that number where
-    anything was drawn; so the next model is another one. The device's generator stays as it was.
+    All random values derive from one number that rank 0 takes from its CPU generator. If anything was drawn, that
+    generator advances by this one number, so the next model gets other values. The device's generator does not change.
     """
     token = _on_device.set(True)
     try:
@@ -74,7 +75,7 @@ def init_on_device() -> Iterator[None]:
 
 
 def draws_on_device() -> bool:
-    """Whether it is inside `init_on_device`."""
+    """Whether the caller is inside `init_on_device`."""
     return _on_device.get()
 
 
@@ -86,17 +87,18 @@ def on_meta(model: nn.Module) -> bool:
 def materialize(
     model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Shard, tells: bool = False
 ) -> None:
-    """Give every unit to `shard`, with what gives its parameters' full tensors: on the CPU, or on `device` inside
-    `init_on_device`. Parameters that belong to no unit get theirs on `device`.
+    """Call `shard` for every unit, with a function that returns its parameters' full tensors: on the CPU, or on
+    `device` inside `init_on_device`. Parameters that belong to no unit are created on `device`.
 
-    On the CPU full weights of one unit exist at a time, and one tensor more where numbers are drawn that nobody keeps;
-    on the device, of one tensor. Local; ranks must start from the same random state, and have the same one afterwards:
-    that of the unsharded build. Under a FakeTensorMode nothing is computed.
+    On the CPU the full weights of one unit exist at a time, plus one tensor while draws that no tensor keeps are
+    skipped; on the device one full tensor at a time. Does not communicate. All ranks must start with the same random
+    state and end with the same one: on the CPU that of the unsharded build, on the device that of
+    `init_on_device`. Under a FakeTensorMode nothing is computed.
 
     Args:
-        tells: this rank says how long drawing on the CPU takes.
+        tells: whether this rank reports the progress of drawing on the CPU.
 
-    Raises LayoutError for a tensor that nothing initialises. Warns where numbers are not those of an unsharded build.
+    Raises LayoutError for a tensor that nothing initialises. Warns if values are not those of an unsharded build.
     """
     if detect_fake_mode() is not None:
         _allocate(model, plans, device, shard)
@@ -132,7 +134,7 @@ def materialize(
 
 
 class _Wanted(NamedTuple):
-    """A recorded tensor, and the dtype that the model has it in: the model may have been cast after it was built."""
+    """A recorded tensor, and its dtype in the model, which may have been cast after it was built."""
 
     tensor: Tensor
     dtype: torch.dtype
@@ -146,7 +148,7 @@ def _in_order(
     shard: Shard,
     tells: bool,
 ) -> dict[int, Tensor]:
-    """Shard the units in the order of their last draws, each replayed whole. Returns the other tensors."""
+    """Replay each unit whole and shard it, in the order of the units' last draws. Returns the tensors in `others`."""
     lists = [list(tensors.values()) for tensors in wanted]
     *parts, last = tape.cut([[tensor for tensor, _ in entries] for entries in (*lists, others.values())])
     if tells:
@@ -168,7 +170,7 @@ def _one_by_one(
     others: Mapping[int, _Wanted],
     shard: Shard,
 ) -> dict[int, Tensor]:
-    """Shard the units, each tensor replayed when it is asked for. Returns the other tensors, on the CPU."""
+    """Shard the units, replaying each tensor when `shard` asks for it. Returns the tensors in `others`, on the CPU."""
 
     def played(entry: _Wanted) -> Tensor:
         [part] = tape.cut([[entry.tensor]])
@@ -185,21 +187,21 @@ def _one_by_one(
 
 
 def _values(plan: UnitPlan, drawn: Values) -> Values:
-    """Of all parameters of a unit: some may have numbers already."""
+    """Return the values of all parameters of a unit: its own for a parameter on a real device, else `drawn`."""
     real = {fqn: parameter for fqn, parameter, _ in plan.parameters if not parameter.is_meta}
     return lambda fqn: real[fqn] if fqn in real else drawn(fqn)
 
 
 def _real(blank: Tensor, value: Tensor, device: torch.device) -> Any:
-    """What stands for a tensor without memory from now on. Parameters without a unit are moved to `device`; buffers are
-    moved later, with those that had memory. Itself, if it stands for one already, because it is tied."""
+    """Return the replacement for a meta tensor: a parameter on `device`, or for a buffer the value as it is, since all
+    buffers are moved later. A value that is a parameter already, because it is tied, is returned as it is."""
     if not isinstance(blank, nn.Parameter) or isinstance(value, nn.Parameter):
         return value
     return inherit(nn.Parameter(value.to(device), requires_grad=blank.requires_grad), blank)
 
 
 def _allocate(model: nn.Module, plans: list[UnitPlan], device: torch.device, shard: Shard) -> None:
-    """Shards without numbers, and fake tensors in place of meta ones."""
+    """Shard every unit without values, and replace meta tensors by fake ones on `device`."""
     for plan in plans:
         if plan.parameters:
             shard(plan, _values(plan, lambda fqn: None))
@@ -209,7 +211,7 @@ def _allocate(model: nn.Module, plans: list[UnitPlan], device: torch.device, sha
             site.put(_real(site.tensor, empty, device))
 
 
-# What is said of the numbers --------------------------------------------------------------------------------------
+# Errors and warnings about values ----------------------------------------------------------------------------------
 
 
 _WAY_OUT = (
@@ -234,8 +236,8 @@ def _check_written(model: nn.Module, blanks: set[int], tape: Tape, recorded: dic
 
 
 def _warn_of_lost(model: nn.Module, blanks: set[int], recorded: dict[int, Tensor]) -> None:
-    """Parameters that were written more often than the tape knows: each write in place counts, on the meta device too.
-    Writes through `.data` do not."""
+    """Warn of parameters that were written more often than the tape recorded. `_version` counts writes in place on the
+    meta device too, but not writes through `.data`."""
     lost = [
         fqn
         for fqn, parameter in model.named_parameters()
@@ -252,7 +254,7 @@ def _warn_of_lost(model: nn.Module, blanks: set[int], recorded: dict[int, Tensor
 
 
 def _builder_of(model: nn.Module, fqn: str) -> type[nn.Module]:
-    """The class of the innermost module around a parameter that is not torch's own, whose code may have written it."""
+    """Return the class of the innermost module around a parameter that is not torch's own; it may have written it."""
     around = [model]
     for name in fqn.split(".")[:-1]:
         around.append(around[-1].get_submodule(name))
@@ -260,8 +262,8 @@ def _builder_of(model: nn.Module, fqn: str) -> type[nn.Module]:
 
 
 def _warn_of_drawn(model: nn.Module, plans: list[UnitPlan], tape: Tape, recorded: dict[int, Tensor]) -> None:
-    """Some tensors are on the CPU whatever the device in context, as `torch.Tensor(n)` is. If the build drew those, the
-    random state is no longer the one that it started from."""
+    """Warn of parameters on a real device that the build drew. (`torch.Tensor(n)` is on the CPU in any device context.)
+    Their draws advanced the random state, so it is no longer the one that the build started from."""
     for plan in plans:
         for fqn, parameter, _ in plan.parameters:
             if not parameter.is_meta and id(parameter) in recorded and tape.is_drawn(recorded[id(parameter)]):

@@ -1,4 +1,4 @@
-"""The real storages that recorded operations are done on, all on one device."""
+"""The real storages on which recorded operations are replayed, all on one device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from shardwise.modules.deferred_init.op import Op, View
 
 
 class RealStorages:
-    """Real storages by the number of the recorded ones. One that is missing gets memory, without values, when an
-    operation looks at it."""
+    """Real storages, by the numbers of the recorded ones. A missing one is allocated, uninitialised, on first use."""
 
     def __init__(self, nbytes: Sequence[int], device: torch.device) -> None:
-        """`nbytes`: of the recorded storages, by number."""
+        """`nbytes`: sizes of the recorded storages, by number."""
         self.device = device
         self._nbytes = nbytes
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -31,12 +30,12 @@ class RealStorages:
         return iter(self._storages)
 
     def drop(self, storages: Iterable[int]) -> None:
-        """Free storages, if they are there."""
+        """Free these storages; missing ones are ignored."""
         for storage in storages:
             self._storages.pop(storage, None)
 
     def real(self, view: View) -> Tensor:
-        """The tensor at a place."""
+        """Return the real tensor at a view's place."""
         if view.storage not in self._storages:
             blank = torch.empty(self._nbytes[view.storage], dtype=torch.uint8, device=self.device)
             self._storages[view.storage] = blank.untyped_storage()
@@ -44,14 +43,14 @@ class RealStorages:
         return real.set_(self._storages[view.storage], view.offset, view.size, view.stride)
 
     def arguments(self, *trees: Any) -> Any:
-        """Arguments as recorded, with real tensors."""
+        """Return recorded arguments with real tensors in place of views."""
         return tree_map(self._argument, trees)
 
     def run(self, op: Op, seed: int | None = None) -> None:
-        """Do an operation; one that the device has no kernel for is done on the CPU.
+        """Run an operation, on the CPU if the device has no kernel for it.
 
-        `seed`: where the random numbers of the device that does it begin; its generator is left as it was. None: an
-        operation that draws takes those that come next.
+        `seed`: seeds the generator of the device that runs it, whose state is restored afterwards. None: an operation
+        that draws continues from the generator's present state.
         """
         try:
             self._run(op, seed)
@@ -59,7 +58,7 @@ class RealStorages:
             self.run_on_cpu(op, seed)
 
     def run_on_cpu(self, op: Op, seed: int | None = None) -> None:
-        """Do an operation on the CPU, wherever the storages are."""
+        """Run an operation on the CPU, wherever the storages are."""
         host = RealStorages(self._nbytes, accelerators.CPU)
         host._storages = {number: self._storages[number].cpu() for number in op.touched if number in self}
         host._run(op, seed)
@@ -70,7 +69,7 @@ class RealStorages:
         if self.device.type != "cpu" and any(argument.name == "device" for argument in op.func._schema.arguments):  # type: ignore[attr-defined]
             kwargs["device"] = self.device
         if seed is not None and "generator" in kwargs:
-            kwargs["generator"] = None  # the device's own, not the CPU's that was recorded
+            kwargs["generator"] = None  # the device's default, not the recorded CPU generator
         with nullcontext() if seed is None else accelerators.seeded(self.device, seed):
             out = op.func(*args, **kwargs)
         of_constants = any(isinstance(leaf, Tensor) for leaf in tree_leaves((op.args, op.kwargs)))
@@ -82,7 +81,7 @@ class RealStorages:
             laid_out = (tensor.stride(), tensor.storage_offset()) == (view.stride, view.offset)
             if not of_constants and laid_out and storage.nbytes() == self._nbytes[view.storage]:
                 self._storages[view.storage] = storage
-            else:  # an alias of a constant, which later operations may write to, or another layout than was recorded
+            else:  # an alias of a constant, which later operations may write to, or not laid out as recorded
                 self.real(view).copy_(tensor)
 
     def _argument(self, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An operation on a tape, and how it names tensors: by their place in a storage."""
+"""A recorded operation of a tape. It refers to tensors by their place in a storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A place in a recorded storage, which has a number."""
+    """A tensor's place in a recorded storage, which is given by number."""
 
     storage: int
     dtype: torch.dtype
@@ -29,31 +29,31 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Where an operation takes its random numbers from."""
+    """The generator and the state from which an operation draws."""
 
     generator: torch.Generator
     source: int | Tensor
-    """The operation that drew before this one, or the state that somebody set since."""
+    """The operation that drew before this one, or the generator's state if it was set since."""
     is_free: bool
-    """The numbers go on from where the build began; else the build itself has set a seed, a state or a generator."""
+    """Whether the draw continues from the build's initial state; else the build set a seed, a state or a generator."""
     nbytes: int
-    """Of what is drawn."""
+    """Bytes that are drawn."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation."""
+    """One recorded operation. `reads` and `writes` are numbers of storages."""
 
     func: Callable[..., Any]
     args: Any
-    """A tree with views for recorded tensors; others are constants."""
+    """A pytree with `View`s in place of recorded tensors; other tensors are constants."""
     kwargs: Any
     reads: frozenset[int]
     writes: frozenset[int]
     replaces: bool
-    """Nothing that was written before to the storages it writes remains."""
+    """Whether it overwrites the storages that it writes completely, so that earlier writes do not matter."""
     outputs: tuple[View | None, ...]
-    """By tensor that it returns: where that lies, if in a storage of its own."""
+    """For each tensor that it returns: its place if it has a new storage, else None."""
     draw: Draw | None
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How far drawing initial numbers is, and how long it will take."""
+"""Progress of drawing initial values, and how long it will still take."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextvars import ContextVar
 Say = Callable[[str], object]
 
 _FIRST_S = 2.0
-"""Drawn for so long, the rate is known well enough."""
+"""After this time the rate is known well enough for a first report."""
 _EVERY_S = 60.0
 _WORTH_S = 5.0
-"""Less than this is not worth a word."""
+"""A report is made only if at least this much time is left."""
 _GB = 1e9
 
 
@@ -27,7 +27,7 @@ _say: ContextVar[Say] = ContextVar("say", default=_warn)
 
 @contextmanager
 def told_to(say: Say) -> Iterator[None]:
-    """Inside, what there is to say about long drawing goes to `say`, in place of a warning."""
+    """A context in which progress reports go to `say` instead of `warnings.warn`."""
     token = _say.set(say)
     try:
         yield
@@ -36,10 +36,10 @@ def told_to(say: Say) -> Iterator[None]:
 
 
 class DrawingProgress:
-    """Of numbers drawn on the CPU: says once early, and then each minute, how much is left."""
+    """Progress of drawing values on the CPU. Reports how much is left: once early, then every minute."""
 
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`total_bytes`: of everything that is going to be drawn. `clock`: seconds."""
+        """`total_bytes`: size of all values that will be drawn. `clock`: returns seconds."""
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._clock = clock
@@ -48,7 +48,7 @@ class DrawingProgress:
         self._hint = '; sw.init_on_device(), which model.init = "device" asks for, has each rank draw what it keeps'
 
     def drew(self, nbytes: int) -> None:
-        """So much more is done."""
+        """Count `nbytes` more as drawn, and report if it is time."""
         self._done_bytes += nbytes
         now_s = self._clock()
         if now_s < self._next_s or not self._done_bytes:

@@ -1,5 +1,5 @@
-"""Models of the meta device whose numbers come after they are sharded, as FSDP2's scripts have it: `to_empty`, then
-`init_weights` or a checkpoint."""
+"""Models that stay on the meta device while they are sharded and get their values later, as in FSDP2's scripts: by
+`to_empty` and then `init_weights` or a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Inside, `sw.shard` draws no numbers for what is on the meta device. Shards are laid out, and their parameters say
-    that they are on the meta device, until something is written to them or `to_empty` is called; buffers stay there
-    until then. Every rank must shard inside it, or none."""
+    """A context in which `sw.shard` does not initialise parameters and buffers on the meta device.
+
+    Shards are allocated, but their parameters report the meta device until they are written to or `to_empty` is called.
+    Buffers stay on the meta device until then. Either every rank must call `sw.shard` inside it, or none.
+    """
     token = _inside.set(True)
     try:
         yield
@@ -29,33 +31,33 @@ def put_off() -> Iterator[None]:
 
 
 def is_put_off() -> bool:
-    """Whether it is inside `put_off`."""
+    """Whether the caller is inside `put_off`."""
     return _inside.get()
 
 
 def blank_(tensor: Tensor) -> Tensor:
-    """Fill with NaN, or with zero where that cannot be: what somebody forgets to initialise is then seen."""
+    """Fill a tensor with NaN, or with zero if its dtype has no NaN, so that a missing initialisation is noticed."""
     return tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
 
 
 @torch.no_grad()
 def come(module: nn.Module, empty_like: Callable[[Tensor], Tensor]) -> None:
-    """`to_empty`: have the parameters and buffers of a module and below it in memory, without numbers. Those that were
-    written since stay as they are. No communication."""
+    """Do `to_empty`: give the meta parameters and buffers of a module and of all modules below it memory, filled by
+    `blank_`. Shards are already allocated and only stop reporting the meta device. Does not communicate."""
     _give_buffers(module, empty_like)
     for below in module.modules():
         held: dict[str, Any] = below._parameters
         for parameter in held.values():
             if isinstance(parameter, ShardedParameter):
                 parameter.put_off_at = None
-            elif parameter is not None and parameter.is_meta:  # it was to be left alone, and is known as this object
+            elif parameter is not None and parameter.is_meta:  # ignored by sw.shard, which knows it as this object
                 real = nn.Parameter(blank_(empty_like(parameter.detach())), requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, real)
 
 
 def give_buffers(module: nn.Module, device: torch.device) -> None:
-    """Have the buffers of a module and below it in memory on `device`, without numbers: a checkpoint is going to write
-    them. No communication."""
+    """Give the meta buffers of a module and of all modules below it memory on `device`, filled by `blank_`; a
+    checkpoint will write them. Does not communicate."""
     _give_buffers(module, lambda buffer: torch.empty_like(buffer, device=device))
 
 

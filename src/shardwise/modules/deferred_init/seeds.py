@@ -1,4 +1,4 @@
-"""Random numbers by place: what an operation of a build draws when it draws on a device."""
+"""Seeds by position on the tape, for the draws of a build that are made on a device."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ _SEEDS = 2**63 - 1
 
 
 class Seeds:
-    """Each draw of a build begins at a seed of its own: a key of the build's, plus the draw's place on the tape.
+    """The seeds of a build's draws. Each draw has its own: the key of the build plus the draw's position on the tape.
 
-    Places differ, so no two draws of a build begin at the same seed, also where a generator uses the lower 32 bits
-    alone (the CPU's). The key is the number that the CPU's generator would give next: the same after the same
-    `torch.manual_seed`, another one for the next build.
+    Positions differ, so no two draws of a build share a seed, even for a generator that uses only the lower 32 bits (as
+    the CPU's does). The key is the next number of the CPU's generator: the same after the same `torch.manual_seed`, and
+    another one for the next build.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Leaves the generator alone."""
+        """Take the key. Does not advance the CPU's generator."""
         self.device = device
         generator = torch.Generator()
         generator.set_state(torch.default_generator.get_state())
         self._key = int(torch.randint(_SEEDS, (), generator=generator, device="cpu"))
         self.after = generator.get_state()
-        """The CPU's generator once the key is taken."""
+        """State of the CPU's generator after the key is taken."""
 
     def of(self, source: int | Tensor) -> int:
-        """The seed of a draw that goes on from an operation, or from the state that the build began with. Draws that
-        go on from the same one, because the build has set the state back, draw the same."""
+        """Return the seed of a draw by its source: the operation that drew before it, or the generator's state at the
+        start of the build. Draws with one source, because the build restored a state, give the same numbers."""
         place = 0 if isinstance(source, Tensor) else source + 1
         return (self._key + place) % _SEEDS

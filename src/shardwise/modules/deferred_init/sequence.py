@@ -1,4 +1,4 @@
-"""Where the generators of a recorded build are in the order of its draws."""
+"""The positions of generators in the order of a recorded build's draws."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _MARK = 0x5EED_0F_A_0000_0000
-"""Seeds from here on stand for a place in the sequence while a build is recorded."""
+"""While a build is recorded, seeds from this number on stand for positions in the sequence."""
 
 
 class RandomSequence:
-    """Where generators are in the order of draws, while recording, and states that replaying still needs.
+    """Positions of generators in the order of draws while recording, and the generator states that replay still needs.
 
-    Recording draws nothing, so a generator's own state says nothing about its place. It is given a seed that stands
-    for the place instead, which goes wherever the build takes the state (`fork_rng`); other seeds are the build's own.
+    A position ("place") is the index of the operation that drew last, or a generator state if the build set one since.
+    Recording draws nothing, so a generator's own state says nothing about its position. Instead it is seeded with a
+    mark that stands for the position, and that follows the state if the build saves and restores it (`fork_rng`). Any
+    other seed was set by the build itself.
     """
 
     def __init__(self) -> None:
         self.known: dict[int, Tensor] = {}
-        """States after operations that drew."""
+        """Generator states after operations that drew, by operation."""
         self.ends: list[tuple[torch.Generator, int | Tensor]] = []
         self._marks: dict[int, int | Tensor] = {}
         self._generators: dict[int, torch.Generator] = {}
         self._expected: Counter[int] | None = None
-        """By operation: how many replayed draws continue from it. None while that is not known, so all are kept."""
+        """By operation: how many draws will be replayed from its state. None until known; then all states are kept."""
         self._latest: dict[int, int] = {}
-        """By generator: the operation that its newest state is from."""
+        """By generator id: the operation after which its newest known state was taken."""
 
     def mark(self, generator: torch.Generator, place: int | Tensor) -> None:
         seed = _MARK + len(self._marks)
@@ -47,7 +49,7 @@ class RandomSequence:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Generators may be used inside; they have their marks back afterwards."""
+        """A context in which generators may be used; afterwards they have their marks again."""
         states = [(generator, generator.get_state()) for generator in self._generators.values()]
         try:
             yield

@@ -1,9 +1,9 @@
-"""A tape: what building a module computes, recorded on tensors without memory, replayed in parts on real ones.
+"""A tape: the operations that build a module, recorded on tensors without memory and replayed in parts on real ones.
 
-Every operation is kept with the storages it reads and writes; views need no record, since an argument is described by
-its place in a storage. The random numbers of a build form one sequence, so a part that is replayed alone needs the
-generator's state at each of its draws. Draws in between are made and thrown away, one at a time. A tape that is given
-seeds needs none of that: each draw begins at a seed of its own, on a device.
+Each operation is recorded with the storages that it reads and writes. Views need no record, since an argument is
+described by its place in a storage. The random numbers of a build form one sequence, so to replay a part alone the tape
+needs the generator's state at each of its draws; to reach it, draws in between are made one at a time and discarded. A
+tape with seeds needs none of this: each draw has a seed of its own, on a device.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from shardwise.modules.deferred_init.seeds import Seeds
 from shardwise.modules.deferred_init.sequence import RandomSequence
 
 _BLANK = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
-"""Give memory and no values."""
+"""Operations that allocate memory without writing it."""
 _OVERWRITES = frozenset({
     "normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_",
     "geometric_",
 })  # fmt: skip
-"""Write all of `self` and do not look at it before."""
+"""Operations that write all of `self` and do not read it."""
 
 
 class Unrecordable(Exception):
-    """A build does something that cannot be replayed."""
+    """A build does something that the tape cannot record and replay."""
 
 
 class Dependencies(NamedTuple):
-    """Operations that some tensors depend on, in order."""
+    """The operations that some tensors depend on, in order."""
 
     views: tuple[View, ...]
     order: tuple[int, ...]
@@ -52,19 +52,20 @@ class Dependencies(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """Records what happens inside `recording`, then replays parts of it.
+    """Records the operations inside `recording`, then replays parts of them.
 
         tape = Tape()
         with tape.recording():
             model = build()                         # fake tensors on the CPU; nothing is drawn
         parts = tape.cut([[model.a], [model.b]])
         [a], [b] = (tape.play(part) for part in parts)
-        tape.finish()                               # generators are where a real build would have left them
+        tape.finish()                               # generators have the state that a real build leaves
 
-    A value that Python asks for while recording (`.item()`, `if tensor:`) is computed then, from what it depends on.
+    A value that Python needs while recording (`.item()`, `if tensor:`) is computed at once, from its dependencies.
 
-    With `seeds`, what depends on draws is computed on their device, from other numbers than a real build's; all else on
-    the CPU, and so are draws for which the build has set a seed, a state or a generator itself.
+    With `seeds`, tensors that depend on draws are computed on the device of the seeds, from other random numbers than
+    in a real build. All other tensors are computed on the CPU, and so are draws for which the build itself set a seed,
+    a state or a generator.
     """
 
     def __init__(self, seeds: Seeds | None = None) -> None:
@@ -73,25 +74,25 @@ class Tape(TorchDispatchMode):
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._ops: list[Op] = []
         self._numbers: dict[int, int] = {}
-        """Of storages, by their address, which a weak reference keeps from being used again."""
+        """Numbers of storages, by address. A weak reference in `_storages` keeps an address from being reused."""
         self._storages: list[StorageWeakRef] = []
         self._nbytes: list[int] = []
         self._writers: list[list[int]] = []
-        """By storage: the operations that wrote to it."""
+        """By storage: the operations that write to it, in order."""
         self._warm: tuple[int, RealStorages] = (0, self._new_memory())
-        """What lay in storages that are still in use, as of an operation: left by the last value asked for."""
+        """An operation, and storages with their contents before it: left by the last value that Python needed."""
         self._sequence = RandomSequence()
         self._began: Tensor | None = None
-        """The default generator's state when recording began."""
+        """State of the default generator when recording began."""
         self._drew: Callable[[int], object] = lambda nbytes: None
-        """Called with the bytes of each draw that goes on from a state."""
+        """Called with the bytes of each draw that is made from a generator state, not from a seed of `Seeds`."""
 
     # Recording --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record everything that happens inside, on fake CPU tensors. The default generator stays as it was until
-        parts are replayed, also if an exception leaves."""
+        """Record all operations inside, on fake CPU tensors. Afterwards the default generator has its previous state,
+        also after an exception; only replaying parts changes it."""
         before = self._began = torch.default_generator.get_state()
         self._sequence.mark(torch.default_generator, before)
         FakeTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
@@ -109,7 +110,7 @@ class Tape(TorchDispatchMode):
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Inside `recording`: if an exception leaves, no number was drawn as far as later operations are concerned."""
+        """A context inside `recording`. After an exception the sequence of draws is as if nothing inside had drawn."""
         with _disable_current_modes():
             before = torch.default_generator.get_state()
         try:
@@ -119,7 +120,7 @@ class Tape(TorchDispatchMode):
             raise
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether a recorded tensor has values: anything was written to its storage."""
+        """Whether a recorded tensor has values, that is, anything was written to its storage."""
         return bool(self._writers[self._view(tensor).storage])
 
     def is_drawn(self, tensor: Tensor) -> bool:
@@ -190,7 +191,7 @@ class Tape(TorchDispatchMode):
         )
 
     def _is_free(self, source: int | Tensor) -> bool:
-        """Whether what is drawn next goes on from where the build began, and from no seed or state that it set."""
+        """Whether a draw continues from the state that the build began with, not from one that the build itself set."""
         if isinstance(source, Tensor):
             return source is self._began
         draw = self._ops[source].draw
@@ -204,7 +205,7 @@ class Tape(TorchDispatchMode):
         return expected and numel * view.dtype.itemsize == self._nbytes[view.storage]
 
     def _ask(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The real result of an operation whose result Python needs to know."""
+        """Compute the real result of an operation whose value Python needs, and return it as a recorded constant."""
         wanted = [leaf.storage for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, View)]
         now = len(self._ops)
         with _disable_current_modes(), torch.no_grad(), self._sequence.paused():
@@ -232,7 +233,7 @@ class Tape(TorchDispatchMode):
     # Replaying --------------------------------------------------------------------------------------------------
 
     def cut(self, wanted: Sequence[Sequence[Tensor]]) -> list[Dependencies]:
-        """By list of recorded tensors: what to replay for them, now that everything is recorded."""
+        """Return for each list of recorded tensors the operations to replay. Call it after recording has ended."""
         parts = []
         for tensors in wanted:
             views = tuple(self._view(tensor) for tensor in tensors)
@@ -245,8 +246,8 @@ class Tape(TorchDispatchMode):
 
     @torch.no_grad()
     def play(self, part: Dependencies) -> list[Tensor]:
-        """The real tensors of a part. Without seeds, cheapest in the order of `last_draw`, where no number is drawn
-        twice."""
+        """Replay a part and return its real tensors. Without seeds, playing parts in the order of `last_draw` is
+        cheapest: then no number is drawn twice."""
         wanted = {view.storage for view in part.views}
         memory = self._new_memory(self._device_of(part.order))
         self._perform(part.order, memory, wanted.__contains__)
@@ -254,8 +255,8 @@ class Tape(TorchDispatchMode):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Set generators to the state that they would have after a real build; with seeds, one that has drawn to where
-        the key was taken."""
+        """Set generators to the state that they have after a real build. With seeds, one whose draws were made from
+        these gets the state after the key was taken."""
         for generator, source in self._sequence.ends:
             if self._seeds is not None and not isinstance(source, Tensor) and self._is_free(source):
                 generator.set_state(self._seeds.after)
@@ -263,7 +264,7 @@ class Tape(TorchDispatchMode):
                 generator.set_state(self._state_after(source))
 
     def watch_draws(self, total: Callable[[int], Callable[[int], object]]) -> None:
-        """Give `total` the bytes that are left to draw; what it returns is called with those of each draw."""
+        """Call `total` with the bytes left to draw; what it returns is then called with the bytes of each draw."""
         draws = [op.draw for i, op in enumerate(self._ops) if i not in self._sequence.known]
         self._drew = total(sum(draw.nbytes for draw in draws if draw is not None))
 
@@ -271,15 +272,20 @@ class Tape(TorchDispatchMode):
         return RealStorages(self._nbytes, device)
 
     def _device_of(self, order: Iterable[int]) -> torch.device:
-        """Where operations are done that are replayed together."""
+        """Return the device on which operations that are replayed together run."""
         draws = (self._ops[i].draw for i in order)
         if self._seeds is not None and any(draw is not None and draw.is_free for draw in draws):
             return self._seeds.device
         return accelerators.CPU
 
     def _slice(self, wanted: Iterable[tuple[int, int]], since: int = 0, memory: Container[int] = ()) -> list[int]:
-        """Operations that storages depend on, each before the operation given with it; storages in `memory` hold what
-        operations before `since` wrote."""
+        """Return the operations that storages depend on, in order.
+
+        Args:
+            wanted: pairs of a storage and an operation before which its contents are wanted.
+            since: an operation; storages in `memory` already hold the results of all operations before it.
+            memory: numbers of storages.
+        """
         chosen: set[int] = set()
         seen: set[tuple[int, int]] = set()
         pending = list(wanted)
@@ -302,7 +308,7 @@ class Tape(TorchDispatchMode):
         return sorted(chosen)
 
     def _perform(self, order: Sequence[int], memory: RealStorages, keep: Callable[[int], bool]) -> None:
-        """Run operations in order; storages are freed after the last one that touches them, unless kept."""
+        """Run operations in order. Each storage is freed after the last one that touches it, unless `keep` is true."""
         last = {storage: i for i in order for storage in self._ops[i].touched}
         for i in order:
             op = self._ops[i]
@@ -316,7 +322,7 @@ class Tape(TorchDispatchMode):
             memory.drop([storage for storage in op.touched if last[storage] == i and not keep(storage)])
 
     def _draw(self, index: int, state: Tensor, memory: RealStorages) -> Tensor:
-        """Run an operation that draws, from a state of its generator. Returns the state after it."""
+        """Run an operation that draws, from a given state of its generator. Returns the state after it."""
         op = self._ops[index]
         assert op.draw is not None
         op.draw.generator.set_state(state)
@@ -325,7 +331,7 @@ class Tape(TorchDispatchMode):
         return self._sequence.reached(index, op.draw.generator)
 
     def _state_after(self, source: int | Tensor) -> Tensor:
-        """The generator's state after an operation that drew: what lies between it and a known state is drawn."""
+        """Return the generator's state after an operation that draws, making all draws since the last known state."""
         skipped: list[int] = []
         while not isinstance(source, Tensor) and source not in self._sequence.known:
             skipped.append(source)
@@ -336,14 +342,14 @@ class Tape(TorchDispatchMode):
         for i in reversed(skipped):
             memory = self._new_memory()
             reads = self._ops[i].reads
-            if reads:  # how many numbers it takes may depend on them
+            if reads:  # how many numbers it draws may depend on them
                 self._perform(self._slice((read, i) for read in reads), memory, reads.__contains__)
             state = self._draw(i, state, memory)
         return state
 
 
 def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """`copy.deepcopy` of a recorded tensor. Torch's would copy the mode that records it too, and leave that."""
+    """Return a `copy.deepcopy` of a recorded tensor. Torch's own would also copy the mode and so stop recording."""
     copied: Tensor | None = memo.get(id(tensor))
     if copied is None:
         copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -353,7 +359,7 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[View]:
-    """Arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     changed: list[View] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,1 +1,1 @@
-"""Collectives of ranks on one host, through memory that they share."""
+"""Collectives between ranks on one host, through shared memory."""

@@ -1,9 +1,8 @@
-"""Collectives of CPU ranks on one x86-64 Linux host, through memory that they share.
+"""Collectives of CPU ranks on one x86-64 Linux host, through shared memory.
 
-A gather buffer is one piece of memory for all ranks: a rank that writes its slice has thereby gathered it, and all
-that is left of an all_gather is to post so and to see that the others did. A reduce buffer is one piece per rank
-which all can read: every rank sums its own slice of all of them. Neither copies; the counters of `counters.py` order
-them.
+All ranks share the memory of a gather buffer: a slice is gathered when its rank has written it, so an all_gather only
+posts that and waits until the others have posted. A reduce buffer has separate memory for each rank that all can read:
+every rank sums its own slice of all of them. Nothing is copied; the counters of `counters.py` order the accesses.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 STAGE_BYTES = 2**20
-"""What each rank can show the others at once, in an all_reduce or broadcast of memory that is in no buffer."""
+"""Bytes that each rank can show the others at once, in an all_reduce or broadcast of a tensor that is in no buffer."""
 SMALL_BYTES = 64 * 2**10
-"""Up to here every rank sums all of a staged all_reduce; beyond, each sums a share and shows the result."""
+"""Up to this size every rank sums all of a staged all_reduce; above it each sums a share and shows the result."""
 _LENGTH_BYTES = 8
 
 
 class ShmCollectives(NoStreams):
-    """CPU ranks of one host."""
+    """Collectives of CPU ranks on one host."""
 
     name = "shm"
     on_streams = False
@@ -66,12 +65,12 @@ class ShmCollectives(NoStreams):
         self.process_group: dist.ProcessGroup | None = group
         self._watch = Watch(group, timeout_s(group))
         self._shared: dict[int, _SharedBuffer] = {}
-        """By index, until it is dropped or nobody holds its `Buffer` any more."""
+        """By index, until the buffer is dropped or its last reference is gone."""
         self._held: dict[int, weakref.ref[Buffer]] = {}
         self._allocated = 0
-        self._reduce_buffers: dict[int, _SharedBuffer] = {}  # by the address of this rank's own memory
+        self._reduce_buffers: dict[int, _SharedBuffer] = {}  # by the address of this rank's memory
         self._scattering: list[_Deferred] = []
-        """Reductions that can run without waiting once every rank has posted, in their order."""
+        """Reductions that `advance` can finish once every rank has posted, in order."""
         self._sum = RankOrderSum()
         lines = self.world_size * (1 + JOURNAL_LINES)
         stage = Segment(group, lines=lines, parts=self.world_size, part_bytes=2 * STAGE_BYTES)
@@ -83,12 +82,12 @@ class ShmCollectives(NoStreams):
 
     @property
     def scratch_bytes(self) -> int:
-        """Sums and this rank's two stages."""
+        """Bytes of partial sums and of this rank's two stages."""
         return self._sum.scratch_bytes + 2 * STAGE_BYTES
 
     def allocate(self, nbytes: int, kind: BufferKind) -> Buffer:
-        """Shared memory: one piece for all ranks of a gather buffer, one piece a rank of a reduce buffer."""
-        self._meet(sign("allocate", 0, nbytes, kind))  # ranks that disagree here would map each other's memory wrong
+        """Allocate shared memory: for a gather buffer one region of all ranks, for a reduce buffer one of each rank."""
+        self._meet(sign("allocate", 0, nbytes, kind))  # ranks that disagree would map wrong memory
         shared = _SharedBuffer(self._group, self._watch, self._allocated, nbytes, kind)
         self._shared[shared.index] = shared
         self._allocated += 1
@@ -99,13 +98,13 @@ class ShmCollectives(NoStreams):
         return buffer
 
     def claim(self, buffer: Buffer) -> None:
-        """Wait until no rank reads the buffer's last use."""
+        """Wait until no rank reads the contents of the buffer's last use."""
         shared = self._shared[buffer.index]
         shared.pending.wait()
         shared.finished.wait(shared.uses, f"claim of buffer {buffer.index}")
 
     def all_gather(self, buffer: Buffer, spans: tuple[FlatSpan, ...], label: int = 0) -> Work:
-        """Post that the own slices are written; the work waits until every rank has."""
+        """Post that this rank's slices are written. The work waits until every rank has posted."""
         return self._post(self._shared[buffer.index], sign("all_gather", label, buffer.index, spans))
 
     def release(self, buffer: Buffer) -> None:
@@ -120,21 +119,21 @@ class ShmCollectives(NoStreams):
             shared.poisoned.wait(shared.uses, f"release of buffer {buffer.index}")
 
     def replace(self, buffer: Buffer) -> Buffer:
-        """Put private memory with the same contents under the old views; the buffer itself is mapped anew."""
+        """Return a new mapping of the buffer; put private memory with the same contents under the old views."""
         replacement = self._map(self._shared[buffer.index])
         self._reduce_buffers.pop(buffer.bytes.data_ptr(), None)
         make_private(buffer.bytes)
         return replacement
 
     def drop(self, buffer: Buffer) -> None:
-        """Forget its segment. Peers that still read have mappings of their own."""
+        """Forget the buffer's segment. Peers that still read it have mappings of their own."""
         self._held.pop(buffer.index)
         shared = self._shared.pop(buffer.index)
         shared.pending.wait()
         self._reduce_buffers.pop(buffer.bytes.data_ptr(), None)
 
     def reduce_scatter(self, buffer: Buffer, reductions: tuple[Reduction, ...], label: int = 0) -> Work:
-        """Post; once waited for, sum the own slice of every rank's buffer, in rank order."""
+        """Post that gradients are written. `Work.wait` sums this rank's slice of every rank's buffer, in rank order."""
         check_reductions(reductions, self.world_size, may_scale=False)
         shared = self._shared[buffer.index]
         shared.pending.wait()
@@ -152,15 +151,15 @@ class ShmCollectives(NoStreams):
         return work
 
     def advance(self) -> None:
-        """Finish reductions, in their order, as far as every rank has posted."""
-        for work in self._scattering:  # in their order: a later one may add to what an earlier one writes
+        """Finish reductions, in order, up to the first one that some rank has not posted."""
+        for work in self._scattering:  # in order: a later one may add to the output of an earlier one
             if not work.is_ready():
                 return
             work.wait()
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: str = "sum", after: Work = FINISHED, label: int = 0) -> Work:
-        """In place inside a reduce buffer, else through the stages, in pieces of STAGE_BYTES."""
+        """Reduce in place if the tensor is in a reduce buffer, else through the stages, in pieces of STAGE_BYTES."""
         if after is not FINISHED:
             return Then(after, lambda: self.all_reduce(tensor, op, label=label))
         flat = tensor.detach().view(-1)
@@ -176,7 +175,7 @@ class ShmCollectives(NoStreams):
         return _Deferred(shared, arrival, partial(self._all_reduce_in_place, shared, arrival.use, flat, op))
 
     def all_to_all(self, buffer: Buffer, parts: tuple[AllToAllPart, ...], into: Tensor, label: int = 0) -> Work:
-        """Post; once waited for, copy this rank's parts out of the others' buffers."""
+        """Post that the parts are written. `Work.wait` copies this rank's parts out of the others' buffers."""
         shared = self._shared[buffer.index]
         shared.pending.wait()
         arrival = self._post(shared, sign("all_to_all", label, buffer.index, parts))
@@ -192,7 +191,7 @@ class ShmCollectives(NoStreams):
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Through rank `src`'s stage, in pieces of STAGE_BYTES."""
+        """Broadcast through rank `src`'s stage, in pieces of STAGE_BYTES."""
         flat = tensor.detach().view(-1)
         for chunk in pieces_of(flat, STAGE_BYTES // flat.itemsize):
             mine = chunk if self.rank == src else None
@@ -201,16 +200,16 @@ class ShmCollectives(NoStreams):
                 chunk.copy_(shown[src, : chunk.numel() * chunk.itemsize].view(chunk.dtype))
 
     def barrier(self) -> None:
-        """Wait for every rank's turn."""
+        """Wait until every rank has called this."""
         self._meet(sign("barrier"))
 
     @torch.no_grad()
     def exchange(self, message: bytes, combine: Combine, label: int = 0) -> bytes:
-        """Through the stages; as often as the longest message needs."""
+        """Exchange through the stages, in as many turns as the longest message needs."""
         room = STAGE_BYTES - _LENGTH_BYTES
         said = [b""] * self.world_size
         length = len(message).to_bytes(_LENGTH_BYTES, "little")
-        for start in range(0, 2**62, room):  # once, but for more parameters than models have
+        for start in range(0, 2**62, room):  # one turn suffices for the messages of all real models
             part = torch.frombuffer(bytearray(length + message[start : start + room]), dtype=torch.uint8)
             rows = self._meet(sign("exchange", label), part).numpy()
             lengths = [int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little") for row in rows]
@@ -222,13 +221,13 @@ class ShmCollectives(NoStreams):
         return functools.reduce(combine, said)
 
     def abandon(self) -> None:
-        """Write it into the journal, which peers read while they wait."""
+        """Note it in the journal, which peers read while they wait."""
         self._journal.write(sign("abandon"))
 
     def close(self) -> None:
-        """Forget every segment. Memory and file descriptors go when the last view of a buffer does."""
+        """Forget every segment. Memory and file descriptors are freed with the last view of a buffer."""
         for shared in self._shared.values():
-            shared.expect(FINISHED)  # it refers back to its buffer
+            shared.expect(FINISHED)  # breaks the cycle between buffer and pending work
         self._shared.clear()
         self._reduce_buffers.clear()
         self._scattering.clear()
@@ -238,7 +237,7 @@ class ShmCollectives(NoStreams):
         if shared.kind is BufferKind.REDUCE:
             self._reduce_buffers[buffer.bytes.data_ptr()] = shared
         on_gone = partial(_forget, weakref.ref(self), buffer.index, buffer.bytes.data_ptr())
-        self._held[buffer.index] = weakref.ref(buffer, on_gone)  # of the mapping before, the reference goes unheard
+        self._held[buffer.index] = weakref.ref(buffer, on_gone)  # replaces the callback of an earlier mapping
         return buffer
 
     def _post(self, shared: _SharedBuffer, signature: int) -> _Arrival:
@@ -247,8 +246,11 @@ class ShmCollectives(NoStreams):
         return _Arrival(shared, signature)
 
     def _meet(self, signature: int, mine: Tensor | None = None) -> Tensor:
-        """Wait for every rank's turn, showing them `mine`. Returns what each shows, [world_size, STAGE_BYTES] uint8,
-        which stands until the next turn but one: a rank that has come to the next has read this one's."""
+        """Show `mine` to all ranks in this turn, and wait until every rank has come to it.
+
+        Returns the stages of all ranks, [world_size, STAGE_BYTES] uint8. They are valid until the next turn but one: a
+        rank that comes to the next turn has read those of this one.
+        """
         self._turn += 1
         stages = self._stages[:, self._turn % 2]
         if mine is not None and mine.numel():
@@ -273,7 +275,7 @@ class ShmCollectives(NoStreams):
 
     @torch.no_grad()
     def _all_reduce_in_place(self, shared: _SharedBuffer, use: int, flat: Tensor, op: str) -> None:
-        """Each rank sums its share of memory that the peers can read, then fetches the others'."""
+        """Sum this rank's share of the ranks' tensors into memory that peers can read, then copy the peers' shares."""
         by_rank = [shares(theirs, self.world_size) for theirs in shared.everybodys(flat)]
         own = by_rank[self.rank]
         self._sum([parts[self.rank] for parts in by_rank], own[self.rank], op=op)
@@ -282,13 +284,13 @@ class ShmCollectives(NoStreams):
         for rank, parts in enumerate(by_rank):
             if rank != self.rank:
                 own[rank].copy_(parts[rank])
-        # The caller may write to the tensor at once, so nobody may still be reading it.
+        # The caller may write the tensor after this, so wait until no rank reads it.
         shared.finished.post(use + 1)
         shared.finished.wait(use + 1, op)
 
 
 def _forget(collectives: weakref.ref[ShmCollectives], index: int, address: int, _: object) -> None:
-    """Whoever held the buffer is gone: an engine whose model was dropped. As `drop`, without waiting for anything."""
+    """Forget a buffer whose last reference is gone, as when a model is freed. Like `drop`, but without waiting."""
     held = collectives()
     if held is not None and held._held.pop(index, None) is not None:
         del held._shared[index]
@@ -296,7 +298,7 @@ def _forget(collectives: weakref.ref[ShmCollectives], index: int, address: int, 
 
 
 class _SharedBuffer:
-    """One buffer's shared memory and how far each rank is with it."""
+    """The shared memory of one buffer, and counters of how far each rank is with it."""
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch, index: int, nbytes: int, kind: BufferKind) -> None:
         self.rank = group.rank()
@@ -304,7 +306,7 @@ class _SharedBuffer:
         self.index = index
         self.kind = kind
         self.uses = 0
-        """How often this rank has posted the buffer: gathers, or reductions (an all_reduce counts twice)."""
+        """How often this rank has posted the buffer: once for a gather or a reduction, twice for an all_reduce."""
         self.pending: Work = FINISHED
         self._nbytes = nbytes
         parts = world_size if kind is BufferKind.REDUCE else 1
@@ -312,16 +314,16 @@ class _SharedBuffer:
         self._all = self._segment.map(0, parts, populate=False).view(parts, -1)
         self.posted = Counter(self._segment.head, 0, world_size, watch)
         self.finished = Counter(self._segment.head, 1, world_size, watch)
-        """Uses after which this rank no longer reads what others wrote."""
+        """Number of uses after which a rank no longer reads what others wrote."""
         self.poisoned = Counter(self._segment.head, 2, world_size, watch)
 
     def use(self) -> int:
-        """This rank posts the buffer once more. Returns how often it has by now."""
+        """Count another use of the buffer by this rank. Returns the number of uses."""
         self.uses += 1
         return self.uses
 
     def expect(self, work: Work) -> None:
-        """Set the work to finish before the buffer can be posted or written again."""
+        """Set the work that must finish before the buffer is posted or written again."""
         self.pending = work
 
     def map_own(self) -> Tensor:
@@ -329,14 +331,14 @@ class _SharedBuffer:
         return self._segment.map(first, 1, populate=True)[: self._nbytes]
 
     def everybodys(self, flat: Tensor) -> list[Tensor]:
-        """Each rank's memory where this rank has `flat`, a view of its own reduce buffer."""
+        """Return, for each rank, the part of its reduce buffer that corresponds to `flat`, a view of this rank's."""
         start = flat.storage_offset() * flat.itemsize
         theirs = self._all[:, start : start + flat.numel() * flat.itemsize].view(flat.dtype)
         return [flat if rank == self.rank else tensor for rank, tensor in enumerate(theirs)]
 
 
 class _Arrival:
-    """Everybody's post of one use of a buffer."""
+    """The posts of all ranks for one use of a buffer."""
 
     def __init__(self, shared: _SharedBuffer, signature: int) -> None:
         self.use = shared.uses
@@ -351,7 +353,7 @@ class _Arrival:
 
 
 class _Deferred:
-    """The rest of a collective once it was posted: done in `wait`, later, so that fewer peers are late."""
+    """A `Work` that finishes a posted collective in `wait`, not before: by then fewer peers are late."""
 
     def __init__(self, shared: _SharedBuffer, arrival: _Arrival, finish: Callable[[], None]) -> None:
         shared.expect(self)
@@ -362,7 +364,7 @@ class _Deferred:
         return self._left is None
 
     def is_ready(self) -> bool:
-        """Whether everybody has posted."""
+        """Whether every rank has posted, or the work is done."""
         return self._left is None or self._left[1].is_there()
 
     def wait(self) -> None:

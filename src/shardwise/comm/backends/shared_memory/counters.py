@@ -1,8 +1,9 @@
-"""Counters by which the ranks of one host tell each other how far they are.
+"""Counters in shared memory by which the ranks of one host tell each other how far they are.
 
-A counter is one monotone int64 per rank, each alone in its cache line, written by its rank and watched by the others.
-On x86-64 a store is never seen before an earlier store or load of the same core, so whatever a rank wrote (or read)
-before it posted is over for every rank that sees the post. Other processors would need fences that Python cannot issue.
+A counter is one monotone int64 for each rank, alone in its cache line, written by its rank and watched by the others.
+On x86-64 a store never becomes visible before an earlier store or load of the same core. So when a rank sees a post,
+everything that the posting rank wrote or read before it is complete. Other processors would need memory fences, which
+Python cannot issue.
 """
 
 from __future__ import annotations
@@ -27,37 +28,37 @@ _YIELD_S = 300e-6
 _LONGEST_SLEEP_S = 1e-3
 _LOOK_EVERY_S = 0.05
 _KEPT = 256
-"""Entries of a journal."""
+"""Number of entries that a journal keeps."""
 JOURNAL_LINES = 1 + _KEPT // _WORDS
-"""Cache lines of one rank's journal: how many entries there have been, and the last ones."""
+"""Cache lines of one rank's journal: the number of entries so far, and the last `_KEPT` of them."""
 
 
 class Watch:
-    """Waiting for peers without waiting forever: gives up on time, and at once if a peer's process is gone."""
+    """Waits for peers, but not forever: until a timeout, or until a peer's process has ended."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         """Every rank must call this."""
         self.rank = group.rank()
         self.labels: Mapping[int, str] = {}
-        """What labels mean, for errors."""
+        """The labels in words, for error messages."""
         self.journal: Journal | None = None
-        """Looked into while a peer is late."""
+        """Compared with the peers' journals while a peer is late. None until it is set."""
         self._timeout_s = timeout_s
         self._failure: ShardwiseError | None = None
-        """What ended the first wait that failed."""
+        """The error of the first wait that failed, or None."""
         self.births = [(pid, born) for pid, born in exchange(group, [os.getpid(), birth(os.getpid())])]
 
     def fail(self, error: ShardwiseError) -> ShardwiseError:
-        """Remember that the ranks are out of step: no later wait is worth its time. Returns the error, to be raised."""
-        self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model
+        """Remember an error that later waits raise at once, since ranks are out of step. Returns it, to be raised."""
+        self._failure = type(error)(*error.args)  # not the error itself: its traceback would keep the model alive
         return error
 
     def until(self, ready: Callable[[], bool], peer: int, op: str | int) -> None:
-        """Return when `ready()`. `op`: what for, in words or as a signature.
+        """Wait until `ready()`. `op`: the purpose, in words or as a signature.
 
         Raises:
-            CollectiveTimeout: `peer` was not ready in time, or any process of the group is gone.
-            MismatchError: a rank did other things than this one.
+            CollectiveTimeout: `peer` was not ready in time, or any process of the group has ended.
+            MismatchError: a rank called other collectives than this one.
         """
         if self._failure is not None and not ready():
             raise type(self._failure)(*self._failure.args)
@@ -70,7 +71,7 @@ class Watch:
             now = time.perf_counter()
             if now - start < _YIELD_S:
                 os.sched_yield()
-            else:  # a late peer may need this core; the delay stays a fraction of what was waited anyway
+            else:  # a late peer may need this core; the delay is a fraction of the time waited so far
                 time.sleep(min((now - start) / 8, _LONGEST_SLEEP_S))
             if now > look:
                 look = now + _LOOK_EVERY_S
@@ -78,12 +79,12 @@ class Watch:
 
     def _look(self, ready: Callable[[], bool], peer: int, op: str | int, waited_s: float) -> None:
         what = op if isinstance(op, str) else in_words(op, self.labels)
-        if self.journal is not None:  # first: who found out before may be gone by now
+        if self.journal is not None:  # first: a peer that found it before may have exited
             difference = self.journal.difference()
             if difference is not None:
                 raise self.fail(difference)
         gone = [rank for rank, (pid, born) in enumerate(self.births) if birth(pid) != born]
-        if gone and not ready():  # it may have posted before it left
+        if gone and not ready():  # it may have posted before it exited
             raise self.fail(CollectiveTimeout(f"{what} on rank {self.rank}: the process of rank {gone[0]} is gone."))
         if waited_s > self._timeout_s:
             raise self.fail(
@@ -95,10 +96,10 @@ class Watch:
 
 
 class Counter:
-    """How often each rank has done one thing. Posting carries a signature of the call, which waiting compares."""
+    """How often each rank has done one thing. A post carries the signature of the call, which waiting ranks compare."""
 
     def __init__(self, head: memoryview, position: int, world_size: int, watch: Watch) -> None:
-        """The `position`-th counter in a segment's head; each takes `world_size` lines."""
+        """Use the `position`-th counter in a segment's head. Each takes `world_size` cache lines."""
         words = [(position * world_size + rank) * _WORDS for rank in range(world_size)]
         self._head = head
         self._own = words[watch.rank]
@@ -106,21 +107,21 @@ class Counter:
         self._watch = watch
 
     def post(self, value: int, signature: int = 0) -> None:
-        """This rank has done it `value` times. No communication."""
+        """Publish that this rank has done it `value` times. Does not wait."""
         # A peer may be one post behind, so the last two signatures are kept. The counter is stored last.
         self._head[self._own + 1 + value % 2] = signature
         self._head[self._own] = value
 
     def reached(self, value: int) -> bool:
-        """Whether every rank has posted `value`."""
+        """Whether every peer has posted at least `value`."""
         return all(self._head[word] >= value for _, word in self._peers)
 
     def wait(self, value: int, op: str | int) -> None:
-        """Return when every rank has posted `value`; with the same signature, where `op` is one and not words.
+        """Wait until every rank has posted at least `value`. If `op` is a signature, compare it with the peers'.
 
         Raises:
-            CollectiveTimeout: a rank did not come.
-            MismatchError: a rank came with another signature, or does something else.
+            CollectiveTimeout: a rank did not post in time, or its process ended.
+            MismatchError: a rank posted another signature, or called another collective.
         """
         head = self._head
         for peer, word in self._peers:
@@ -132,15 +133,16 @@ class Counter:
 
 
 class Journal:
-    """The last things that each rank did which all must do alike, in their order.
+    """The signatures of the last calls of each rank that all ranks must make alike, in order.
 
-    Ranks that wait for one another at different things would wait for ever; who waits for long looks here.
+    Ranks that wait for one another in different collectives would wait forever; a rank that waits long compares
+    journals.
     """
 
     def __init__(
         self, head: memoryview, first_line: int, rank: int, world_size: int, labels: Mapping[int, str]
     ) -> None:
-        """From a segment's line `first_line` on; it takes JOURNAL_LINES for each rank."""
+        """Use a segment's cache lines from `first_line` on: JOURNAL_LINES for each rank."""
         self._head = head
         self._first = first_line * _WORDS
         self._rank = rank
@@ -149,20 +151,20 @@ class Journal:
         self._count = 0
 
     def write(self, signature: int) -> None:
-        """Note a call of this rank by its signature. No communication."""
+        """Append the signature of a call of this rank. Does not wait."""
         start = self._start(self._rank)
         self._head[start + _WORDS + self._count % _KEPT] = signature
         self._count += 1
         self._head[start] = self._count
 
     def difference(self) -> ShardwiseError | None:
-        """The error about a peer that did something else where both have been, or None. No communication."""
+        """Return the error for a peer that made another call where both ranks have been, or None. Does not wait."""
         own = self._start(self._rank) + _WORDS
         for peer in range(self._world_size):
             theirs = self._start(peer) + _WORDS
             counts = self._count, self._head[theirs - _WORDS]
-            # Whoever is ahead, perhaps by many posts that need no wait, has written over its oldest entries, and the
-            # peer may be writing more meanwhile.
+            # The rank ahead, perhaps by many calls that did not wait, has overwritten its oldest entries, and the peer
+            # may be writing more now.
             first = max(0, min(counts) - _KEPT // 2, max(counts) - _KEPT // 2)
             for position in range(first, min(counts)):
                 mine, other = (self._head[start + position % _KEPT] for start in (own, theirs))

@@ -1,7 +1,7 @@
 """Memory that the ranks of one host share.
 
-A segment is one memfd: it has no name, so when the last process that maps it is gone, however it died, so is the
-memory, and the size of /dev/shm does not matter. Rank 0 creates it and the others reach it through /proc/<pid>/fd.
+A segment is one memfd. It has no name, so its memory is freed when the last process that maps it ends in any way, and
+the size of /dev/shm does not matter. Rank 0 creates it and the others open it through /proc/<pid>/fd.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LINE_BYTES = 64
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MREMAP_MAYMOVE_FIXED = 1 | 2
 
-# Python's own mmap cannot map at a given address, and keeps a file descriptor per mapping.
+# Python's own mmap cannot map to a given address, and keeps a file descriptor for each mapping.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -35,15 +35,15 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Segment:
-    """Equal parts of shared memory behind a head of cache lines. Made by all ranks of a group together."""
+    """Shared memory: a head of cache lines, then parts of equal size. Created by all ranks of a group together."""
 
     def __init__(self, group: dist.ProcessGroup, lines: int, parts: int, part_bytes: int) -> None:
-        """Every rank must call this with the same numbers.
+        """Every rank must call this with the same arguments.
 
         Args:
             lines: cache lines in the head.
-            parts: how many parts; each is rounded up to whole pages.
-            part_bytes: the size of one.
+            parts: number of parts; each is rounded up to whole pages.
+            part_bytes: size of one part.
 
         Raises:
             OSError: on every rank, if any rank could not create, reach or map the memory.
@@ -68,14 +68,14 @@ class Segment:
                 raise OSError(code, f"rank {rank} cannot share {total_bytes} bytes of memory: {os.strerror(code)}")
 
     def _join(self, group: dist.ProcessGroup, path: str, token: int, total_bytes: int) -> int:
-        """Reach the file and map its head. Returns an errno, as the others have to hear of it."""
+        """Open the file and map its head. Returns an errno, or 0, because all ranks must hear of a failure."""
         try:
             if self._fd < 0:
                 self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             if os.pread(self._fd, 8, self._head_bytes - 8) != token.to_bytes(8, "little"):
-                return errno.ESTALE  # a process of that number, but of another host or container
-            # Memory that does not exist shows here, not as SIGBUS later. Each rank takes its share of the pages, so
-            # that they lie near the cores that will write them.
+                return errno.ESTALE  # a process with this id, but on another host or in another container
+            # If memory runs out, this raises here, instead of SIGBUS later. Each rank allocates its share of the pages,
+            # so that they are near the cores that will write them.
             start, stop = (total_bytes * rank // group.size() for rank in (group.rank(), group.rank() + 1))
             os.posix_fallocate(self._fd, start, stop - start)
             head = _map(self._fd, 0, self._head_bytes, populate=True)
@@ -85,13 +85,13 @@ class Segment:
         return 0
 
     def map(self, first_part: int, parts: int, populate: bool) -> Tensor:
-        """A new mapping of consecutive parts, as uint8, in a storage of its own."""
+        """Return a new mapping of consecutive parts, as uint8, in a storage of its own."""
         offset = self._head_bytes + first_part * self.part_bytes
         return _map(self._fd, offset, parts * self.part_bytes, populate)
 
 
 def make_private(shared: Tensor) -> None:
-    """Put private memory with the same contents under a mapped storage, at the same addresses, in one step."""
+    """Atomically replace the memory of a mapped storage by private memory with equal contents at the same addresses."""
     storage = shared.untyped_storage()
     nbytes = storage.nbytes()
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -101,7 +101,7 @@ def make_private(shared: Tensor) -> None:
 
 
 def exchange(group: dist.ProcessGroup, values: list[int]) -> list[list[int]]:
-    """Every rank's integers, by rank. Every rank must call this, with equally many."""
+    """Return every rank's integers, by rank. Every rank must call this, with the same number of values."""
     mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     everybody = [torch.empty_like(mine) for _ in range(group.size())]
     try:
@@ -115,7 +115,7 @@ def _map(fd: int, offset: int, nbytes: int, populate: bool) -> Tensor:
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
     address = _checked("mmap", _libc.mmap(None, nbytes, _READ_WRITE, flags, fd, offset))
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    # The storage holds `memory`: the mapping lives exactly as long as any view of it. At exit the kernel unmaps.
+    # The storage holds `memory`, so the mapping lives as long as any view of it. At exit the kernel unmaps it.
     weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)
