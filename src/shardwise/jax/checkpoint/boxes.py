@@ -114,7 +114,7 @@ def to_write(array: Any, is_first: bool) -> list[Held]:
 
     is_first: whether this process writes the arrays that every host holds whole.
     """
-    if not isinstance(array, jax.Array) or (jax.process_count() > 1 and array.is_fully_addressable):  # one copy a process
+    if not isinstance(array, jax.Array) or (jax.process_count() > 1 and array.is_fully_addressable):  # one a process
         everything = Box((0,) * array.ndim, array.shape)
         return [Held(everything, {everything: array})] if is_first and everything.numel else []
     own = {Box.of(shard.index, array.shape): shard.data for shard in array.addressable_shards if shard.replica_id == 0}

@@ -109,7 +109,7 @@ def _check(place: Path, wanted: Mapping[str, Leaf], shapes: Mapping[str, tuple[i
 
 
 def _target(leaf: Leaf) -> Any:
-    """Return orbax's restore target for a leaf: the value itself if it is on the host, else a sharded abstract array."""
+    """Return orbax's restore target for a leaf: its value if that is on the host, else a sharded abstract array."""
     if leaf.is_on_host:
         return leaf.value
     sharding = getattr(leaf.value, "sharding", None) or leaf.sharding
