@@ -151,8 +151,10 @@ class Twins:
         self.steps += 1
 
     def plain_backward(self, losses: list[Callable[[nn.Module], Tensor]]) -> list[Tensor]:
-        """Run backward of one loss per rank with the plain model, and add the mean of the gradients to its `.grad`. They
-        are summed as the engine does it. Returns the losses."""
+        """Run backward of one loss per rank with the plain model, and add the mean of the gradients to its `.grad`.
+
+        They are summed as the engine does it. Returns the losses.
+        """
         before = {p: p.grad for p in self.plain.parameters()}
         total: dict[Tensor, Tensor] = {}
         values = []
