@@ -276,7 +276,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _Left(dict[str, Any]):
-    """Placeholder for the state of a sharded model, which `_save_sharded` removes and saves otherwise."""
+    """Placeholder for the state of a sharded model, which `_save_sharded` removes: it saves the shards itself."""
 
 
 def _place(directory: str, number: int) -> Path:

@@ -60,8 +60,8 @@ def mesh(fsdp: int | None = None, tensor: int = 1, replica: int = 1, devices: Se
 def can_wait_for_ever(devices: Sequence[Any]) -> bool:
     """Whether JAX's compilation cache, as it is set, may return programs for these devices that deadlock.
 
-    XLA orders the collectives of a CPU program by dependencies that its cache files do not store (jaxlib 0.10.2): in a
-    program from a file, two devices may begin with different collectives, and each waits for the other.
+    XLA orders the collectives of a CPU program by a resource that thunks share, which cache files do not store (jaxlib
+    0.10.2): in a program from a file, two devices may begin with different collectives, and each waits for the other.
     """
     is_on = bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
     return is_on and len(devices) > 1 and devices[0].platform == "cpu"

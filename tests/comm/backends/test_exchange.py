@@ -185,7 +185,7 @@ def broadcasts(kind: str, shapes: list[tuple[int, ...]]) -> None:
 
 
 def run_program(kind: str, steps: list[tuple[str, int]]) -> None:
-    """Any order of calls on two gather and two reduce buffers."""
+    """Run a program: calls on two gather and two reduce buffers, in any order."""
     comm = collectives(kind)
     n, r = comm.world_size, comm.rank
     gathers = [comm.allocate(n * 64, BufferKind.GATHER) for _ in range(2)]
