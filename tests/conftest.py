@@ -1,4 +1,4 @@
-"""What all tests share: ranks to run functions on, poisoned memory, one thread per process."""
+"""Setup of all tests: ranks to run functions on, poisoned memory, one thread per process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LONGEST = (
     "plan/test_planner.py",
     "cli/test_plan.py",
 )
-"""Files that take a minute or more. They go first: whoever began one at the end would let the others wait."""
+"""Files that take a minute or more. They run first, so that no test process starts one at the end while others idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPools]:
-    """`ranks(world_size, **env).run(function, *arguments)` -> one result per rank; see `tests/ranks.py`."""
+    """Pools of ranks: `ranks(world_size, **env).run(function, *arguments)` returns one result per rank."""
     pools = RankPools()
     yield pools
     pools.close()

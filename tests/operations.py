@@ -1,4 +1,4 @@
-"""What is dispatched on plain tensors: on a device each one is a launch, except views, and a foreach is one.
+"""Counting of operations dispatched on plain tensors: on a device each is one launch (foreach too), except views.
 
 with counted() as names:
     clip()
@@ -17,7 +17,7 @@ from shardwise.sharded.parameter import ShardedParameter
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """Yields the names of the operations inside, in order. Those on wrappers, which compute nothing, are left out."""
+    """Yield the names of the operations in the block, in order, without those on wrappers, which compute nothing."""
     names: list[str] = []
 
     class Count(TorchDispatchMode):

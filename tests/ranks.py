@@ -1,13 +1,13 @@
-"""Processes that act as ranks for tests: started once, then asked to run one function after another.
+"""Processes that act as ranks for tests. They are started once and run one function after another.
 
     def sums(numel: int) -> list[float]: ...            # module-level, so that ranks can import it
 
     def test_sums(ranks):
         first, second = ranks(2).run(sums, 5)           # one result per rank
 
-Every rank has a gloo default process group, one thread, poisoned released memory and a fixed seed. Groups that are
-left behind are destroyed. After a failure the ranks meet again in a new default group; ranks that hang are shown
-where they hang, killed and replaced.
+Every rank has a gloo default process group, one thread, poisoned released memory and a fixed seed. Groups that a
+function leaves behind are destroyed. After a failure the ranks get a new default group. If ranks hang, their stacks are
+reported, and they are killed and replaced.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 120
 GROUP_TIMEOUT_S = 30
 GRACE_S = 3.0
-"""How long the other ranks get after one has failed."""
+"""How long the other ranks may still run after one has failed."""
 MOST_PROCESSES = 14
 
 
 class RanksHung(AssertionError):
-    """Ranks did not come back in time. The message holds their stacks."""
+    """Ranks did not return in time. The message has their stacks."""
 
 
 class RankPools:
-    """Pools by world size and environment, started when first asked for, the least recently used ones stopped."""
+    """Pools by world size and environment, started at first use. The least recently used ones are stopped."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[int, tuple[tuple[str, str], ...]], RankPool] = {}
@@ -67,7 +67,7 @@ class RankPools:
 
 
 class _Nursery:
-    """A process that has imported torch and forks ranks on demand: a pool starts in a moment and shares its memory."""
+    """A process that has imported torch and forks ranks on demand, so that pools start fast and share its memory."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -77,7 +77,7 @@ class _Nursery:
         theirs.close()
 
     def fork(self, env: dict[str, str], fds: list[int]) -> int:
-        """A new rank's process id. It gets copies of `fds`: its connection and the file for its stacks."""
+        """Fork a rank and return its process id. It gets copies of `fds`: its connection and its file for stacks."""
         socket.send_fds(self._socket, [pickle.dumps(env)], fds)
         self._socket.settimeout(START_TIMEOUT_S)
         return int(self._socket.recv(32))
@@ -173,7 +173,7 @@ class RankPool:
         return [replies[rank].result for rank in range(self.world_size)]
 
     def pids(self) -> list[int]:
-        """The processes, by rank; starts them if need be."""
+        """Return the process ids by rank. Starts the processes if need be."""
         self._start()
         return [worker.pid for worker in self._workers]
 
@@ -247,11 +247,11 @@ class _Reply:
     error: BaseException | None
     trace: str
     intact: bool
-    """Whether the rank's default process group can be used again."""
+    """Whether the rank's default process group is still usable."""
 
 
 def _worst(failures: dict[int, _Reply], hung: str) -> BaseException:
-    """The failure that explains the others: a peer's timeout follows from somebody else's mistake."""
+    """Return the failure that explains the others: a timeout only follows from another rank's error."""
     rank = min(failures, key=lambda r: (type(failures[r].error).__name__ == "CollectiveTimeout", r))
     error = failures[rank].error
     assert error is not None

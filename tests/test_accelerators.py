@@ -1,5 +1,5 @@
-"""One file knows kinds of devices, and nobody trains on another device than was asked for. There is no accelerator
-here: one is claimed, where a test says so, up to the point at which memory would be allocated."""
+"""Only one file distinguishes kinds of devices, and training never uses another device than was asked for. The tests
+need no accelerator: some pretend to have one, up to the point at which memory would be allocated."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ CUDA = torch.device("cuda", 0)
 
 @contextmanager
 def claimed(device: torch.device) -> Iterator[None]:
-    """Inside, this process has an accelerator."""
+    """Pretend inside the block that this process has an accelerator."""
     with mock.patch.object(accelerators, "accelerator", return_value=device):
         yield
 

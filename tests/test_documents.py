@@ -1,4 +1,4 @@
-"""What README and guides print, run as printed: commands, configurations, the loop of a script; and names."""
+"""Commands, configurations and scripts in README and guides, run as printed; and the names that they mention."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ CONFIG = transformers.LlamaConfig(
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Fenced ones of a language; of none, the commands."""
+    """Return a page's fenced blocks of a language; those of language "" hold commands."""
     parts = re.split(r"^```(.*)$", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     opened = zip(parts[1::4], parts[2::4], strict=True)  # text, language, block, the end's nothing, text, ...
     return [block for found, block in opened if found == language]
 
 
 def commands() -> Iterator[list[str]]:
-    """Every `shardwise ...` of a fenced block, without its comment."""
+    """Yield the words of every `shardwise ...` command in a fenced block, without `shardwise` and comments."""
     for page in PAGES:
         for block in blocks(page, ""):
             for line in block.splitlines():
@@ -62,7 +62,7 @@ COMMANDS = list(commands())
 
 @pytest.fixture(autouse=True)
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with everything that the pages name, small."""
+    """Working directory with small versions of all files that the pages name."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "recipes", "recipes")
     for place in ("models/my-model", "my-model", "runs/quickstart/final"):

@@ -1,4 +1,4 @@
-"""docs/read-the-engine.md keeps its promise: it is short enough and names what exists. Links of all pages as well."""
+"""docs/read-the-engine.md is as short as it says and names only what exists. Links of all pages lead somewhere."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ def lines_of(path: Path) -> int:
 
 
 def definitions_in(path: Path) -> set[str]:
-    """Its classes, and what they define as Class.name."""
+    """Return the names of a file's classes, and of their methods as Class.name."""
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
@@ -54,7 +54,7 @@ def test_what_it_names_is_in_its_files(name: str) -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The anchors that its headings have on GitHub."""
+    """Return the anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""Imports point down the layers of the design, wherever in a module they stand."""
+"""Imports, also those inside functions, only point to lower layers of the design."""
 
 import ast
 from collections.abc import Iterator
@@ -66,11 +66,11 @@ TOP = "the package itself"
 
 
 def imports_of(source: str, module: str) -> Iterator[str]:
-    """Absolute names of everything that a module imports, at any depth.
+    """Return the absolute names of everything that a module imports, also inside functions.
 
     Args:
-        source: its text.
-        module: its dotted name; of a package, with `.__init__`.
+        source: the module's text.
+        module: the module's dotted name; for a package, with `.__init__`.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -82,7 +82,7 @@ def imports_of(source: str, module: str) -> Iterator[str]:
 
 
 def package_of(name: str) -> str | None:
-    """The part of shardwise that a dotted name belongs to; None for other libraries."""
+    """Return the package of shardwise that a dotted name belongs to; None for other libraries."""
     parts = name.split(".")
     if parts[0] != "shardwise":
         return None
@@ -92,7 +92,7 @@ def package_of(name: str) -> str | None:
 
 
 def violations(source: str, module: str) -> list[str]:
-    """Every import of a module that does not point down."""
+    """Return the imports of a module that do not point to a lower layer."""
     own = package_of(module)
     found = []
     for name in imports_of(source, module):
@@ -116,7 +116,7 @@ def allowed(own: str | None, target: str) -> bool:
 
 
 def room_of(name: str, package: str) -> str | None:
-    """The folder of a package that a dotted name belongs to; None for names outside of the package."""
+    """Return the folder of a package that a dotted name belongs to; None for names outside the package."""
     parts = name.split(".")
     if parts[:2] != ["shardwise", package]:
         return None
@@ -124,7 +124,7 @@ def room_of(name: str, package: str) -> str | None:
 
 
 def room_violations(source: str, module: str) -> list[str]:
-    """Every import of a module that does not follow the order of its package's folders."""
+    """Return the imports of a module that do not follow the order of its package's folders."""
     package = package_of(module)
     if package not in ROOMS or module == f"shardwise.{package}.__init__":
         return []
@@ -139,7 +139,7 @@ def room_violations(source: str, module: str) -> list[str]:
 
 
 def circle_in(imports: dict[str, set[str]]) -> list[str]:
-    """The modules of a circle of imports, the first one again at its end; empty where there is none.
+    """Return the modules of one circular import, the first one again at the end; empty if there is none.
 
     Args:
         imports: by module, the modules that it imports.

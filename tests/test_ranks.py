@@ -1,4 +1,4 @@
-"""The harness itself: results, failures, hangs, and what is left behind."""
+"""The harness in `ranks.py`: results, failures, hangs, and what functions leave behind on ranks."""
 
 from __future__ import annotations
 

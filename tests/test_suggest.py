@@ -1,4 +1,4 @@
-"""Nearest names."""
+"""Suggestions of the nearest name."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""One rank of several, whose peers are played by what `tell` returns."""
+"""`fail_together` on one rank. What `tell` returns stands for the other ranks."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -12,7 +12,7 @@ from shardwise.together import fail_together
 
 
 def playing(answer: str | None) -> tuple[list[str | None], Callable[[str | None], str | None]]:
-    """What was told, and a `tell` with that answer."""
+    """Return a list of what `tell` was told, and a `tell` that gives this answer."""
     told: list[str | None] = []
 
     def tell(failure: str | None) -> str | None:

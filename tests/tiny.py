@@ -1,4 +1,4 @@
-"""The beginning of a small run's configuration."""
+"""First part of the configuration of a small run."""
 
 GPT2 = """
 [model.config]

@@ -1,4 +1,4 @@
-"""What a user sees who may not do everything: tests often run as root, whom no permissions stop."""
+"""Running code as an unprivileged user: tests often run as root, for whom permissions are not enforced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOBODY = 65534
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Inside, permissions hold. What is imported late has to have been imported before."""
+    """Enforce file permissions inside the block. Modules that it imports late must have been imported before."""
     if os.geteuid() != 0:
         yield
         return
@@ -32,7 +32,7 @@ def unprivileged() -> Iterator[None]:
 
 @contextmanager
 def open_directory() -> Iterator[Path]:
-    """A directory that every user reaches, as pytest's own are not."""
+    """Yield a directory that every user can access, unlike pytest's own, and remove it afterwards."""
     path = Path(tempfile.mkdtemp(prefix="shardwise-"))
     path.chmod(0o755)
     try:

@@ -1,4 +1,4 @@
-"""What collectives are compared with: inputs that every rank can make for every other, and sums written out plainly."""
+"""References for tests of collectives: inputs that a rank can compute for any other rank, and plain loops for sums."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def collectives(kind: str, poison: bool | None = None) -> Collectives:
-    """Collectives of one kind over the default group."""
+    """Return collectives of one kind over the default group."""
     group = dist.group.WORLD
     assert group is not None
     return GlooCollectives(group, poison) if kind == "gloo" else ShmCollectives(group, poison)
 
 
 def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Rank `rank`'s numbers: of many magnitudes, so that the order of a sum shows in its bits."""
+    """Return the input of rank `rank`: numbers of many magnitudes, so that the order of a sum shows in its bits."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     if not dtype.is_floating_point:
         return torch.randint(-1000, 1000, (numel,), generator=generator).to(dtype)
@@ -31,7 +31,7 @@ def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def sum_in_rank_order(terms: list[Tensor]) -> Tensor:
-    """((t0 + t1) + t2) + ... in fp32, fp64 or integers, element by element."""
+    """Return ((t0 + t1) + t2) + ... in fp32, fp64 or integers, element by element."""
     wide = torch.float32 if terms[0].dtype.is_floating_point and terms[0].itemsize < 4 else terms[0].dtype
     total = terms[0].to(wide)
     for term in terms[1:]:
@@ -40,7 +40,7 @@ def sum_in_rank_order(terms: list[Tensor]) -> Tensor:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equality of dtype, shape and every bit."""
+    """Whether dtype, shape and every bit are equal."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return left.contiguous().view(-1).view(torch.uint8).equal(right.contiguous().view(-1).view(torch.uint8))

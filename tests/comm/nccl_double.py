@@ -1,16 +1,17 @@
-"""A process group that behaves as NCCL's does, on CPU ranks: bytes really move, over gloo, and the rest is NCCL's.
+"""A process group for CPU ranks that behaves like NCCL's. It really moves the bytes, over gloo.
 
-    with doubled() as launches:            # models are sharded over StreamCollectives, and those over such groups
+    with doubled() as launches:            # models are sharded over StreamCollectives on such groups
         Twins().train()
 
-- It refuses the dtypes that NCCL has not, with NCCL's error, and adds in the dtype that it is given.
-- It has no send, no gather of objects of different sizes, nothing that the engine does not call.
-- What comes inside torch's coalescing manager is one launch. Every launch is noted.
-- It does not notice that a peer is gone. Whoever needs that peer stands in native code, deaf to Python's handlers of
-  signals, until the watchdog aborts the process.
-- To leave (`destroy_process_group`, the interpreter's end) is collective too: it waits for every peer, or the watchdog.
+- It rejects the dtypes that NCCL does not support, with NCCL's error, and sums in the dtype of its inputs.
+- It has only the collectives that the engine calls: no send, and no gather of objects of different sizes.
+- Collectives inside torch's coalescing manager are one launch. Every launch is recorded.
+- It does not notice when a peer is gone. A rank that needs that peer hangs in native code, where Python's signal
+  handlers do not run, until the watchdog aborts the process.
+- Leaving the group (`destroy_process_group`, the interpreter's exit) is collective too: it waits for every peer, or for
+  the watchdog.
 
-`backward_elsewhere` has autograd run nodes and hooks in another thread than the caller's, as it does for devices.
+`backward_elsewhere` makes autograd run nodes and hooks in another thread than the caller's, as it does for devices.
 """
 
 from __future__ import annotations
@@ -40,35 +41,35 @@ from tests.engine.streams import Stream
 
 BACKEND = "nccl_double"
 WATCHDOG = "NCCL_DOUBLE_WATCHDOG_S"
-"""The environment variable for how long to wait for a peer; else the group's own timeout."""
+"""Name of the environment variable with the watchdog's timeout in seconds; default: the group's timeout."""
 KNOWN = {
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz),
 }
-"""What c10d has a ncclDataType_t for."""
+"""The dtypes for which c10d has a ncclDataType_t."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: of several collectives if they were coalesced."""
+    """A launch of one collective, or of several that were coalesced."""
 
     op: str
     dtypes: tuple[torch.dtype, ...]
-    """Of each collective."""
+    """The dtype of each collective."""
 
 
 class NcclDouble(dist.ProcessGroup):
-    """One rank's side of a group."""
+    """One rank's handle on a group."""
 
     launches: ClassVar[list[Launch]] = []
-    """Of all groups of this process."""
+    """Launches of all groups of this process."""
     alive: ClassVar[weakref.WeakSet[NcclDouble]] = weakref.WeakSet()
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._watchdog = timedelta(seconds=float(os.environ.get(WATCHDOG, timeout.total_seconds())))
-        again = (store.add("made", 1) - 1) // size  # one with the same name may have been there before
+        again = (store.add("made", 1) - 1) // size  # a group of this name may have existed before
         self._store = dist.PrefixStore(f"{again}/", store)
         self._gloo = dist.ProcessGroupGloo(self._store, rank, size, self._watchdog)
         self._has_left = False
@@ -148,7 +149,7 @@ class NcclDouble(dist.ProcessGroup):
         NcclDouble.launches.append(Launch(op, tuple(tensor.dtype for tensor in tensors[:count])))
 
     def _of_every_rank(self, own: Tensor) -> list[Tensor]:
-        """1-D, in rank order."""
+        """Return every rank's tensor, flattened, in rank order."""
         sent = own.detach().reshape(-1).clone()
         rows = [torch.empty_like(sent) for _ in range(self.size())]
         with self._deaf():
@@ -178,7 +179,7 @@ class NcclDouble(dist.ProcessGroup):
 
     @contextmanager
     def _deaf(self) -> Iterator[None]:
-        """What needs peers. Where one is gone or late beyond hope, wait for the watchdog as if nobody could know."""
+        """Wrap code that needs peers. If one is gone or times out, hang until the watchdog aborts, as with NCCL."""
         began_s = time.monotonic()
         try:
             yield
@@ -206,7 +207,7 @@ def _same_numel(whole: int, parts: int) -> None:
 
 
 def _work(opts: Any) -> Any:
-    """None where the host need not wait: everything is on the current stream."""
+    """Return finished work for an asynchronous call; None for others, whose work is all on the current stream."""
     if opts is not None and not opts.asyncOp:
         return None
     done: Any = Future()
@@ -221,8 +222,8 @@ dist.Backend.register_backend(BACKEND, NcclDouble, devices=["cpu"])
 
 @contextmanager
 def doubled(**options: Any) -> Iterator[list[Launch]]:
-    """Inside, models on CPU ranks are sharded over StreamCollectives (made with `options`), which launch what is in the
-    list on such groups, whatever the backend of the group that they are given. Every rank must call this."""
+    """Make `sw.shard` on CPU ranks use StreamCollectives (created with `options`) on NcclDouble groups inside the
+    block, whatever the backend of the given group. Yields the list of launches. Every rank must call this."""
 
     def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> on_streams.StreamCollectives:
         group = group or dist.group.WORLD
@@ -239,7 +240,7 @@ def doubled(**options: Any) -> Iterator[list[Launch]]:
 
 @contextmanager
 def streams() -> Iterator[None]:
-    """Inside, streams of a CUDA device are there. Work runs at once; whether it is ordered is `test_stream_order`'s."""
+    """Fake a CUDA device's streams inside the block. Work runs at once; `test_stream_order` checks its order."""
     current = [Stream()]
 
     @contextmanager
@@ -263,9 +264,9 @@ def streams() -> Iterator[None]:
 
 @contextmanager
 def backward_elsewhere() -> Iterator[list[str]]:
-    """Inside, autograd runs nodes, hooks and its last callback in one thread of its own while the caller waits.
+    """Make autograd run nodes, hooks and its final callback in one separate thread inside the block; the caller waits.
 
-    Yields the names of the threads that backwards were run in.
+    Yields a list that receives the name of the thread of each backward.
     """
     run: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     threads: list[str] = []

@@ -1,4 +1,4 @@
-"""Collectives that record their calls."""
+"""A wrapper of collectives that records their calls."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     import torch
 
 CONTROL_BYTES = 4096
-"""An all_reduce of up to this much carries norms, flags and counts: it is control, not traffic."""
+"""An all_reduce of up to this many bytes carries norms, flags or counts, and is recorded as "control"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One call, as this rank saw it."""
+    """One call, as seen by this rank."""
 
     sequence: int
     """Position among this group's recorded calls."""
     op: str
     """all_gather, reduce_scatter, all_reduce, control (small all_reduce, broadcast, barrier), exchange (between hosts),
-    or what happens to a buffer: allocate, claim, release, replace."""
+    or an operation on a buffer: allocate, claim, release, replace."""
     buffer: int | None
-    """`Buffer.index`, where the call works in one."""
+    """`Buffer.index` if the call works in a buffer."""
     bytes_sent: int
-    """What this rank sends to its peers, under the exchange that is best for large messages."""
+    """Bytes that this rank sends to its peers, assuming the algorithm that is best for large messages."""
     dtypes: tuple[torch.dtype, ...] = ()
-    """What was summed."""
+    """Dtypes of the tensors that were summed."""
 
 
 class RecordingCollectives:
-    """Another `Collectives` and the list of calls that went through."""
+    """A wrapper of another `Collectives` that lists the calls it passes on."""
 
     def __init__(self, inner: Collectives) -> None:
         self.inner = inner
@@ -64,7 +64,7 @@ class RecordingCollectives:
         return self.inner.scratch_bytes
 
     def bytes_sent(self) -> dict[str, int]:
-        """Bytes that this rank sent, by op, for the ops that send any."""
+        """Return the bytes that this rank sent, by op, without ops that sent none."""
         total: Counter[str] = Counter()
         for event in self.events:
             total[event.op] += event.bytes_sent

@@ -1,4 +1,4 @@
-"""What brings a sum to where it is kept."""
+"""`bring`, which scales and casts a sum and copies or adds it to its output."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ranks are threads here: a channel knows its peers by sockets alone."""
+"""The channel between hosts. Ranks are threads here, because a channel reaches its peers only through sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LABELS = {1: "the end of a forward", 2: "the end of a backward"}
 
 
 def on_threads(world_size: int, body: Callable[[Channel], Any], timeout_s: float = 10.0) -> list[Any]:
-    """What `body` returns, or the error it raises, on each rank."""
+    """Run `body` on each rank. Returns, by rank, its result or the error that it raised."""
     store = dist.HashStore()
 
     def rank_of(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""The account that RecordingCollectives keeps."""
+"""The events and bytes that RecordingCollectives records."""
 
 from __future__ import annotations
 

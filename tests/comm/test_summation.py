@@ -1,4 +1,4 @@
-"""Rank-order sums against sums written out plainly."""
+"""Rank-order sums, compared with plain loops."""
 
 from __future__ import annotations
 

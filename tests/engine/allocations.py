@@ -1,11 +1,11 @@
-"""What a stretch of code allocates, seen by torch's profiler: every request to the CPU allocator, also those that an
-operation makes inside (a cast for `out=`, an iterator's buffer), with the Python frames around it.
+"""The allocations of a block of code, from torch's profiler: every request to the CPU allocator, also those that an
+operation makes internally (a cast for `out=`, an iterator's buffer), with the Python frames around it.
 
     with traced() as allocations:
         loss.backward()
     assert not [a for a in allocations if a.of_engine]
 
-Mappings of shared memory do not pass through the allocator; `shared_mapping_bytes` reads those from the kernel.
+Shared memory is mapped without the allocator; `shared_mapping_bytes` reads its mappings from the kernel.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ENGINE = re.compile(r"shardwise/(comm/|engine/(?!setup/torch_patches))")  # the
 
 @dataclass(frozen=True)
 class Allocation:
-    """One request to the allocator."""
+    """One allocation or free by the CPU allocator."""
 
     time_ns: int
     nbytes: int
-    """Negative: given back."""
+    """Bytes allocated; negative for a free."""
     address: int
     frames: tuple[str, ...]
-    """Python functions, `file(line): name`, and operations, outermost first."""
+    """Python functions, as `file(line): name`, and operations, outermost first."""
 
     @property
     def of_optimizer(self) -> bool:
@@ -40,7 +40,7 @@ class Allocation:
 
     @property
     def of_engine(self) -> bool:
-        """Whether the engine or its collectives asked, and not an optimizer through the parameters' dispatch."""
+        """Whether the engine or its collectives made it, and not an optimizer through the parameters' dispatch."""
         return not self.of_optimizer and any(_ENGINE.search(frame) for frame in self.frames)
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Allocation:
 
 @contextmanager
 def traced() -> Iterator[list[Allocation]]:
-    """Yields a list that holds, afterwards, what was allocated and given back inside, in order of time."""
+    """Yield a list that is filled after the block with its allocations and frees, in order of time."""
     found: list[Allocation] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as profiler:
         yield found
@@ -72,7 +72,7 @@ def _allocations(event: Any, frames: tuple[str, ...]) -> Iterator[Allocation]:
 
 
 def _name(event: Any) -> str:
-    """Of some events the profiler has lost the name and says any bytes; their stacks have enough others."""
+    """Return an event's name. The profiler has lost some names and gives random bytes; the other frames suffice."""
     try:
         return str(event.name)
     except UnicodeDecodeError:
@@ -80,12 +80,12 @@ def _name(event: Any) -> str:
 
 
 def new(allocations: list[Allocation]) -> list[str]:
-    """What the engine newly allocated, to be shown."""
+    """Describe the engine's allocations, without frees, for messages."""
     return [str(allocation) for allocation in allocations if allocation.of_engine and allocation.nbytes > 0]
 
 
 class Live:
-    """Bytes that are allocated and not given back yet, over a trace; only those that the engine asked for."""
+    """The engine's allocations that are not freed yet, over a trace: at its end, and the peak."""
 
     def __init__(self, allocations: list[Allocation]) -> None:
         self.held: dict[int, Allocation] = {}
@@ -101,7 +101,7 @@ class Live:
 
 
 def shared_mapping_bytes() -> dict[int, int]:
-    """By inode, the bytes of each shared memory file of ours that this process maps, from the first to the last."""
+    """Return, by inode, the number of bytes of each of shardwise's shared memory files up to the last mapped one."""
     spans: dict[int, int] = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, _, inode, *name = line.split(None, 5)

@@ -1,4 +1,4 @@
-"""Every strategy with the number of ranks that it is tried at."""
+"""Every strategy, with the numbers of ranks at which it is tested."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Case:
         return self.world_size // self.replicas
 
     def shard(self, model: nn.Module, **options: Any) -> nn.Module:
-        """Every rank must call this."""
+        """Shard a model with the case's strategy, and its mesh if it is hybrid. Every rank must call this."""
         if self.replicas > 1 and self.shards > 1:
             with unset_fake_temporarily():  # a mesh reads its own numbers
                 shape = (self.replicas, self.shards)
@@ -65,13 +65,13 @@ MIXED = sw.Precision(param="bf16", reduce="fp32")
 
 
 def dtype_of(precision: sw.Precision) -> torch.dtype:
-    """Of inputs that need no cast."""
+    """Return the dtype of inputs that need no cast."""
     return torch.float32 if precision.param is None else getattr(torch, precision.param)
 
 
 @contextmanager
 def collectives(name: str) -> Iterator[None]:
-    """Models sharded inside use these collectives."""
+    """Make models that are sharded in the block use these collectives."""
     before = os.environ.get("SHARDWISE_COLLECTIVES")
     os.environ["SHARDWISE_COLLECTIVES"] = name
     try:

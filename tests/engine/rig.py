@@ -1,11 +1,11 @@
-"""A model twice, plain and sharded, fed the same batches: what every test of the engine compares.
+"""Twins: a model twice, plain and sharded, trained on the same batches. Most tests of the engine compare the two.
 
     @on_ranks(2)                       # the body runs on each rank, with the fixtures of a test process left outside
     def test_something() -> None:
         twins = Twins(Net)
         twins.train(steps=2)           # bit-equal losses, gradients and parameters
 
-Every rank trains the whole plain model on the batches of all ranks, so each compares for itself.
+Every rank trains the whole plain model on the batches of all ranks, so that each can compare by itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 def on_ranks(*world_sizes: int, timeout_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function that is to run on every rank; its parameters are pytest's as ever."""
+    """Make a test of a function so that it runs on every rank. The function's parameters come from pytest as usual."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(ranks: Any, world_size: int, **arguments: Any) -> None:
@@ -62,7 +62,7 @@ def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
 
 
 class Block(nn.Module):
-    """A residual block whose sizes nothing divides."""
+    """A residual block with sizes that no number of ranks divides."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Four inputs, three outputs, blocks between."""
+    """A model with four inputs, three outputs, and blocks in between."""
 
     def __init__(self, depth: int = 4, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def batch(index: int, rank: int | None = None, *shape: int) -> Tensor:
-    """Another one for each step and rank."""
+    """Return a batch that differs for each step and rank."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * index + rank + 1)
     return torch.randn(shape or (5, 4), generator=generator)
@@ -110,7 +110,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Twins:
-    """`build()` twice from one seed, one of them sharded with `options`, each with an optimizer."""
+    """Two models from `build()` with the same seed, each with an optimizer; one is sharded with `options`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Twins:
         first: Callable[[nn.Module], object] | None = None,
         **options: Any,
     ) -> None:
-        """`first`: called with the model before `sw.shard` of it, to shard some of its modules."""
+        """`first`: called with the model before `sw.shard` shards it, to shard some of its modules."""
         self.world_size = dist.get_world_size()
         self.loss, self.shape = loss, shape
         self.plain, sharded = seeded(build), seeded(build)
@@ -133,7 +133,7 @@ class Twins:
         self.steps = 0
 
     def train(self, steps: int = 2) -> None:
-        """Step both, comparing losses, gradients and parameters."""
+        """Train both, and compare losses, gradients and parameters in each step."""
         for _ in range(steps):
             self.backward()
             self.same_gradients()
@@ -141,7 +141,7 @@ class Twins:
             self.same_parameters()
 
     def backward(self, loss: Loss | None = None) -> None:
-        """Forward and backward of both, on a batch of each rank."""
+        """Run forward and backward of both, and compare this rank's loss. The plain model gets all ranks' batches."""
         loss = loss or self.loss
         losses = self.plain_backward([lambda model, r=rank: loss(model, self.batch(r)) for rank in self.every_rank])
         own = loss(self.sharded, self.batch())
@@ -151,7 +151,10 @@ class Twins:
         self.steps += 1
 
     def plain_backward(self, losses: list[Callable[[nn.Module], Tensor]]) -> list[Tensor]:
-        """Add the mean over ranks of the plain model's gradients to its `.grad`, as the engine sums them."""
+        """Run backward of one loss per rank with the plain model, and add the mean of the gradients to its `.grad`.
+
+        They are summed as the engine does it. Returns the losses.
+        """
         before = {p: p.grad for p in self.plain.parameters()}
         total: dict[Tensor, Tensor] = {}
         values = []
@@ -204,7 +207,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def same_tensors(plain: dict[str, Any], sharded: dict[str, Any]) -> None:
-    """Bit-equal, name by name. Every rank must call this."""
+    """Assert that the tensors of each name are equal to the bit. Every rank must call this."""
     assert list(plain) == list(sharded)
     for name, expected in plain.items():
         actual = sharded[name]
@@ -220,7 +223,7 @@ def same_tensors(plain: dict[str, Any], sharded: dict[str, Any]) -> None:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Models sharded inside use collectives that remember their calls."""
+    """Make models that are sharded in the block record the calls of their collectives."""
     original = mesh_module.collectives_for
     mesh_module.collectives_for = lambda group, device: RecordingCollectives(original(group, device))
     try:
@@ -230,14 +233,14 @@ def recording() -> Iterator[None]:
 
 
 def events(engine: Engine) -> list[Event]:
-    """What the shard group's collectives were asked, where the model was sharded under `recording`."""
+    """Return the recorded calls in the shard group of a model that was sharded under `recording`."""
     assert isinstance(engine.mesh.shard, RecordingCollectives)
     return engine.mesh.shard.events
 
 
 @contextmanager
 def unobserved(engine: Engine) -> Iterator[None]:
-    """What a test compares is gathered as well; nothing of that is remembered."""
+    """Remove the calls in the block from the recording: those that a test makes to compare tensors."""
     groups = [group for group in engine.mesh.groups if isinstance(group, RecordingCollectives)]
     before = [len(group.events) for group in groups]
     yield
@@ -251,7 +254,7 @@ def count(engine: Engine, op: str) -> int:
 
 @contextmanager
 def warned(match: str) -> Iterator[None]:
-    """A warning that says `match` comes up inside."""
+    """Assert that the block emits a warning that contains `match`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -261,7 +264,7 @@ def warned(match: str) -> Iterator[None]:
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """The engine warns of nothing inside."""
+    """Assert that the block emits no warning of the engine."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

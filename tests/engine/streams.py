@@ -1,20 +1,21 @@
-"""A device's streams and events played on CPU ranks, so that their order is checked without one.
+"""Simulated streams and events of a device on CPU ranks, to check the order of accesses to memory without a device.
 
     with played() as order:                  # streams and events are those below; models get StreamCollectives
         Twins().train()
     assert not order.races
 
-Work really runs at once, in program order, over gloo. Beside that, every operation is entered under the stream it would
-have been enqueued on, with the bytes that it reads and writes. Two accesses to one byte, one of them a write, race
-unless events order them: the later one's stream must have waited, directly or through others, for the earlier one
-(vector clocks, as torch's own CUDA sanitizer has them, but by ranges of bytes instead of first addresses).
-Memory that is given back while another stream than its allocator's may still use it is a race too: the allocator hands
-it out again at once.
+Work really runs at once, in program order, over gloo. In addition, every operation is recorded on the stream that it
+would have been enqueued on, with the bytes that it reads and writes. Two accesses to one byte, one of them a write,
+race unless events order them: the later one's stream must have waited, directly or through others, for the earlier one
+(vector clocks, like those of torch's own CUDA sanitizer, but for ranges of bytes instead of first addresses). Memory
+that is freed while a stream other than its allocator's may still use it is a race too, because the allocator reuses it
+at once.
 
-Threads of a disk (`offload.disk`) are played as well: what one reads or writes of memory and of a file is entered under
-a stream of its own, which comes after what the thread that gave it work knew to be over, and after events that it has
-waited for. Whoever asks for its result knows it to be over, and so do operations that are enqueued afterwards. `waits`
-has what the thread that trains has waited for a device in.
+Threads of a disk (`offload.disk`) are simulated as well. Each task's accesses to memory and to a file are recorded on a
+stream of its own. They come after everything that the submitting thread knew to be complete, and after the events that
+the task waited for. A thread that asks for the task's result then knows it to be complete, and operations that this
+thread enqueues later are ordered after it. `waits` has a stack for each time that the training thread waited for the
+device.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from shardwise.files.thread_pool import ThreadPool
 from shardwise.offload import disk as disk_module
 from shardwise.sharded.parameter import ShardedParameter
 
-# While models play, those of `torch.distributed` are watched.
+# Inside `played`, the functions of `torch.distributed` are replaced by watched ones.
 _all_reduce = dist.all_reduce
 _all_to_all = dist.all_to_all_single
 
 Clock = dict[int, int]
-"""For each stream, by number: up to which of its accesses one has waited."""
+"""By number of a stream, the last of its accesses that has been waited for."""
 
 
 def merge(clock: Clock, other: Clock) -> None:
@@ -58,10 +59,10 @@ def merge(clock: Clock, other: Clock) -> None:
 
 
 class Event:
-    """Everything that is before one moment of a stream."""
+    """An event, with the clock of its stream when it was recorded."""
 
     order: ClassVar[Order]
-    """That is played."""
+    """The current Order."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -72,7 +73,7 @@ class Event:
 
 
 class Stream:
-    """What `torch.Stream` does to order, and nothing else."""
+    """The part of `torch.Stream` that affects order, and nothing else."""
 
     made = 0
 
@@ -95,7 +96,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Access:
-    """One operation's use of a range of bytes of one storage."""
+    """An operation's access to a range of bytes of one storage."""
 
     stream: Stream
     time: int
@@ -115,28 +116,28 @@ class Access:
 
 
 class Order(TorchDispatchMode):
-    """Sees every operation and keeps what each storage's bytes were last used for."""
+    """A dispatch mode that sees every operation, keeps the last accesses to each storage, and lists races."""
 
     def __init__(self) -> None:
         super().__init__()
         self.current = Stream()
         self.races: list[str] = []
         self.operations: dict[int, int] = {}
-        """How many were entered, by stream."""
+        """Number of recorded operations, by stream."""
         self.waits: list[str] = []
         self._home: dict[int, Stream | None] = {}
-        """Of each storage, the stream of its allocator; None: it is the host's."""
+        """By storage, the stream of its allocator; None for host memory."""
         self._accesses: dict[int, list[Access]] = {}
         self._watches: dict[int, weakref.finalize[Any, Any]] = {}
         self._at: dict[int, int] = {}
-        """By the address of the host's memory that threads use, its storage."""
+        """By address of host memory that threads use, its storage."""
         self._main = Stream()
         self._here = threading.local()
         self._entering = threading.RLock()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sharded = [kind for kind in types if issubclass(kind, ShardedParameter)]
-        if sharded:  # what it does with pieces is seen, and nothing that rests elsewhere has to come to be seen
+        if sharded:  # record what it does with pieces, without loading offloaded ones just to record
             with _Inside(self):
                 return max(sharded, key=lambda kind: len(kind.__mro__)).__torch_dispatch__(func, types, args, kwargs)
         out = func(*args, **(kwargs or {}))
@@ -150,7 +151,7 @@ class Order(TorchDispatchMode):
         return out
 
     def enter(self, what: str, read: Any, written: Any) -> None:
-        """An operation on the current stream uses memory."""
+        """Record an operation on the current stream, with the tensors that it reads and writes."""
         stream = self.current
         with self._entering:
             merge(stream.clock, self.host.clock)
@@ -208,12 +209,12 @@ class Order(TorchDispatchMode):
 
     @property
     def host(self) -> Stream:
-        """What this thread does itself, and knows to be over."""
+        """The stream that stands for this thread: what it does itself, and what it knows to be complete."""
         found: Stream = getattr(self._here, "stream", self._main)
         return found
 
     def waited(self, clock: Clock) -> None:
-        """This thread knows that to be over, by having waited for a device."""
+        """Record that this thread has waited for the device, and so knows everything in the clock to be complete."""
         merge(self.host.clock, clock)
         if self.host is self._main:
             self.waits.append("".join(traceback.format_stack(limit=6)[:-1]))
@@ -229,7 +230,7 @@ class Order(TorchDispatchMode):
             del self._here.stream
 
     def know(self, tensor: Tensor) -> Tensor:
-        """Memory of the host that threads are going to use."""
+        """Register host memory that threads will use, and return it."""
         storage = tensor.untyped_storage()._cdata
         self._at[tensor.data_ptr()] = storage
         with self._entering:
@@ -237,7 +238,7 @@ class Order(TorchDispatchMode):
         return tensor
 
     def transfer(self, file: ScratchFile, start: int, data: memoryview, what: str) -> None:
-        """This thread reads or writes bytes of a file, from or to memory."""
+        """Record that this thread reads a range of a file into memory, or writes it from there."""
         with self._entering:
             time, reads = self._tick(self.host), what.startswith("read")
             self._accesses.setdefault(-id(file), [])
@@ -271,7 +272,7 @@ class Order(TorchDispatchMode):
         with _disable_current_modes():
             terms = whole.clone()
             _all_reduce(terms, op, group=group)
-            own.data.copy_(terms.chunk(group.size())[group.rank()])  # no version tells of what a backend writes
+            own.data.copy_(terms.chunk(group.size())[group.rank()])  # `.data`: backends do not bump versions
 
     def all_to_all(self, into: Tensor, sent: Tensor, received: list[int], sizes: list[int], group: Any) -> None:
         self.enter("all_to_all", [sent], [into])
@@ -285,7 +286,7 @@ class Order(TorchDispatchMode):
 
 
 class _Inside(TorchDispatchMode):
-    """Has an order see what an operation of sharded tensors does, while it sees that operation."""
+    """A dispatch mode that passes the operations inside an operation of sharded tensors to an Order."""
 
     def __init__(self, order: Order) -> None:
         super().__init__()
@@ -296,8 +297,8 @@ class _Inside(TorchDispatchMode):
 
 
 class Known:
-    """The result of something on a thread: who has it knows that to be over. A disk that is `slow` is found to be busy
-    by all who only ask."""
+    """The future of a task on a thread. A thread that gets its result knows the task to be complete. If it is `slow`,
+    `done` is False until somebody has waited for the result."""
 
     def __init__(self, future: Any, stream: Stream, order: Order, slow: bool) -> None:
         self._future, self._stream, self._order, self._slow = future, stream, order, slow
@@ -328,7 +329,7 @@ class Known:
 
 @contextmanager
 def _threads(order: Order, slow: bool) -> Iterator[None]:
-    """Threads of disks are played."""
+    """Simulate the threads of disks inside the block."""
 
     class Pool(ThreadPool):
         def submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -363,13 +364,13 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _share(out: Any, args: Any) -> bool:
-    """Whether results that may be views (of `to`, which inside an operation is not taken apart) are."""
+    """Whether results that may be views (as of `to`, which is not decomposed inside an operation) really are."""
     of_args = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
     return all(tensor.untyped_storage()._cdata in of_args for tensor in _tensors(out))
 
 
 def _range(tensor: Tensor) -> tuple[int, int, int]:
-    """Its storage, and the first byte and the end of what it spans there."""
+    """Return a tensor's storage, and the first byte and the end of its span there."""
     storage = tensor.untyped_storage()._cdata
     if tensor.numel() == 0:
         return storage, 0, 0
@@ -380,8 +381,11 @@ def _range(tensor: Tensor) -> tuple[int, int, int]:
 
 @contextmanager
 def played(slow_disk: bool = True, **options: Any) -> Iterator[Order]:
-    """Inside, models on CPU ranks are sharded over StreamCollectives, with `options`. Every rank must call this.
-    `slow_disk`: nobody finds a disk to be ready who does not wait for it."""
+    """Make `sw.shard` on CPU ranks use StreamCollectives with `options` on simulated streams inside the block. Yields
+    the Order. Every rank must call this.
+
+    slow_disk: a disk's work only counts as done once somebody has waited for it.
+    """
     order = Event.order = Order()
 
     class Played(on_streams.StreamCollectives):

@@ -1,6 +1,6 @@
-"""Bytes on the wire: what every strategy sends is its row of the table, computed here from parameter sizes alone.
+"""Bytes on the wire: every strategy sends what its row of the table says, computed here from parameter sizes alone.
 
-Counted twice: by recording collectives inside the engine, and by a wrapper around c10d outside it.
+They are counted twice: by recording collectives inside the engine, and by a wrapper around c10d outside it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDTH, DEPTH = 100, 3
 
 
 class Wide(Net):
-    """Large enough for every message of parameters or gradients to be more than control traffic."""
+    """A model large enough that no message of parameters or gradients is taken for control traffic."""
 
     def __init__(self) -> None:
         super().__init__(DEPTH, lambda: Block(WIDTH))
@@ -38,20 +38,20 @@ ROOT = (4 * WIDTH, WIDTH, WIDTH * 101, 101)
 UNITS = (ROOT, *[BLOCK] * DEPTH)
 PARAMETERS = sum(map(len, UNITS))
 AGREEMENT_BYTES = 32
-"""Of what ranks tell each other that they did the same: two hashes with their ranks."""
+"""Bytes of the message by which ranks agree that they did the same: two hashes with their ranks."""
 HEADER_BYTES = 16
-"""Before each collective between hosts, to each peer: what it is, and how long."""
+"""Bytes sent to each peer before each collective between hosts: which collective it is, and its length."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of an element while parameters and while gradients travel."""
+    """Bytes of an element of parameters and of gradients while they are sent."""
 
     param: int
     reduce: int
 
     def padded_numel(self, unit: tuple[int, ...], ranks: int) -> int:
-        """Parameters and slices start on 16 bytes in the narrower dtype."""
+        """Return a padded number of elements: parameters and slices are aligned to 16 bytes in the narrower dtype."""
         align = 16 // min(4, self.param, self.reduce)  # masters are fp32
         end = 0
         for numel in unit:
@@ -60,7 +60,7 @@ class Widths:
 
 
 def table(case: Case, widths: Widths) -> dict[str, int]:
-    """Bytes that a rank sends in a step, by kind."""
+    """Return the bytes that a rank sends in a step, by kind."""
     n, r = case.shards, case.replicas
     sent = {"gather": 0, "reduce": 0, "across": 0}
     for index, unit in enumerate(UNITS):

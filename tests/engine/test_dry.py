@@ -1,4 +1,4 @@
-"""One process as any rank of any world: fake tensors, collectives that only record."""
+"""Dry runs: one process acts as any rank of any world, with fake tensors and collectives that only record."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_rank_0_of_64_of_a_65_b_model() -> None:
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is one rank of a world that is not there."""
+    """Make this process one rank of a fake world inside the block."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -89,7 +89,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def run_dry(case: Case, rank: int, precision: sw.Precision = FP32) -> tuple[dict[str, int], list[tuple[str, int]]]:
-    """Two steps with AdamW. Returns the memory and the second step's traffic on the shard group."""
+    """Run two steps with AdamW. Returns the memory and the second step's traffic in the shard group."""
     with fake_world(rank, case.world_size), FakeTensorMode(), recording():
         with torch.device("meta"):
             model = seeded(lambda: Net(3))

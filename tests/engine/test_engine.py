@@ -1,4 +1,4 @@
-"""The life of units through forward and backward, against the same model unsharded."""
+"""The life of units through forward and backward, compared with the same model unsharded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_strategy_trains_as_the_plain_model(strategy: str) -> None:
 
 
 class Odd(nn.Module):
-    """0-d, empty and indivisible parameters, of several dtypes, trainable and frozen, in one unit."""
+    """A unit with 0-d, empty and indivisible parameters of several dtypes, trainable and frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_parts_of_the_first_block_are_units_in_its_place() -> None:
 
 
 class Fails(nn.Module):
-    """Raises in forward or in backward when told to."""
+    """A module that raises in forward or in backward when told to."""
 
     where = ""
 
@@ -295,7 +295,7 @@ def test_the_next_block_is_on_its_way_while_one_runs(strategy: str) -> None:
 
 
 class Alternating(Net):
-    """Skips blocks in evaluation."""
+    """A model that skips blocks in evaluation."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
@@ -347,7 +347,7 @@ def test_in_place_on_a_units_input() -> None:
 
 
 class Lists(nn.Module):
-    """Takes and returns nested containers."""
+    """A block that takes and returns nested containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -503,7 +503,7 @@ def test_a_block_called_alone() -> None:
 
 
 class Halves(nn.Module):
-    """A generator and a discriminator: each is called, the module that holds them never is."""
+    """A container of a generator and a discriminator, which are called while the container never is."""
 
     def __init__(self) -> None:
         super().__init__()

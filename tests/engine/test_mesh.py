@@ -1,4 +1,4 @@
-"""Which ranks a model is sharded over."""
+"""The ranks over which a model is sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that do more than hold plain parameters: parametrizations, generation, compilation."""
+"""Modules with more than plain parameters: parametrizations, generation, compilation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Symmetric(nn.Module):
 
 
 class Parametrized(Block):
-    """A block whose layers are parametrized in one of the ways that torch knows."""
+    """A block whose layers have one of torch's parametrizations."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def of_images() -> Any:
 
 
 class Around(nn.Module):
-    """A model of transformers' inside one that is not."""
+    """A model that contains a model of transformers."""
 
     def __init__(self) -> None:
         super().__init__()

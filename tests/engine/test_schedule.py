@@ -15,7 +15,7 @@ orders = st.lists(st.builds(Event, st.sampled_from(Phase), st.integers(0, 3)), m
 
 
 def play(schedule: Schedule, order: list[Event], mode: str = "train") -> list[list[Event]]:
-    """One step; what was predicted before each of its events."""
+    """Play one step. Returns what was predicted before each of its events."""
     schedule.begin(mode)
     predictions = []
     for event in order:

@@ -1,4 +1,4 @@
-"""Strategies differ in where things lie, not in what comes out: losses are equal to the bit."""
+"""Strategies differ in memory and communication, not in results: losses are equal to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step: accumulation, clipping, what users do to gradients, hooks, optimizers."""
+"""A training step: accumulation, clipping, users' changes of gradients, hooks, optimizers."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_a_step_whose_closure_reduces_what_waits(by_name: bool) -> None:
 
 
 class CutOptimizer(torch.optim.Optimizer):
-    """An optimizer of the plain twin's parameters, cut where the ranks' pieces are."""
+    """An optimizer of the plain twin that treats the ranks' pieces as separate parameters."""
 
     def __init__(self, twins: Twins, build: Callable[[Any], torch.optim.Optimizer]) -> None:
         super().__init__(twins.plain.parameters(), {})

@@ -1,4 +1,4 @@
-"""Blocks of few bits: codes are bitsandbytes' own, and numbers that came out of blocks give the same blocks again."""
+"""Blocks of few bits: codes equal those of bitsandbytes, and encoding decoded numbers gives the same blocks again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BITSANDBYTES = (
     "00000111111112222233344445556667788899aaabbbccccddddeeeeeeefffff"
     "000000011111111112222223333344444555566667778888999aaaabbbbccccc"
 )
-"""What bitsandbytes 0.50 makes of `lines()`, in blocks of 64: two codes a byte."""
+"""Codes that bitsandbytes 0.50 computes from `lines()` in blocks of 64, two codes a byte."""
 
 
 def lines() -> Tensor:

@@ -1,4 +1,4 @@
-"""Ranges of elements as boxes and boxes as ranges of elements, against arrays."""
+"""Conversion of ranges of elements to boxes and back, compared with numpy's indexing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
 
 
 def elements(shape: tuple[int, ...], box: Box) -> list[int]:
-    """Positions of the box's elements in the flattened tensor, the way an array finds them."""
+    """Return the positions of the box's elements in the flattened tensor, by indexing an array."""
     index = tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
     return np.arange(math.prod(shape)).reshape(shape)[index].reshape(-1).tolist()
 

@@ -1,4 +1,4 @@
-"""Elementwise operations on pieces equal those on the whole, bit for bit: arithmetic, lists, whole optimizers."""
+"""Elementwise operations on pieces equal those on whole tensors to the bit: arithmetic, foreach, whole optimizers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -158,7 +158,7 @@ def test_optimizers_step_complex_parameters_as_unsharded(
 
 
 class Lion(torch.optim.Optimizer):
-    """What a user writes."""
+    """An optimizer as a user might write it."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})

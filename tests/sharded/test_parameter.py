@@ -1,4 +1,4 @@
-"""The outer face: what torch's modules, autograd and users see of a sharded parameter."""
+"""The outer face: a sharded parameter as torch's modules, autograd and users see it."""
 
 import copy
 import io
@@ -24,7 +24,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1
 
 
 def rank_0_of_2(*tensors: Tensor) -> list[ShardedParameter]:
-    """Rank 0's handles, for what needs no peer."""
+    """Make rank 0's handles on tensors, for operations that need no peer."""
 
     class Group:
         rank, world_size = 0, 2

@@ -1,4 +1,4 @@
-"""Initial numbers drawn after `sw.shard`."""
+"""Random initialisation of parameters after `sw.shard`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full tensors, and what libraries that save ask of sharded ones."""
+"""Full tensors, and sharded tensors as libraries that save models use them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engine.rig import Block, Net, adamw, batch, count, on_ranks, recordin
 
 
 def fetched(engine: Engine) -> tuple[int, int]:
-    """Collectives so far that bring full tensors."""
+    """Return how many all_gathers, and how many control collectives, were recorded so far."""
     return count(engine, "all_gather"), count(engine, "control")
 
 

@@ -1,4 +1,4 @@
-"""Ranks as threads: a group with the collectives that sharded parameters use, cheap enough for hypothesis."""
+"""Ranks as threads: a group with the collectives that sharded parameters use, fast enough for hypothesis."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ install()  # as `sw.shard` does first
 
 
 class _Meeting:
-    """Where the threads of one group exchange tensors."""
+    """The board on which the threads of one group exchange tensors."""
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size, timeout=30)
@@ -25,7 +25,7 @@ class _Meeting:
 
 
 class ThreadGroup:
-    """One rank's end of a group. `calls` counts its collectives."""
+    """One rank's handle on a group. `calls` counts its collectives."""
 
     name = "threads"
     device = torch.device("cpu")
@@ -54,7 +54,7 @@ class ThreadGroup:
 
 
 def on_threads(world_size: int, work: Callable[[Any], Any]) -> list[Any]:
-    """`work(group)` on every rank; the results, by rank. The first error of any rank is raised."""
+    """Run `work(group)` on every rank, and return the results by rank. Raises the first error of any rank."""
     meeting = _Meeting(world_size)
     results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
@@ -77,7 +77,7 @@ def on_threads(world_size: int, work: Callable[[Any], Any]) -> list[Any]:
 
 
 def cut(group: Any, tensors: Sequence[Tensor], align: int = 4) -> list[ShardedParameter]:
-    """This rank's handles on `tensors`, laid one after another in one flat buffer as p0, p1, ..."""
+    """Return this rank's ShardedParameters of `tensors`, which are laid out in one flat buffer as p0, p1, ..."""
     layout = build_layout([(f"p{i}", tuple(t.shape)) for i, t in enumerate(tensors)], group.world_size, align)
     placements = [Placement(layout, i, group) for i in range(len(tensors))]
     return [
@@ -87,6 +87,6 @@ def cut(group: Any, tensors: Sequence[Tensor], align: int = 4) -> list[ShardedPa
 
 
 def randn(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Numbers that no other thread's drawing changes."""
+    """Draw random tensors with a generator of their own, independent of other threads."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]

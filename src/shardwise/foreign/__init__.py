@@ -1,1 +1,2 @@
-"""Configurations of other libraries in our words: DeepSpeed's, Accelerate's and transformers' for FSDP. No torch."""
+"""Configurations of other libraries translated to shardwise's settings: DeepSpeed's, and Accelerate's and transformers'
+for FSDP. It does not import torch."""

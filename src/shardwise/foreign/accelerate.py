@@ -1,4 +1,4 @@
-"""The file of `accelerate config`."""
+"""Reader of the file that `accelerate config` writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.foreign.settings_table import SettingsTable
 
 LIBRARY = "Accelerate"
 KEYS = {"distributed_type", "fsdp_config", "deepspeed_config", "compute_environment"}
-"""By which a file is known."""
+"""A file with any of these keys is Accelerate's."""
 _PLAIN = {"NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU"}
 _ABOUT_LAUNCHING = {
     "compute_environment", "debug", "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
@@ -26,14 +26,14 @@ _ABOUT_LAUNCHING = {
 def read_accelerate(
     values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]
 ) -> ForeignSettings:
-    """Read Accelerate's configuration, of plain, FSDP or DeepSpeed processes.
+    """Read Accelerate's configuration for plain (DDP), FSDP or DeepSpeed processes.
 
     Args:
-        values: the file's tree.
-        where: its name, for messages.
+        values: the parsed file.
+        where: the file's name, for messages.
         other_file: reads the DeepSpeed configuration that this one may name.
 
-    Raises ConfigError, naming the key, for a value that cannot be, or another kind of processes.
+    Raises ConfigError, naming the key, for an invalid value or another `distributed_type`.
     """
     opened: list[str] = []
     tree = SettingsTable(where, values, opened)
@@ -66,7 +66,7 @@ def read_accelerate(
 def _of_deepspeed(
     values: Mapping[str, Any], where: str, other_file: Callable[[str], Mapping[str, Any]]
 ) -> ForeignSettings:
-    """A section that names DeepSpeed's own file, or says the little that it says itself."""
+    """Read the section `deepspeed_config`, which either names a file of DeepSpeed's or has a few settings itself."""
     opened: list[str] = []
     section = SettingsTable(f"{where}: deepspeed_config", values, opened)
     named = section.word("deepspeed_config_file")
@@ -86,7 +86,7 @@ def _of_deepspeed(
         "bf16": {"enabled": "auto"},
     }
     settings = read_deepspeed(own, f"{where}: deepspeed_config")
-    settings.open.remove("bf16.enabled")  # which mixed_precision says
+    settings.open.remove("bf16.enabled")  # `mixed_precision` says it
     settings.without_effect += section.taken(
         {"zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"}
     )

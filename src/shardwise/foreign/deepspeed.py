@@ -1,4 +1,4 @@
-"""DeepSpeed's `ds_config.json`, also the one that transformers and Accelerate fill in ("auto")."""
+"""Reader of DeepSpeed's `ds_config.json`, also with the "auto" values that transformers and Accelerate fill in."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LIBRARY = "DeepSpeed"
 _STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
 _ADAM = {"adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam"}
-"""In lower case, in which DeepSpeed looks names up."""
+"""Names of Adam optimizers in lower case, to which DeepSpeed converts names before it looks them up."""
 _HIGHEST_LR = 1e-3
-"""Of WarmupLR and WarmupDecayLR, which set the learning rate themselves."""
+"""Default of `warmup_max_lr` in WarmupLR and WarmupDecayLR, which set the learning rate themselves."""
 KEYS = {
     "zero_optimization", "bf16", "fp16", "train_batch_size", "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
 }  # fmt: skip
-"""By which a file is known."""
+"""A file with any of these keys is DeepSpeed's."""
 _WITHOUT_EFFECT = {
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "wall_clock_breakdown", "dump_state",
     "memory_breakdown", "prescale_gradients", "gradient_predivide_factor", "disable_allgather",
@@ -39,10 +39,10 @@ def read_deepspeed(values: Mapping[str, Any], where: str) -> ForeignSettings:
     """Read DeepSpeed's configuration.
 
     Args:
-        values: the file's tree.
-        where: its name, for messages.
+        values: the parsed file.
+        where: the file's name, for messages.
 
-    Raises ConfigError, naming the key, for a value that DeepSpeed does not know either.
+    Raises ConfigError, naming the key, for a value that is invalid for DeepSpeed too.
     """
     settings = ForeignSettings(LIBRARY)
     tree = SettingsTable(where, values, settings.open)
@@ -83,7 +83,7 @@ def _read_zero(zero: SettingsTable, settings: ForeignSettings) -> None:
     if hierarchical is not None and hierarchical > 1:
         if stage == len(_STAGES) - 1:
             settings.reshard_after_forward = hierarchical
-        else:  # it keeps parameters, and never reshards
+        else:  # parameters are not sharded, so nothing reshards
             settings.without_effect.append("zero_optimization.zero_hpz_partition_size")
     settings.without_effect += zero.taken(_ZERO_WITHOUT_EFFECT)
     settings.without_equal += zero.rest
@@ -184,7 +184,7 @@ def _read_schedule(tree: SettingsTable, settings: ForeignSettings) -> None:
 
 
 def _read_ends(kind: str, given: SettingsTable, settings: ForeignSettings) -> None:
-    """The highest and the last learning rate."""
+    """Read the highest and the last learning rate."""
     highest, lowest = given.number("warmup_max_lr"), given.number("warmup_min_lr")
     if highest is None and kind != "WarmupCosineLR" and "scheduler.params.warmup_max_lr" not in settings.open:
         highest = _HIGHEST_LR

@@ -1,4 +1,4 @@
-"""The one reader: a file of another library, told by its keys."""
+"""`read`, which recognises a file of another library by its keys and reads it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FSDP_KEYS = (
 
 
 def read(path: Path) -> ForeignSettings:
-    """Read DeepSpeed's `ds_config.json`, the file of `accelerate config`, or what is given as `fsdp_config`.
+    """Read DeepSpeed's `ds_config.json`, the file of `accelerate config`, or a file for transformers' `fsdp_config`.
 
-    Raises ConfigError: the file is missing, is none of these, or has a value that cannot be; the message names it.
+    Raises ConfigError, naming the cause: the file is missing, is none of these, or has an invalid value.
     """
     values = _tree(path)
     if accelerate.KEYS & values.keys():
@@ -42,7 +42,7 @@ def read(path: Path) -> ForeignSettings:
 
 
 def _beside(path: Path, name: str) -> Path:
-    """A file that another one names: from here, or from where that one lies."""
+    """Resolve a file name in another file: against the working directory if it exists there, else next to that file."""
     return Path(name) if Path(name).exists() else path.parent / name
 
 
@@ -77,5 +77,5 @@ def _parsed(path: Path, text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
         raise ConfigError(f"{path} is not YAML: {one_line(error)}") from None

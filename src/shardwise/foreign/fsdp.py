@@ -1,4 +1,4 @@
-"""FSDP's settings as Accelerate (`accelerate config`, its plugin) and transformers (`fsdp_config`) name them."""
+"""Reader of FSDP's settings under the names of Accelerate (config file, plugin) and transformers (`fsdp_config`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.foreign.settings_table import SettingsTable
 
 LIBRARY = "FSDP"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""In the order of their numbers, from 1 on."""
+"""Names of sharding strategies in the order of their numbers, which begin at 1."""
 _WRAPPING = {"TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"}
 _WITHOUT_EFFECT = {
     "backward_prefetch", "backward_prefetch_policy", "forward_prefetch", "limit_all_gathers", "use_orig_params",
@@ -21,9 +21,10 @@ _PREFIX = "fsdp_"
 
 
 def strategy_of(asked: object, where: str) -> str:
-    """Our name for a sharding strategy: a name, a number, a member of torch's enumeration, or FSDP2's flag.
+    """Return shardwise's name for a sharding strategy, given as a name, a number, a member of torch's enumeration, or
+    FSDP2's flag `reshard_after_forward`.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError for any other value.
     """
     if isinstance(asked, bool):
         return "full_shard" if asked else "shard_grad_op"
@@ -38,13 +39,13 @@ def strategy_of(asked: object, where: str) -> str:
 
 
 def read_fsdp(values: Mapping[str, Any], where: str) -> ForeignSettings:
-    """Read the FSDP section of `accelerate config`, or what is given as TrainingArguments.fsdp_config.
+    """Read the FSDP section of `accelerate config`, or the value of TrainingArguments.fsdp_config.
 
     Args:
-        values: keys with or without the prefix "fsdp_".
-        where: its name, for messages.
+        values: settings by key, with or without the prefix "fsdp_".
+        where: the name of the section, for messages.
 
-    Raises ConfigError, naming the key, for a value that cannot be.
+    Raises ConfigError, naming the key, for an invalid value.
     """
     settings = ForeignSettings(LIBRARY)
     plain = {key.removeprefix(_PREFIX) if key != _PREFIX else key: value for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""What a configuration of another library asks for, in our words, and what of it is different or missing here."""
+"""The settings of another library's configuration in shardwise's terms, with those that differ or are missing here."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Any
 
 @dataclass
 class ForeignSettings:
-    """Filled while a file is read. None: the file does not say, or says "auto"."""
+    """Settings that are filled in while a file is read. None: the file does not say, or says "auto"."""
 
     library: str
-    """Whose configuration it is."""
+    """Name of the library whose configuration it is."""
     strategy: str | None = None
     shard_group: int | None = None
     reshard_after_forward: int | None = None
-    """A number of ranks."""
+    """Number of ranks of the secondary shards."""
     units: list[str] | int | None = None
-    """Names of module classes, or a least number of parameters."""
+    """Names of module classes, or the least number of parameters of a unit."""
     compute: str | None = None
     """The dtype of forward and backward: "fp32", "bf16" or "fp16"; weights are updated in fp32."""
     reduce: str | None = None
     """The dtype in which gradients are summed."""
     offload: dict[str, str] = field(default_factory=dict)
-    """Keys of the section `[offload]`."""
+    """Keys and values of the section `[offload]`."""
     ranks: int | None = None
-    """Of all nodes."""
+    """Number of ranks on all nodes together."""
     nodes: int | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
     global_batch: int | None = None
     train: dict[str, Any] = field(default_factory=dict)
-    """Other keys of the section `[train]`."""
+    """Other keys and values of the section `[train]`."""
     log: dict[str, Any] = field(default_factory=dict)
-    """Keys of the section `[log]`."""
+    """Keys and values of the section `[log]`."""
     changes: list[str] = field(default_factory=list)
-    """What is done otherwise here."""
+    """Sentences about what shardwise does differently."""
     without_equal: list[str] = field(default_factory=list)
-    """What there is nothing for here, and is left out."""
+    """Settings that shardwise has no counterpart for, and which are omitted."""
     without_effect: list[str] = field(default_factory=list)
-    """Names of keys that the engine needs none for."""
+    """Names of keys that shardwise does not need, because the engine decides such things itself."""
     open: list[str] = field(default_factory=list)
-    """Names of keys that are "auto": the program that reads the file fills them in."""
+    """Names of keys that are "auto": the program that uses the file fills them in."""
 
     def offload_to(self, place: str, part: str, path: str | None = None) -> None:
-        """Parameters ("params"), reduced "gradients" or the state of the "optimizer" leave the device for a place:
-        "cpu", or "nvme" in the directory `path`."""
+        """Record that parameters ("params"), reduced gradients ("gradients") or optimizer state ("optimizer") are
+        offloaded to a place: "cpu", or "nvme" in the directory `path`."""
         if place == "nvme" and path is None:
             self.without_equal.append(f"offload of {part} to nvme without a path")
             return
@@ -58,14 +58,14 @@ class ForeignSettings:
 
     @property
     def whole_batch(self) -> int | None:
-        """Sequences of a step over all ranks, where that follows."""
+        """Sequences of a step over all ranks; None if the settings do not determine it."""
         if self.global_batch is not None or self.micro_batch is None or self.ranks is None:
             return self.global_batch
         return self.micro_batch * (self.accumulation or 1) * self.ranks
 
     @property
     def steps_accumulated(self) -> int | None:
-        """Micro-batches of a step, where that follows."""
+        """Micro-batches of a step; None if the settings do not determine it."""
         if self.accumulation is not None or None in {self.global_batch, self.micro_batch, self.ranks}:
             return self.accumulation
         assert self.global_batch is not None

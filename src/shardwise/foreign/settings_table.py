@@ -1,4 +1,4 @@
-"""A configuration of another library as a tree of keys: values that are checked as they are taken out of it."""
+"""A table of another library's configuration. Values are checked as they are taken out of it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _NUMBERS = (int, float, str)
 
 
 class SettingsTable:
-    """One table of a file. Whatever was asked for is done with; `rest` has what nobody knew."""
+    """One table of a file. A key is removed when it is read, so that `rest` has the keys that no reader knows."""
 
     def __init__(self, where: str, values: Mapping[str, Any], opened: list[str], place: str = "") -> None:
         """
         Args:
-            where: the file, for messages.
-            values: as the file has them.
-            opened: takes the names of keys that are "auto".
-            place: the names of the tables around it, with a dot after each.
+            where: the file's name, for messages.
+            values: the table's keys and values in the file.
+            opened: list to which the names of keys that are "auto" are appended.
+            place: the names of the enclosing tables and of this one, each with a dot at its end.
         """
         self._where = where
         self._values = dict(values)
@@ -36,7 +36,7 @@ class SettingsTable:
         return [f"{self._place}{key}" for key in self._values]
 
     def take(self, key: str) -> Any:
-        """A value as it is; None where there is none, or it is "auto"."""
+        """Take a value as it is; None if there is none, or if it is "auto"."""
         value = self._values.pop(key, None)
         if value == AUTO:
             self._opened.append(f"{self._place}{key}")
@@ -44,18 +44,18 @@ class SettingsTable:
         return value
 
     def values(self, key: str) -> Mapping[str, Any]:
-        """A table as it is, empty where there is none."""
+        """Take a table as a mapping; empty if there is none."""
         value = self.take(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(key, value, "a table")
         return value or {}
 
     def table(self, key: str) -> SettingsTable:
-        """A table, empty where there is none."""
+        """Take a table as a SettingsTable; empty if there is none."""
         return SettingsTable(self._where, self.values(key), self._opened, f"{self._place}{key}.")
 
     def whole(self, key: str, least: int = 0, most: int | None = None) -> int | None:
-        """A whole number."""
+        """Take an integer, from `least` to `most`."""
         value = self.number(key, least)
         if value is None:
             return None
@@ -65,7 +65,7 @@ class SettingsTable:
         return int(value)
 
     def number(self, key: str, least: float = 0) -> float | None:
-        """A number, also one that is written as text ("1e-4", as YAML reads it)."""
+        """Take a number, also one that is written as text (YAML reads "1e-4" as text)."""
         value = self.take(key)
         if value is None:
             return None
@@ -78,7 +78,7 @@ class SettingsTable:
         return number
 
     def flag(self, key: str) -> bool | None:
-        """true or false, also written as text."""
+        """Take true or false, also written as text."""
         value = self.take(key)
         if value is None or isinstance(value, bool):
             return value
@@ -87,7 +87,7 @@ class SettingsTable:
         raise self.wrong(key, value, "true or false")
 
     def word(self, key: str, known: Collection[str] = ()) -> str | None:
-        """A text, one of those that are known."""
+        """Take a text, which must be one of `known` unless that is empty."""
         value = self.take(key)
         if value is None:
             return None
@@ -96,9 +96,9 @@ class SettingsTable:
         return value
 
     def taken(self, keys: Collection[str]) -> list[str]:
-        """Full names of those of the keys that are there, which are done with."""
+        """Remove these keys. Returns the full names of those that were there with a value."""
         return [f"{self._place}{key}" for key in sorted(keys) if self._values.pop(key, None) is not None]
 
     def wrong(self, key: str, value: object, expected: str) -> ConfigError:
-        """The error for a value that cannot be."""
+        """Make the error for an invalid value."""
         return ConfigError(f"{self._where}: {self._place}{key} = {value!r}: must be {expected}")

@@ -1,1 +1,1 @@
-"""Doors from other libraries. Each module needs the library that it is named after, which is not installed with us."""
+"""Integrations with other libraries. Each module needs a library that is not installed along with shardwise."""

@@ -1,10 +1,10 @@
-"""Accelerate: an `Accelerator` whose `prepare` shards models, where the stock one wraps them in DDP or FSDP.
+"""Accelerate: an `Accelerator` whose `prepare` shards models, where Accelerate's own wraps them in DDP or FSDP.
 
     accelerator = Accelerator(shardwise_plugin=ShardwisePlugin(strategy="full_shard"))
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)
 
-`distributed_type` stays what it is for the processes themselves (MULTI_GPU, MULTI_CPU, NO): the branches that
-Accelerate and transformers have for FSDP expect FSDP's modules, and those for DDP are what this class replaces.
+`distributed_type` only names the kind of processes (MULTI_GPU, MULTI_CPU, NO) and never FSDP: the code that Accelerate
+and transformers have for FSDP expects FSDP's modules, whereas the code for DDP is what this class replaces.
 """
 
 from __future__ import annotations
@@ -60,29 +60,29 @@ _DIRECTORY = "shardwise"
 
 @dataclass
 class ShardwisePlugin:
-    """How an `Accelerator` shards. The fields are `sw.shard`'s arguments, but for the last two."""
+    """How an `Accelerator` shards models. The fields are `sw.shard`'s arguments, except for the last two."""
 
     strategy: Strategy | str = Strategy.FULL_SHARD
     mesh: DeviceMesh | None = None
     units: Units = None
     precision: Precision | None = None
-    """None: what the Accelerator's `mixed_precision` says. With "bf16" or "fp16" weights are gathered in that dtype,
-    gradients are summed in fp32, masters are fp32, and Accelerate's autocast stays on inside."""
+    """None: as the Accelerator's `mixed_precision` says. With "bf16" or "fp16" weights are gathered in that dtype,
+    gradients are summed in fp32, masters are fp32, and Accelerate's autocast stays on in forward."""
     reshard_after_forward: bool | int | None = None
     slots: int = 3
     offload: Offload | None = None
     align: int | None = None
     ignored_modules: Iterable[nn.Module] | str | None = None
-    """Modules whose parameters are left alone, or a regular expression for their whole names."""
+    """Modules whose parameters are not sharded, or a regular expression that matches their whole fqns."""
     activation_checkpointing: str = field(default="none")
     """As `train.activation_checkpointing` of a configuration: "none", "full", "selective-ops", "every-2"."""
 
     @classmethod
     def from_fsdp(cls, plugin: FullyShardedDataParallelPlugin) -> ShardwisePlugin:
-        """What an FSDP plugin asks for. Raises UsageError for what cannot be had.
+        """Translate an FSDP plugin. Raises UsageError for settings that the engine does not support.
 
         Prefetching, `limit_all_gathers`, `use_orig_params`, `sync_module_states` and `state_dict_type` have no effect:
-        the engine does the first two by itself, needs neither of the next, and has one format of checkpoints.
+        the engine always does the first two, does not need the next two, and has only one checkpoint format.
         """
         fsdp_settings.check_honoured(plugin)
         settings = fsdp_settings.settings_of(plugin)
@@ -100,9 +100,9 @@ class ShardwisePlugin:
         """Shard a model in place. Every rank must call this.
 
         Args:
-            mixed_precision: the Accelerator's, where the plugin says nothing itself.
+            mixed_precision: the Accelerator's, which applies if the plugin has no `precision`.
 
-        Raises ConfigError if the plugin names classes that the model has not.
+        Raises ConfigError if the plugin names module classes that the model does not have.
         """
         if isinstance(self.units, fsdp_settings.NamedClasses):
             self.units.check_in(model)
@@ -125,22 +125,23 @@ class ShardwisePlugin:
 
 
 class Accelerator(accelerate.Accelerator):
-    """`accelerate.Accelerator` that shards every model it prepares, in place, also those for evaluation.
+    """An `accelerate.Accelerator` that shards every model that it prepares, in place, also models for evaluation.
 
-    Leave models that single ranks call out of `prepare`. Accelerate's other engines are refused. An FSDP plugin, or the
-    FSDP section of `accelerate launch`'s configuration, is read as a ShardwisePlugin.
+    Do not `prepare` models that only some ranks call. Accelerate's other engines raise a UsageError. An FSDP plugin, or
+    the FSDP section of `accelerate launch`'s configuration, is translated to a ShardwisePlugin.
     """
 
     scaler: torch.amp.GradScaler | None
     _models: list[nn.Module]
     _optimizers: list[Any]
-    """AcceleratedOptimizers."""
+    """Prepared optimizers, which are AcceleratedOptimizers."""
 
     def __init__(self, *args: Any, shardwise_plugin: ShardwisePlugin | None = None, **kwargs: Any) -> None:
         """
         Args:
-            args, kwargs: `accelerate.Accelerator`'s.
-            shardwise_plugin: how to shard; default: as the FSDP plugin or configuration says, else `sw.shard`'s.
+            args, kwargs: as for `accelerate.Accelerator`.
+            shardwise_plugin: how to shard. Default: as the FSDP plugin or configuration says, else `sw.shard`'s
+                defaults.
         """
         foreign = kwargs.pop("fsdp_plugin", None)
         if foreign is None and os.environ.get(_FSDP_ASKED, "").lower() == "true":
@@ -174,21 +175,21 @@ class Accelerator(accelerate.Accelerator):
     ) -> nn.Module:
         """Shard a model in place, then apply autocast and compilation as Accelerate does. Every rank must call this.
 
-        `device_placement` has no effect: shards go to the rank's device. `evaluation_mode` makes no difference.
+        `device_placement` and `evaluation_mode` have no effect: the shards are on the rank's device in any case.
         """
         if engine_of(model) is None:
-            bare: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile(model)
+            bare: nn.Module = getattr(model, "_orig_mod", model)  # after torch.compile(model)
             self.shardwise_plugin.shard(bare, self.mixed_precision if self.native_amp else "no")
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        return prepared  # not wrapped, which evaluation_mode sees to
+        return prepared  # evaluation_mode=True: not wrapped in DDP
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """As Accelerate's. State is made where the shards are."""
+        """Prepare an optimizer as Accelerate does. The optimizer state is allocated where the shards are."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backwards inside accumulate locally; the first one outside reduces the sum. See `sw.no_sync`."""
+        """Make backwards inside accumulate locally; the first one outside reduces the sum. See `sw.no_sync`."""
         if engine_of(model) is None:
             yield
         else:
@@ -198,7 +199,7 @@ class Accelerator(accelerate.Accelerator):
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Backwards inside reduce, also inside `no_sync`, what it accumulated too."""
+        """Make backwards inside reduce even within `no_sync`, together with the gradients accumulated so far."""
         if engine_of(model) is None:
             yield
         else:
@@ -206,16 +207,16 @@ class Accelerator(accelerate.Accelerator):
                 yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Refused: every rank of a sharded model takes part in every step."""
+        """Raise UsageError: every rank of a sharded model must take part in every step."""
         raise UsageError("join_uneven_inputs: sharded ranks step together; keep even_batches=True: then all have data")
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip by the global norm, which is returned on every rank. Every rank must call this."""
+        """Clip by the global norm, and return it on every rank. Every rank must call this."""
         self.unscale_gradients()
         return clip_grad_norm_(list(parameters), max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Full tensors on the CPU of rank 0, an empty dict elsewhere. Every rank must call this."""
+        """Return full tensors on rank 0's CPU, and an empty dict on other ranks. Every rank must call this."""
         if engine_of(model) is None:
             plain: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
             return plain
@@ -224,8 +225,8 @@ class Accelerator(accelerate.Accelerator):
         return full_state_dict(self.unwrap_model(model, keep_torch_compile=False))
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's. Each sharded model and its optimizers become a shardwise checkpoint below `output_dir`,
-        which any number of ranks can load. Every rank must call this."""
+        """Save as Accelerate does, but each sharded model and its optimizer as a shardwise checkpoint below
+        `output_dir`, which any number of ranks can load. Every rank must call this."""
         self._is_saving = True
         try:
             with self._without_optimizers_of_shards():
@@ -234,7 +235,7 @@ class Accelerator(accelerate.Accelerator):
             self._is_saving = False
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's, of what `save_state` wrote. Every rank must call this."""
+        """Load what `save_state` wrote. Every rank must call this."""
         with self._without_optimizers_of_shards():
             super().load_state(input_dir, *args, **kwargs)
 
@@ -242,7 +243,8 @@ class Accelerator(accelerate.Accelerator):
         return [model for model in self._models if engine_of(model) is not None]
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """The prepared optimizer that has one of the model's parameters, without Accelerate's wrapper."""
+        """Return the prepared optimizer with a parameter of the model, without Accelerate's wrapper; None without one.
+        Raises UsageError if there are several."""
         ours = {id(parameter) for parameter in model.parameters()}
         found = [prepared.optimizer for prepared in self._all_optimizers if _has_any(prepared.optimizer, ours)]
         if len(found) > 1:
@@ -251,7 +253,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_optimizers_of_shards(self) -> Iterator[None]:
-        """Inside, Accelerate itself sees those optimizers alone that have no sharded parameters."""
+        """Hide optimizers with sharded parameters from Accelerate inside the block."""
         self._all_optimizers = self._optimizers
         ours = {id(parameter) for model in self._sharded() for parameter in model.parameters()}
         self._optimizers = [one for one in self._optimizers if not _has_any(one.optimizer, ours)]
@@ -274,7 +276,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _Left(dict[str, Any]):
-    """Stands for the state of a sharded model until `_save_sharded` sees it."""
+    """Placeholder for the state of a sharded model, which `_save_sharded` removes: it saves the shards itself."""
 
 
 def _place(directory: str, number: int) -> Path:
@@ -287,7 +289,7 @@ def _has_any(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
 
 @contextmanager
 def fsdp_not_asked() -> Iterator[None]:
-    """Inside, the environment does not ask Accelerate for FSDP."""
+    """Hide the environment variable that asks Accelerate for FSDP inside the block."""
     asked = os.environ.pop(_FSDP_ASKED, None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Lightning Fabric: `Fabric(strategy="shardwise")` after an import of this module, or a `ShardwiseStrategy(...)`."""
+"""Lightning Fabric: `Fabric(strategy="shardwise")` after importing this module, or with a `ShardwiseStrategy(...)`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["ShardwiseStrategy"]
 
 
 class ShardwiseStrategy(DDPStrategy):
-    """One process a device, as DDP's, and sharded modules in them.
+    """A Fabric strategy that shards modules, with one process a device like DDP.
 
-    `fabric.save` of a state with one sharded module (and its optimizer) writes a shardwise checkpoint: a directory,
-    with the rest of the state in a file beside.
+    `fabric.save` of a state with one sharded module (and its optimizer) writes a shardwise checkpoint: a directory, in
+    which another file holds the rest of the state.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class ShardwiseStrategy(DDPStrategy):
         """
         Args:
             process_group_backend: default: "nccl" for GPUs, "gloo" for CPUs.
-            start_method: of the processes that Fabric starts where torchrun or a cluster has not: "popen", "spawn".
-            options: `sw.shard`'s arguments; and Lightning's own (`accelerator`, `timeout`, ...).
+            start_method: "popen" or "spawn", for processes that Fabric starts itself, without torchrun or a cluster.
+            options: `sw.shard`'s arguments, and Lightning's own (`accelerator`, `timeout`, ...).
         """
         theirs = {name: options.pop(name) for name in lightning_common.OPTIONS if name in options}
         super().__init__(process_group_backend=process_group_backend, start_method=start_method, **theirs)
@@ -49,27 +49,27 @@ class ShardwiseStrategy(DDPStrategy):
         self._backward_sync_control = _NoSync()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard it. Every rank must call this."""
+        """Shard a module. Every rank must call this."""
         lightning_common.shard_as(module, self._options, str(self.precision.precision))
-        module.to(self.root_device)  # sharded parameters are there
+        module.to(self.root_device)  # moves buffers; shards are there already
         if (scaler := getattr(self.precision, "scaler", None)) is not None:
             self.precision.scaler = lightning_common.scaler_for_shards(scaler, self.root_device)
         return _Called(module)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Under the module's own names."""
+        """Return the state under the module's own names, without a wrapper's prefix."""
         state: dict[str, Any] = super().get_module_state_dict(_bare(module))
         return state
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Under the module's own names."""
+        """Load a state with the module's own names, without a wrapper's prefix."""
         super().load_module_state_dict(_bare(module), state_dict, strict)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Sharding does, a shard at a time."""
+        """Do nothing: sharding moves the parameters, one shard at a time."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Models are built on the CPU, or on the meta device if `empty_init`: never whole on an accelerator."""
+        """Have models built on the CPU, or on the meta device if `empty_init`: never whole on an accelerator."""
         return torch.device("meta") if empty_init else nullcontext()
 
     def save_checkpoint(
@@ -79,7 +79,7 @@ class ShardwiseStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: Any = None,  # noqa: A002
     ) -> None:
-        """Write a directory if there is a sharded module in the state. Every rank must call this."""
+        """Write a checkpoint directory if the state has a sharded module, else a file. Every rank must call this."""
         modules, optimizers = _parts(state)
         if not modules:
             super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
@@ -97,7 +97,7 @@ class ShardwiseStrategy(DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a directory of `save_checkpoint`'s into the state, or another strategy's file. Every rank must call."""
+        """Load a directory from `save_checkpoint`, or another strategy's file. Every rank must call this."""
         path = Path(self.broadcast(path))
         if not lightning_common.is_directory_of_ours(path):
             found: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
@@ -123,8 +123,8 @@ class ShardwiseStrategy(DDPStrategy):
 
 
 class _Called(nn.Module):
-    """Stands around a sharded module as DDP's wrapper would: so Fabric has methods that are marked as forwards, and
-    a LightningModule's steps, run inside the module's forward."""
+    """Wrapper of a sharded module in the place of DDP's. Because of it Fabric runs methods that are marked as forward
+    methods, and a LightningModule's steps, inside the module's forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def _bare(value: Any) -> Any:
 
 
 def _parts(state: Mapping[str, Any]) -> tuple[dict[str, nn.Module], dict[str, Optimizer]]:
-    """The sharded modules of a state and their optimizers, by key."""
+    """Return the sharded modules in a state and their optimizers, by key."""
     bare = {key: _bare(value) for key, value in state.items()}
     modules = {key: value for key, value in bare.items() if isinstance(value, nn.Module) and engine_of(value)}
     ours = {id(parameter) for module in modules.values() for parameter in module.parameters()}

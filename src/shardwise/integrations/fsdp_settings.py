@@ -1,5 +1,5 @@
-"""What an FSDP plugin of Accelerate's asks for, in our words. Accelerate makes one from its configuration file too, and
-transformers of TrainingArguments.fsdp and .fsdp_config."""
+"""Translation of Accelerate's FSDP plugin to shardwise's settings. Accelerate also makes such a plugin from its
+configuration file, and transformers from TrainingArguments.fsdp and .fsdp_config."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PLUGIN = "fsdp_plugin"
 
 
 def settings_of(plugin: Any) -> ForeignSettings:
-    """What a plugin of either FSDP version asks for, but for its dtypes, policies and modules.
+    """Translate a plugin of either FSDP version, except for its dtypes, policies and modules.
 
-    Raises ConfigError for a sharding strategy that we have not.
+    Raises ConfigError for an unknown sharding strategy.
     """
     classes = plugin.transformer_cls_names_to_wrap
     values = {
@@ -39,7 +39,7 @@ def settings_of(plugin: Any) -> ForeignSettings:
 
 @dataclass(frozen=True)
 class NamedClasses:
-    """Chooses a model's modules of some classes, by the names of these."""
+    """A choice of units: all modules whose class has one of these names."""
 
     names: tuple[str, ...]
 
@@ -52,14 +52,14 @@ class NamedClasses:
 
 
 def units_of(settings: ForeignSettings) -> Callable[[str, nn.Module], bool] | int | None:
-    """Which modules would be wrapped: those of the named classes, those of a size, or None for automatic units."""
+    """Return the `units` that match FSDP's wrapping: by class name, by least size, or None for automatic units."""
     if not isinstance(settings.units, list):
         return settings.units
     return NamedClasses(tuple(settings.units))
 
 
 def precision_of(plugin: Any) -> Precision | None:
-    """The dtypes of the plugin's mixed precision policy; None without one."""
+    """Return the dtypes of the plugin's mixed precision policy; None without one."""
     policy = plugin.mixed_precision_policy
     if policy is None:
         return None
@@ -73,14 +73,14 @@ def precision_of(plugin: Any) -> Precision | None:
 
 
 def offload_of(plugin: Any) -> Offload | None:
-    """Where the plugin wants shards and the optimizer's state."""
+    """Return the offload to host memory if the plugin asks for CPU offload, else None."""
     asked = plugin.cpu_offload  # a bool, FSDP1's CPUOffload, or FSDP2's OffloadPolicy or its subclass CPUOffloadPolicy
     is_asked = asked is True or getattr(asked, "offload_params", False) or type(asked).__name__ == "CPUOffloadPolicy"
     return ALL_ON_HOST if is_asked else None
 
 
 def ignored_in(model: nn.Module, asked: Iterable[nn.Module] | str | None) -> list[nn.Parameter]:
-    """Parameters of the modules that the plugin leaves alone: given themselves, or as an expression for whole names."""
+    """Return the parameters of ignored modules, given as modules or as a regular expression for their whole fqns."""
     if asked is None:
         return []
     if isinstance(asked, str):
@@ -90,8 +90,8 @@ def ignored_in(model: nn.Module, asked: Iterable[nn.Module] | str | None) -> lis
 
 
 def check_honoured(plugin: Any) -> None:
-    """Raise UsageError for what the engine does not have and a run would miss."""
-    if plugin.param_init_fn is not None and not plugin.sync_module_states:  # which makes one that initialises nothing
+    """Raise UsageError for settings that the engine cannot honour and that would change the results of a run."""
+    if plugin.param_init_fn is not None and not plugin.sync_module_states:  # that makes one which initialises nothing
         raise UsageError(
             "fsdp_plugin: param_init_fn would not be called; modules on the meta device get their numbers from a "
             "reset_parameters() of their own, or build the model on a real device"

@@ -4,8 +4,9 @@
 
     class ShardedSFTTrainer(ShardwiseTrainerMixin, SFTTrainer): ...
 
-A checkpoint of the Trainer's is a shardwise checkpoint, which `from_pretrained` reads and which resumes at any number
-of ranks, with the Trainer's own files beside it. Of a PEFT model it holds adapters and their optimizer's state alone.
+The Trainer's checkpoints are shardwise checkpoints, with the Trainer's own files in the same directory.
+`from_pretrained` reads them, and training can resume from them with any number of ranks. A checkpoint of a PEFT model
+holds only the adapters and their optimizer state.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 try:
-    import accelerate  # noqa: F401 - the Trainer's own need
+    import accelerate  # noqa: F401 - the Trainer needs it
     import transformers
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 except ImportError as error:
@@ -46,11 +47,11 @@ __all__ = ["ShardwiseTrainerMixin", "Trainer"]
 
 
 class ShardwiseTrainerMixin:
-    """Put it before a class derived from `transformers.Trainer`. TrainingArguments stay as they are.
+    """A mixin that makes a trainer shard its models. It must precede a base class derived from `transformers.Trainer`.
 
-    Where `shard` is not given, `fsdp` and `fsdp_config` of the arguments are read, or the FSDP section of
-    `accelerate launch`'s configuration. Models are sharded where they are when training or evaluation begins: none is
-    moved to the device whole.
+    TrainingArguments need no change. Without `shard`, the settings come from their `fsdp` and `fsdp_config`, or from
+    the FSDP section of `accelerate launch`'s configuration. Models are sharded when training or evaluation begins, from
+    the device that they are on then: none is moved to the accelerator whole.
     """
 
     args: Any
@@ -62,8 +63,8 @@ class ShardwiseTrainerMixin:
     def __init__(self, *args: Any, shard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """
         Args:
-            args, kwargs: the trainer's own.
-            shard: how to shard: the fields of ShardwisePlugin, which are `sw.shard`'s arguments.
+            args, kwargs: as for the trainer.
+            shard: how to shard, as fields of ShardwisePlugin: `sw.shard`'s arguments and a few more.
         """
         self._plugin = None if shard is None else _plugin_of(shard)
         self._accelerator_arguments: dict[str, Any] = {}
@@ -71,7 +72,7 @@ class ShardwiseTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the trainer's, with our Accelerator in the place of its own."""
+        """Do what the trainer does, but with shardwise's Accelerator instead of Accelerate's."""
         with fsdp_not_asked():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator = Accelerator(shardwise_plugin=self._plugin, **self._accelerator_arguments)
@@ -87,7 +88,7 @@ class ShardwiseTrainerMixin:
         return self._accelerator_arguments
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Sharding does, a shard at a time."""
+        """Do nothing: sharding moves the parameters, one shard at a time."""
 
     @property
     def _is_sharded(self) -> bool:
@@ -103,9 +104,9 @@ class ShardwiseTrainerMixin:
             self._is_saving_checkpoint = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write what `from_pretrained` reads; of a PEFT model the adapters. Every rank must call this.
+        """Write the model for `from_pretrained`; only the adapters of a PEFT model. Every rank must call this.
 
-        The full weights come together on rank 0's host. Checkpoints of the Trainer's need no such room.
+        The full weights are gathered in rank 0's host memory. For the Trainer's checkpoints they are not.
         """
         where = output_dir if output_dir is not None else self.args.output_dir
         if not self._is_sharded:
@@ -122,7 +123,7 @@ class ShardwiseTrainerMixin:
                 )
 
     def _save_shards(self, directory: str) -> None:
-        """Model and optimizer as one shardwise checkpoint, and what the Trainer puts beside a model."""
+        """Save model and optimizer as one shardwise checkpoint, and the files that the Trainer adds to a model."""
         optimizer = None if self.args.save_only_model else _bare(self.optimizer)
         save(directory, self.model, optimizer, step=self.state.global_step, overwrite=True)  # type: ignore[attr-defined]
         if self.args.should_save:
@@ -146,7 +147,8 @@ class ShardwiseTrainerMixin:
     # Loading ----------------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Weights of a checkpoint of ours are read with the optimizer's state, when there are shards to read into."""
+        """Load the weights of other checkpoints. `_load_optimizer_and_scheduler` loads those of a shardwise checkpoint
+        together with the optimizer state, because the model is sharded by then."""
         if _is_ours(resume_from_checkpoint):
             return
         if self._is_sharded and not _is_peft(self.model):
@@ -160,7 +162,7 @@ class ShardwiseTrainerMixin:
             return
         has_optimizer = any(Path(checkpoint).glob("optimizer*.safetensors"))
         load(checkpoint, self.model, _bare(self.optimizer) if has_optimizer else None)
-        with suppress(FileNotFoundError):  # saved with save_only_model
+        with suppress(FileNotFoundError):  # missing after save_only_model
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_best_model(self) -> None:
@@ -174,7 +176,7 @@ class ShardwiseTrainerMixin:
 
 
 class Trainer(ShardwiseTrainerMixin, transformers.Trainer):
-    """`transformers.Trainer` that shards: `Trainer(..., shard=dict(strategy="full_shard"))`."""
+    """A `transformers.Trainer` that shards its models: `Trainer(..., shard=dict(strategy="full_shard"))`."""
 
 
 def _plugin_of(options: Mapping[str, Any]) -> ShardwisePlugin:
@@ -190,7 +192,7 @@ def _is_ours(checkpoint: str) -> bool:
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """Without Accelerate's wrapper."""
+    """Return the optimizer without Accelerate's wrapper."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 
@@ -201,14 +203,14 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _whole_prompts(model: Any) -> AbstractContextManager[None]:
-    """Inside, a PeftModel's prompts are whole: PEFT computes what it saves of them with the modules that it finds, and
-    not from a state_dict. Every rank must call this."""
+    """Unshard a PeftModel's prompt encoder inside the block, because PEFT computes the prompts that it saves with the
+    modules themselves and not from a state_dict. Every rank must call this."""
     learns_prompts = _is_peft(model) and any(config.is_prompt_learning for config in model.peft_config.values())
     return unsharded(model.prompt_encoder) if learns_prompts else nullcontext()
 
 
 def _adapters_of(model: Any) -> dict[str, Any]:
-    """The model's state with full tensors where PEFT saves them, on the CPU. Every rank must call this."""
+    """Return the model's state_dict, with full CPU tensors for those that PEFT saves. Every rank must call this."""
     import peft
 
     state = model.state_dict()
@@ -221,7 +223,7 @@ def _adapters_of(model: Any) -> dict[str, Any]:
 
 
 def _full_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state_dict with full tensors, on the CPU. Every rank must call this."""
+    """Return the optimizer's state_dict with full tensors on the CPU. Every rank must call this."""
     found = optimizer.state_dict()
     state = {key: {name: _full(value) for name, value in one.items()} for key, one in found["state"].items()}
     return {**found, "state": state}

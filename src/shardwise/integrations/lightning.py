@@ -1,7 +1,7 @@
-"""lightning.pytorch: `Trainer(strategy="shardwise")` after an import of this module, or a `ShardwiseStrategy(...)`.
+"""lightning.pytorch: `Trainer(strategy="shardwise")` after importing this module, or with a `ShardwiseStrategy(...)`.
 
-What is sharded is the LightningModule's only child that has parameters (`self.model`), else the LightningModule itself,
-whose steps then run as its forward. A module that `configure_model` has sharded stays as it is.
+It shards the LightningModule's only child with parameters (`self.model`), else the LightningModule itself, whose steps
+then run inside its forward. A module that `configure_model` has already sharded is left unchanged.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _AVERAGING = tuple(
 
 
 class ShardwiseStrategy(DDPStrategy):
-    """One process a device, as DDP's, and a sharded model in them.
+    """A strategy of lightning.pytorch that shards the model, with one process a device like DDP.
 
-    Checkpoints are shardwise checkpoints: directories, which any number of ranks under any strategy can load, with
-    Lightning's own state in a file beside. A checkpoint file of another strategy's loads as well.
+    Checkpoints are shardwise checkpoints: directories, which any number of ranks can load under any sharding strategy,
+    with a file for Lightning's own state. Checkpoint files of Lightning's other strategies can be loaded as well.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ShardwiseStrategy(DDPStrategy):
         """
         Args:
             process_group_backend: default: "nccl" for GPUs, "gloo" for CPUs.
-            start_method: of the processes that Lightning starts where torchrun or a cluster has not: "popen", "spawn".
-            options: `sw.shard`'s arguments; and Lightning's own (`accelerator`, `timeout`, ...).
+            start_method: "popen" or "spawn", for processes that Lightning starts itself, without torchrun or a cluster.
+            options: `sw.shard`'s arguments, and Lightning's own (`accelerator`, `timeout`, ...).
         """
         theirs = {name: options.pop(name) for name in lightning_common.OPTIONS if name in options}
         super().__init__(process_group_backend=process_group_backend, start_method=start_method, **theirs)
@@ -64,7 +64,7 @@ class ShardwiseStrategy(DDPStrategy):
     # Setting up -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Shard, then build the optimizers."""
+        """Shard the model, then create the optimizers."""
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         lightning_common.check_checkpoint_io(self._checkpoint_io)
         if is_fitting:
@@ -75,7 +75,7 @@ class ShardwiseStrategy(DDPStrategy):
             module = _synchronized(module, self._layer_sync)
         lightning_common.shard_as(_to_shard(module), self._options, str(self.precision_plugin.precision))
         self.model = module
-        self.model.to(self.root_device)  # sharded parameters are there; Lightning remembers the device
+        self.model.to(self.root_device)  # for buffers, and for Lightning to note the device
         if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
             self.precision_plugin.scaler = lightning_common.scaler_for_shards(scaler, self.root_device)
         if is_fitting:
@@ -84,11 +84,11 @@ class ShardwiseStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Models are built on the CPU, or on the meta device if `empty_init`: never whole on an accelerator."""
+        """Have models built on the CPU, or on the meta device if `empty_init`: never whole on an accelerator."""
         return torch.device("meta") if empty_init else nullcontext()
 
     def teardown(self) -> None:
-        """A sharded model stays where it is."""
+        """Tear down without moving the sharded model to the CPU."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -124,7 +124,7 @@ class ShardwiseStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate; the first one outside reduces the sum."""
+        """Make backwards inside accumulate gradients locally; the first one outside reduces the sum."""
         with no_sync(self.lightning_module):
             yield
 
@@ -132,25 +132,25 @@ class ShardwiseStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Into shards."""
+        """True, because a checkpoint is loaded into shards, which `setup` makes."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """`load_checkpoint` has."""
+        """False, because `load_checkpoint` has already loaded the optimizer state."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What is not sharded of it: metrics' buffers, for example. `save_checkpoint` writes the shards."""
+        """Return the state that is not sharded, such as buffers of metrics. `save_checkpoint` writes the shards."""
         state = self.lightning_module.state_dict()
         return {name: value for name, value in state.items() if not isinstance(value, ShardedParameter)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` writes it."""
+        """Return an empty dict: `save_checkpoint` writes the optimizer state."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a directory. Every rank must call this."""
+        """Write a checkpoint directory. Every rank must call this."""
         if storage_options is not None:
             raise UsageError("storage_options: a sharded model's checkpoint does not go through CheckpointIO")
         with_optimizer = "optimizer_states" in checkpoint
@@ -160,11 +160,11 @@ class ShardwiseStrategy(DDPStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a directory of `save_checkpoint`'s, or the file of another strategy. Every rank must call this."""
+        """Load a directory from `save_checkpoint`, or the file of another strategy. Every rank must call this."""
         path = Path(self.broadcast(checkpoint_path))
         strict = self.lightning_module.strict_loading
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self._bare_optimizers() if is_fitting else []  # else of the module that was fitted last
+        optimizers = self._bare_optimizers() if is_fitting else []  # else they are of the module fitted last
         if lightning_common.is_directory_of_ours(path):
             lightning_common.load_directory(path, self._sharded(), optimizers, strict)
             return lightning_common.load_rest(path, weights_only)
@@ -175,7 +175,7 @@ class ShardwiseStrategy(DDPStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """`load_checkpoint` has read the shards; here comes the rest."""
+        """Load the state that is not sharded; `load_checkpoint` has already loaded the shards."""
         self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def _sharded(self) -> nn.Module:
@@ -188,14 +188,14 @@ class ShardwiseStrategy(DDPStrategy):
 
 
 def _to_shard(module: nn.Module) -> nn.Module:
-    """The only child with parameters; the module itself if it has parameters of its own or several such children."""
+    """Return the only child with parameters; the module itself if it has its own or there is not exactly one child."""
     with_parameters = [child for child in module.children() if next(child.parameters(), None) is not None]
     own = any(parameter is not None for parameter in module._parameters.values())
     return with_parameters[0] if len(with_parameters) == 1 and not own else module
 
 
 def _check_callbacks(given: Sequence[Callback]) -> None:
-    """Raise UsageError for those that average weights: their copy of the model is made before it is sharded."""
+    """Raise UsageError for callbacks that average weights: they copy the model before it is sharded."""
     for callback in given:
         if isinstance(callback, _AVERAGING):
             raise UsageError(
@@ -206,8 +206,8 @@ def _check_callbacks(given: Sequence[Callback]) -> None:
 
 
 def _synchronized(module: nn.Module, layer_sync: Any) -> nn.Module:
-    """The module with its batch norms synchronized, unless it is sharded already. They stay so: it is sharded with
-    them. Raises UsageError if it is sharded with others."""
+    """Return the module with its batch norms converted to synchronized ones; unchanged if it is already sharded. Raises
+    UsageError if it was sharded with batch norms that are not synchronized."""
     if engine_of(module) is None:
         converted: nn.Module = layer_sync.apply(module)
         return converted

@@ -1,4 +1,4 @@
-"""What the strategies of lightning.pytorch and of Fabric share: options, precision, checkpoints."""
+"""Code that the strategies of lightning.pytorch and of Fabric share: options, precision, checkpoints."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from shardwise.optim.scaler import GradScaler
 from shardwise.policy.precision import Precision
 
 OPTIONS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "timeout")
-"""Of a strategy's keyword arguments, those that are Lightning's own."""
+"""Names of a strategy's keyword arguments that are passed on to Lightning."""
 _COMPUTE = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _PLAIN = {"32-true", "64-true", "bf16-true", "16-true"}
 _REST = "lightning.pt"
-"""Beside the checkpoint's own files: what Lightning saves of loops, callbacks and the user's own."""
+"""Name of the file in a checkpoint with Lightning's state: loops, callbacks and whatever the user adds."""
 
 
 def shard_as(module: nn.Module, options: Mapping[str, Any], precision: str) -> None:
-    """Shard a module, unless it is already. Every rank must call this.
+    """Shard a module, unless it is sharded already. Every rank must call this.
 
     Args:
         options: `sw.shard`'s arguments.
-        precision: the name of Lightning's precision plugin. Under the mixed ones weights are gathered in 16 bits,
-            gradients are summed in fp32 and Lightning's autocast stays on inside.
+        precision: the name of Lightning's precision plugin. With mixed precision, weights are gathered in 16 bits,
+            gradients are summed in fp32 and Lightning's autocast stays on in forward.
 
-    Raises UsageError for a precision that cannot be had.
+    Raises UsageError for a precision that is not supported.
     """
     if precision not in _COMPUTE.keys() | _PLAIN:
         raise UsageError(
@@ -51,7 +51,7 @@ def shard_as(module: nn.Module, options: Mapping[str, Any], precision: str) -> N
 
 
 def sharded_in(module: nn.Module) -> nn.Module | None:
-    """The one sharded model at or below a module; None if there is none. Raises UsageError if there are several."""
+    """Return the one sharded model at or below a module, or None. Raises UsageError if there are several."""
     found = [below for below in module.modules() if engine_of(below, below=False) is not None]
     if len(found) > 1:
         raise UsageError(f"{type(module).__name__} has {len(found)} sharded models, and a checkpoint holds one")
@@ -59,7 +59,7 @@ def sharded_in(module: nn.Module) -> nn.Module | None:
 
 
 def save_directory(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], rest: Mapping[str, Any]) -> None:
-    """Write a shardwise checkpoint with the file of the rest in it. Every rank must call this."""
+    """Write a shardwise checkpoint, and `rest` in a file of its own in it. Every rank must call this."""
     optimizer = _only(optimizers)
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     if is_first and path.is_file():
@@ -76,12 +76,12 @@ def _only(optimizers: Sequence[Optimizer]) -> Optimizer | None:
 
 
 def load_directory(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool) -> None:
-    """Read of what `save_directory` wrote the shards, the optimizer's if they are there. Every rank must call this."""
+    """Load the shards that `save_directory` wrote, and optimizer state if it is there. Every rank must call this."""
     load(path, module, _only(optimizers) if has_optimizer(path) else None, strict=strict)
 
 
 def load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read of what `save_directory` wrote the rest."""
+    """Load the `rest` that `save_directory` wrote."""
     try:
         rest: dict[str, Any] = torch.load(path / _REST, map_location="cpu", weights_only=bool(weights_only))
     except FileNotFoundError:
@@ -90,12 +90,12 @@ def load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def has_optimizer(path: Path) -> bool:
-    """Whether an optimizer's state is in a directory."""
+    """Whether a checkpoint directory has optimizer state."""
     return any(path.glob("optimizer*.safetensors"))
 
 
 def scaler_for_shards(scaler: torch.amp.GradScaler, device: torch.device) -> GradScaler:
-    """One of ours with the options and the state of a scaler; itself if it is one of ours."""
+    """Return a shardwise GradScaler with the options and state of a scaler; the scaler itself if it is one already."""
     if isinstance(scaler, GradScaler):
         return scaler
     found = GradScaler(device=device.type, enabled=scaler.is_enabled())
@@ -105,7 +105,7 @@ def scaler_for_shards(scaler: torch.amp.GradScaler, device: torch.device) -> Gra
 
 
 def check_checkpoint_io(plugin: object) -> None:
-    """Raise UsageError for a CheckpointIO plugin that writes elsewhere or otherwise than a file with torch."""
+    """Raise UsageError for a CheckpointIO plugin other than the default one, which writes files with torch."""
     if plugin is not None and type(plugin) is not TorchCheckpointIO:
         raise UsageError(
             f"{type(plugin).__name__}: ranks write a sharded model's checkpoint themselves, not through a CheckpointIO "
@@ -114,5 +114,5 @@ def check_checkpoint_io(plugin: object) -> None:
 
 
 def is_directory_of_ours(path: Path) -> bool:
-    """Whether it is a shardwise checkpoint."""
+    """Whether the path is a shardwise checkpoint."""
     return (path / manifest.NAME).is_file()

@@ -1,6 +1,6 @@
-"""The JAX front end: sharding is declared, the compiler inserts the collectives, and what it did is shown.
+"""The JAX front end: declare the sharding, let the compiler insert the collectives, and report what it did.
 
-`import shardwise.jax as swj`. Imports no torch.
+Use it as `import shardwise.jax as swj`. It does not import torch.
 """
 
 from __future__ import annotations

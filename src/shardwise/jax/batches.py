@@ -1,4 +1,4 @@
-"""Batches: arrays whose first dim is cut over the data axes."""
+"""Batches: trees of arrays whose first dim is sharded over the data axes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardwise.jax.trees import leaves_by_path
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """The batch on the mesh's devices; what is there already stays.
+    """Put a batch on the mesh's devices. Arrays that are already sharded that way are returned as they are.
 
     Args:
-        batch: a tree of arrays, the first dim of each its rows. numpy arrays hold this process's rows: the rows of all
-            processes, in their order, are the batch. Abstract arrays and arrays of jax are global.
+        batch: a tree of arrays whose first dim is rows. numpy arrays hold the rows of this process only: the global
+            batch is the rows of all processes, in process order. Abstract arrays and arrays of JAX are global.
         mesh: from `shardwise.jax.mesh`.
 
-    Raises UsageError for numpy arrays where the mesh's tensor axis goes over several processes, and for whole numbers
-    that 32 bits do not hold, which JAX would cut off.
+    Raises UsageError for numpy arrays if the mesh's tensor axis spans several processes, and for integers that do not
+    fit the 32 bits to which JAX would truncate them.
     """
     check_own_rows(batch, mesh)
     sharding = rows(mesh)
@@ -38,7 +38,7 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def _held(own: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array. Raises UsageError for numbers beyond what JAX makes of its dtype."""
+    """Return the array unchanged. Raises UsageError if JAX narrows its dtype and its integers do not fit that."""
     kept = jax.dtypes.canonicalize_dtype(own.dtype)
     if kept != own.dtype and np.issubdtype(kept, np.integer) and own.size:
         least, most = own.min(), own.max()
@@ -51,11 +51,11 @@ def _held(own: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def keep_rows(x: Any) -> Any:
-    """The same array, for a model to say to the compiler that its first dim stays cut over the data axes.
+    """Return the same array, constrained so that the compiler keeps its first dim sharded over the data axes.
 
-    At the start of a block, above all of one that a scan runs: else the compiler may cut the block's products as its
-    weights are cut, and gather activations instead of weights. Outside of programs of `shardwise.jax`, or if
-    rows do not divide, it does nothing.
+    Models call it at the start of a block, above all of a block that a scan runs. Without it the compiler may shard the
+    block's matrix products like its weights, and gather activations instead of weights. It does nothing outside of
+    programs of `shardwise.jax`, or if the rows do not divide evenly.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not set(DATA_AXES) <= set(mesh.axis_names) or x.shape[0] % (mesh.shape["replica"] * mesh.shape["fsdp"]):
@@ -64,7 +64,7 @@ def keep_rows(x: Any) -> Any:
 
 
 def check_batch(batch: Any, mesh: Mesh, accumulation: int) -> None:
-    """Raises UsageError for rows that cannot be dealt out evenly to devices and micro-batches."""
+    """Raises UsageError if the rows cannot be divided evenly among devices and micro-batches, or are no arrays."""
     devices = data_size(mesh)
     check_own_rows(batch, mesh)
     processes = len({device.process_index for device in mesh.devices.flat})
@@ -85,7 +85,7 @@ def check_batch(batch: Any, mesh: Mesh, accumulation: int) -> None:
 
 
 def check_own_rows(batch: Any, mesh: Mesh) -> None:
-    """Raises UsageError for arrays of numpy, a process's rows, where devices of several processes share rows."""
+    """Raises UsageError for numpy arrays, which hold one process's rows, if devices of several processes share rows."""
     if mesh.shape["tensor"] == 1 or not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
         return
     by_rows = mesh.devices.reshape(data_size(mesh), -1)
@@ -97,7 +97,7 @@ def check_own_rows(batch: Any, mesh: Mesh) -> None:
 
 
 def micro_batches(batch: Any, accumulation: int, mesh: Mesh) -> Any:
-    """The batch with a first dim of micro-batches. Row i goes to number i % accumulation: none changes device."""
+    """Add a first dim of micro-batches. Row i goes to micro-batch i % accumulation, so that no row changes device."""
     sharding = NamedSharding(mesh, PartitionSpec(None, DATA_AXES))
 
     def split(leaf: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The mesh: devices by what they share. Rows of the batch over replica and fsdp, parameters over fsdp and tensor."""
+"""The device mesh. Rows of a batch are sharded over the axes replica and fsdp, parameters over fsdp and tensor."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from shardwise.errors import MeshError
 
 AXES = ("replica", "fsdp", "tensor")
 DATA_AXES = ("replica", "fsdp")
-"""A batch's first dim is split over these."""
+"""The axes over which a batch's first dim is sharded."""
 
 
 def mesh(fsdp: int | None = None, tensor: int = 1, replica: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of the axes replica, fsdp and tensor. Every process must call this, with the same arguments.
+    """Make a mesh of the axes replica, fsdp and tensor. Every process must call this, with the same arguments.
 
     Args:
-        fsdp: parameters, gradients and optimizer state are cut into so many pieces. None: as many as devices are left.
-        tensor: matrix products are split over so many devices, which are neighbours.
-        replica: so many copies of all that, each with rows of the batch of its own (hybrid sharding). Slices of TPUs
-            get replicas of their own, where there are as many.
-        devices: of all processes, or from `topology`. None: `jax.devices()`, arranged as suits the platform's network.
+        fsdp: number of pieces that parameters, gradients and optimizer state are cut into. None: as many as the other
+            two axes leave devices for.
+        tensor: number of devices, neighbours of each other, that matrix products are split over.
+        replica: number of copies of all that, each with its own rows of the batch (hybrid sharding). If it is a
+            multiple of the number of TPU slices, no replica spans slices.
+        devices: of all processes, or from `topology`. None: `jax.devices()`. Arranged to suit the platform's network.
 
     Raises:
-        MeshError: the numbers do not multiply to the number of devices, or do not fit a TPU's slices.
+        MeshError: the product of the three sizes is not the number of devices, or they do not fit a TPU's slices.
     """
     found = list(jax.devices() if devices is None else devices)
     for name, size in (("fsdp", fsdp), ("tensor", tensor), ("replica", replica)):
@@ -57,17 +58,17 @@ def mesh(fsdp: int | None = None, tensor: int = 1, replica: int = 1, devices: Se
 
 
 def can_wait_for_ever(devices: Sequence[Any]) -> bool:
-    """Whether JAX's compilation cache, as it is set, may hand out programs for these devices that deadlock.
+    """Whether JAX's compilation cache, as it is set, may return programs for these devices that deadlock.
 
-    XLA orders the collectives of a CPU program by what they share, and that is not in its files (jaxlib 0.10.2): out of
-    a file, one device may begin with one collective and the next device with another, and each waits for the other.
+    XLA orders the collectives of a CPU program by a resource that thunks share, which cache files do not store (jaxlib
+    0.10.2): in a program from a file, two devices may begin with different collectives, and each waits for the other.
     """
     is_on = bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
     return is_on and len(devices) > 1 and devices[0].platform == "cpu"
 
 
 def over_slices(devices: Sequence[Any], slices: int, shape: tuple[int, int, int]) -> Any:
-    """Devices of several TPU slices, an array of that shape: replicas in slices of their own, or else pieces.
+    """Arrange the devices of several TPU slices in an array of this shape: slices divide the replica axis, else fsdp.
 
     Raises:
         MeshError: the slices divide neither replica nor fsdp.
@@ -86,7 +87,7 @@ def over_slices(devices: Sequence[Any], slices: int, shape: tuple[int, int, int]
 
 
 def check_axes(on: Mesh) -> None:
-    """Raises MeshError for a mesh without the three axes, or what is not a mesh."""
+    """Raises MeshError unless `on` is a mesh with the three axes."""
     if not isinstance(on, Mesh):
         raise MeshError(f"mesh={on!r} is not a mesh: make one with shardwise.jax.mesh()")
     if set(AXES) - set(on.axis_names):
@@ -96,15 +97,15 @@ def check_axes(on: Mesh) -> None:
 
 
 def data_size(on: Mesh) -> int:
-    """Into how many pieces a batch is cut."""
+    """Return the number of pieces that a batch is cut into."""
     return int(on.shape["replica"] * on.shape["fsdp"])
 
 
 def replicated(on: Mesh) -> NamedSharding:
-    """The whole on every device."""
+    """Return the sharding of an array that every device holds whole."""
     return NamedSharding(on, PartitionSpec())
 
 
 def rows(on: Mesh) -> NamedSharding:
-    """The first dim over the data axes."""
+    """Return the sharding of the first dim over the data axes."""
     return NamedSharding(on, PartitionSpec(DATA_AXES))

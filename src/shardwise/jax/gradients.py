@@ -1,4 +1,4 @@
-"""The gradients of a step: the user's loss over micro-batches, weighted over all of them."""
+"""The gradients of a step: of the user's loss, summed over micro-batches and divided by their total weight."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ LossFn = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 class Gradients(NamedTuple):
-    """What the micro-batches of a step came to."""
+    """The sums over the micro-batches of a step."""
 
     summed: Any
-    """Of the sum of all losses, a tree as the parameters and sharded like them, in their dtypes."""
+    """Gradients of the sum of all losses: a tree like the parameters, with their shardings and dtypes."""
     loss_sum: jax.Array
     weight: jax.Array
     variables: Any
-    """The module's other variables, as the last micro-batch left them."""
+    """The module's other variables after the last micro-batch."""
 
     def mean(self) -> Any:
-        """Gradients of the mean loss; zeros if nothing had a weight."""
+        """Return the gradients of the mean loss; zeros if the total weight is 0."""
         return scaled(self.summed, jnp.where(self.weight == 0, 0.0, 1 / self.weight))
 
 
 def scaled(gradients: Any, factor: jax.Array) -> Any:
-    """Gradients times a float32 number, in their dtypes: the number is not rounded to these before."""
+    """Multiply gradients by a float32 factor, which is not rounded to their dtypes first. Keeps their dtypes."""
     return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), gradients)
 
 
@@ -46,7 +46,7 @@ class Loss:
     policy: Policy | None
 
     def __call__(self, params: Any, variables: Any, graph: Any, batch: Any, rng: Any) -> tuple[Any, tuple[Any, Any]]:
-        """(loss_sum, (weight, variables)) of a model in parts; the two numbers in float32."""
+        """Return (loss_sum, (weight, variables)) for a model in parts; the two numbers are float32."""
 
         def compute(params: Any, variables: Any, batch: Any, rng: Any) -> tuple[Any, tuple[Any, Any]]:
             model = Parts(self._cast(params), variables, graph).model()
@@ -68,7 +68,7 @@ class Loss:
 
 
 def _two_numbers(found: Any) -> tuple[Any, Any]:
-    """What a loss_fn returned. Raises UsageError for anything else."""
+    """Return `found` if it is a pair of numbers, as a loss_fn must return. Raises UsageError otherwise."""
     if not isinstance(found, tuple) or len(found) != 2 or any(jnp.shape(number) for number in found):
         shapes = str(jax.tree.map(jnp.shape, found))
         raise UsageError(
@@ -79,7 +79,7 @@ def _two_numbers(found: Any) -> tuple[Any, Any]:
 
 
 def _checked(before: Any, after: Any) -> Any:
-    """A module's other variables after a loss. Raises UsageError unless they are those that the state has."""
+    """Return a module's other variables after a loss. Raises UsageError if paths, shapes or dtypes have changed."""
     had, has = leaves_by_path(before), leaves_by_path(after)
     if new := [path for path in has if path not in had]:
         raise UsageError(
@@ -98,14 +98,14 @@ def _checked(before: Any, after: Any) -> Any:
 
 
 def of_batch(loss: Loss, parts: Parts, batch: Any, rng: Any, shardings: Any) -> Gradients:
-    """The gradients of one micro-batch.
+    """Compute the gradients of one micro-batch.
 
     Args:
-        loss: of the sum, not the mean.
+        loss: the sum of the losses, not their mean.
         parts: the model.
-        batch: rows over the data axes.
+        batch: arrays with rows sharded over the data axes.
         rng: the micro-batch's key.
-        shardings: a tree of those of the parameters; the gradients get them.
+        shardings: a tree of the parameters' shardings, which the gradients get.
     """
     value, summed = jax.value_and_grad(loss, has_aux=True)(parts.params, parts.variables, parts.graph, batch, rng)
     loss_sum, (weight, variables) = value
@@ -113,7 +113,7 @@ def of_batch(loss: Loss, parts: Parts, batch: Any, rng: Any, shardings: Any) -> 
 
 
 def of_micro_batches(loss: Loss, parts: Parts, batches: Any, rng: Any, shardings: Any) -> Gradients:
-    """The same, added up over micro-batches, which are the first dim of each array; one compiled body for all."""
+    """Add up the gradients of micro-batches, the first dim of each array of `batches`, in one compiled loop body."""
 
     def add(sums: Gradients, numbered: tuple[Any, Any]) -> tuple[Gradients, None]:
         index, batch = numbered

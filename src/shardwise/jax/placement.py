@@ -1,4 +1,4 @@
-"""Where arrays come to lie: models created sharded, and trees sharded that exist already."""
+"""Placement of arrays on a mesh: creating a model sharded, and sharding a tree that already exists."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from shardwise.jax.trees import Parts, annotations_of, leaves_by_path, parts_of
 
 
 def init(init_fn: Callable[[Any], Any], mesh: Mesh, rules: Rules | None = None, min_numel: int = MIN_NUMEL) -> Init:
-    """A function of a key that creates a model sharded: no device ever holds the whole of a parameter that is cut.
+    """Return a function of a key that creates a model sharded: no device ever holds a sharded parameter whole.
 
     Args:
         init_fn: a function of a `jax.random.key`; returns a pytree of parameters, or an nnx module.
         mesh: from `shardwise.jax.mesh`.
-        rules: [(regular expression, PartitionSpec)], searched in dotted paths such as "layers.0.up.kernel"; the
-            first that is found decides. Annotations of nnx variables go first; what neither names is cut by its shape.
-        min_numel: parameters that are cut by their shape are replicated if they have fewer elements.
+        rules: [(regular expression, PartitionSpec)]. The first expression found in a parameter's dotted path, such as
+            "layers.0.up.kernel", decides. Annotations of nnx variables take precedence; a parameter without annotation
+            or rule is cut by its shape.
+        min_numel: parameters that would be cut by their shape are replicated if they have fewer elements.
     """
     check_axes(mesh)
     if not callable(init_fn):
@@ -37,7 +38,7 @@ def init(init_fn: Callable[[Any], Any], mesh: Mesh, rules: Rules | None = None, 
 
 @dataclass(frozen=True)
 class Init:
-    """What `init` returns: call it with a key to create the model, or ask for its shapes."""
+    """The function that `init` returns: call it with a key to create the model; `abstract` gives its shapes."""
 
     init_fn: Callable[[Any], Any]
     mesh: Mesh
@@ -45,7 +46,7 @@ class Init:
     min_numel: int
 
     def __call__(self, key: Any) -> Any:
-        """The model, created in its pieces by one compiled program. Every process must call this, with the same key.
+        """Create the model's shards in one compiled program. Every process must call this, with the same key.
 
         Raises:
             LayoutError: a rule that matches nothing, or a spec that does not fit a parameter.
@@ -58,12 +59,12 @@ class Init:
         return Parts(params, variables, parts.graph).model()
 
     def lower(self, key: Any) -> Any:
-        """The lowered program that creates the parts of the model, for `.compile()`; the key may be abstract."""
+        """Return the lowered program that creates the parts of the model, for `.compile()`. The key may be abstract."""
         with jax.set_mesh(self.mesh):
             return self._program(parts_of(self.abstract(key))).lower(key)
 
     def abstract(self, key: Any = None) -> Any:
-        """The same model made of `jax.ShapeDtypeStruct`s with their shardings: no memory, no communication."""
+        """Return the model made of `jax.ShapeDtypeStruct`s with shardings. Allocates nothing, does not communicate."""
         graphs = []
 
         def create(key: Any) -> tuple[Any, Any]:
@@ -80,17 +81,17 @@ class Init:
         return jax.jit(lambda key: self._create(key)[:2], out_shardings=shardings)
 
     def _create(self, key: Any) -> tuple[Any, Any, Any]:
-        with nnx.use_eager_sharding(False):  # annotations are read afterwards, with their errors on one line
+        with nnx.use_eager_sharding(False):  # annotations are read later, with one-line errors
             parts = parts_of(self.init_fn(key))
         check_arrays((parts.params, parts.variables))
         return parts.params, parts.variables, parts.graph
 
 
 def shard(tree: Any, mesh: Mesh, rules: Rules | None = None, min_numel: int = MIN_NUMEL) -> Any:
-    """The tree or nnx module with its arrays cut over the mesh. Every process must call this, with the same values.
+    """Shard the arrays of a tree or nnx module over the mesh. Every process must call this, with the same values.
 
     Args:
-        tree: arrays, of jax or numpy, whole; or `jax.ShapeDtypeStruct`s, which get their shardings.
+        tree: whole arrays, of JAX or numpy; or `jax.ShapeDtypeStruct`s, which get shardings.
         mesh: from `shardwise.jax.mesh`.
         rules: as for `init`.
         min_numel: as for `init`.
@@ -112,14 +113,14 @@ def shard(tree: Any, mesh: Mesh, rules: Rules | None = None, min_numel: int = MI
 
 
 def check_arrays(tree: Any) -> None:
-    """Raises LayoutError for a leaf that is no array and no number."""
+    """Raises LayoutError for a leaf that is neither an array nor a number."""
     for path, leaf in leaves_by_path(tree).items():
         if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
             raise LayoutError(f"{path.partition('.')[2]!r} is a {type(leaf).__name__}, neither an array nor a number")
 
 
 def place(leaf: Any, sharding: NamedSharding) -> Any:
-    """An array in its pieces; of an abstract one, the same with that sharding."""
+    """Return the array with this sharding: on the devices, or abstract if it is abstract."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return jax.device_put(leaf, sharding)

@@ -1,4 +1,4 @@
-"""Rematerialisation: which values of the forward pass are computed again in the backward pass, instead of kept."""
+"""Rematerialisation: which values of forward are computed again in backward instead of kept."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ NAMED = {
     "dots": policies.dots_saveable,
     "dots_no_batch": policies.dots_with_no_batch_dims_saveable,
 }
-"""Keep the outputs of matrix products: of all, or of those that are not batched (attention's scores are)."""
+"""Policies that keep the outputs of matrix products: of all, or of those without batch dims (attention's scores have
+them)."""
 
 MODES = ("none", "full", "offload", *NAMED)
 
 
 def policy_of(remat: str | Policy, mesh: Mesh) -> Policy | None:
-    """What a block keeps; None: everything.
+    """Return the policy that says what a block keeps for backward; None: everything.
 
     Args:
         remat: one of MODES, or a policy of `jax.checkpoint_policies`.
-        mesh: its devices need host memory for "offload".
+        mesh: its devices must have pinned host memory for "offload".
 
     Raises:
         ConfigError: an unknown name.
@@ -57,7 +58,7 @@ def policy_of(remat: str | Policy, mesh: Mesh) -> Policy | None:
 
 
 def stacks_in(module: Any) -> list[nnx.List]:
-    """The lists of two or more modules of one class, none of them inside of another's; a pytree has none."""
+    """Return the lists of two or more modules of one class that are not inside another such list. A pytree has none."""
     if not isinstance(module, nnx.Module):
         return []
     found: dict[tuple[Any, ...], nnx.List] = {}
@@ -69,14 +70,14 @@ def stacks_in(module: Any) -> list[nnx.List]:
 
 
 def has_blocks(module: Any) -> bool:
-    """Whether `recompute_blocks` does anything."""
+    """Whether `recompute_blocks` would change the module."""
     return callable(getattr(module, "recompute", None)) or bool(stacks_in(module))
 
 
 def recompute_blocks(module: Any, policy: Policy) -> None:
-    """Lets the blocks of a module recompute, in place: by its own method `recompute(policy)`, else those in lists.
+    """Make a module's blocks recompute, in place: by its method `recompute(policy)`, else those in its lists.
 
-    Modules that scan over layers have such a method, since only they know where a layer begins.
+    Modules that scan over layers have that method, because only they know where a layer begins.
     """
     if callable(getattr(module, "recompute", None)):
         module.recompute(policy)
@@ -89,7 +90,7 @@ def recompute_blocks(module: Any, policy: Policy) -> None:
 
 @lru_cache
 def recomputing(kind: Any, policy: Policy) -> Any:
-    """A subclass whose calls keep what the policy says. What they are called with may be arrays, or anything static."""
+    """Return a subclass of `kind` whose calls keep only what the policy says. Arguments are arrays, or static."""
 
     class Recomputing(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:

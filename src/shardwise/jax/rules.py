@@ -1,4 +1,4 @@
-"""Which dim of which parameter is cut over which axis: annotations first, then rules, then what suits the shape."""
+"""Which dim of each parameter is cut over which mesh axis: by annotation, else by rule, else by shape."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 from shardwise.errors import LayoutError
 
 Rules = Sequence[tuple[str, PartitionSpec]]
-"""(regular expression, searched in the dotted path; spec). The first that is found decides."""
+"""Pairs of (regular expression, PartitionSpec). The first expression found in a parameter's dotted path decides."""
 
 MIN_NUMEL = 1024
-"""Below so many elements a parameter is replicated: gathering it would cost more than it saves."""
+"""Parameters of fewer elements are replicated: gathering them would cost more than it saves."""
 
 _SPLIT_OUTPUTS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn"),
@@ -35,12 +35,12 @@ TENSOR_DIMS = (
     | {(name, 3): 1 for name in _SPLIT_INPUTS}
     | {(name, 2): 0 for name in _TABLES}
 )
-"""By (name of a layer, number of dims of its kernel): the dim over `tensor`. Kernels are (input, output)."""
+"""By (layer name, number of dims of its kernel), the dim that is cut over `tensor`. Kernels are (input, output)."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How one parameter is cut."""
+    """How one parameter is cut, and why."""
 
     path: str
     shape: tuple[int, ...]
@@ -52,14 +52,14 @@ class Decision:
 def decide(
     shapes: dict[str, tuple[int, ...]], annotations: dict[str, Any], on: Mesh, rules: Rules | None, min_numel: int
 ) -> list[Decision]:
-    """A decision for each parameter.
+    """Decide for each parameter how it is cut.
 
     Args:
-        shapes: global, by path.
-        annotations: specs that a model's author gave, by path. They win.
+        shapes: global shapes by path.
+        annotations: specs from the model's author, by path. They take precedence.
         on: the mesh.
         rules: see `Rules`.
-        min_numel: parameters that neither names are replicated if they have fewer elements.
+        min_numel: parameters without annotation or rule are replicated if they have fewer elements.
 
     Raises:
         LayoutError: a rule that matches nothing, or a spec that does not fit a parameter.
@@ -80,7 +80,7 @@ def decide(
 
 
 def check_rules(rules: Rules, paths: dict[str, Any]) -> None:
-    """Raises LayoutError for a rule that is no rule, or matches nothing."""
+    """Raises LayoutError for a rule that is not a pair of expression and spec, or matches no parameter."""
     for rule in rules:
         try:
             pattern, spec = rule
@@ -97,7 +97,7 @@ def check_rules(rules: Rules, paths: dict[str, Any]) -> None:
 
 
 def check_spec(decision: Decision, on: Mesh) -> None:
-    """Raises LayoutError for a spec with unknown axes, too many dims, or pieces that are not equal."""
+    """Raises LayoutError for a spec with unknown or repeated axes, too many dims, or pieces that are not equal."""
     where = f"{decision.path!r} of shape {decision.shape} ({decision.why}): {decision.spec}"
     if len(decision.spec) > len(decision.shape):
         raise LayoutError(f"{where} has {len(decision.spec)} dims, the parameter {len(decision.shape)}")
@@ -119,14 +119,14 @@ def check_spec(decision: Decision, on: Mesh) -> None:
 
 
 def axes_of(names: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec: none, one or several."""
+    """Return the mesh axes that one entry of a spec names: none, one or several."""
     if names is None:
         return ()
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def by_shape(path: str, shape: tuple[int, ...], on: Mesh, min_numel: int) -> Decision:
-    """The largest dim that divides over fsdp, the first of equal ones; known matrices also over tensor."""
+    """Cut the largest dim that fsdp divides (the first of equal ones) over fsdp, and known kernels also over tensor."""
     if math.prod(shape) < min_numel:
         return Decision(path, shape, PartitionSpec(), "small")
     names: list[str | None] = [None] * len(shape)
@@ -143,7 +143,7 @@ def by_shape(path: str, shape: tuple[int, ...], on: Mesh, min_numel: int) -> Dec
 
 
 def tensor_dim_of(path: str, dims: int) -> int | None:
-    """The dim of an attention or MLP kernel, or of an embedding, that goes over tensor; None for other parameters."""
+    """Return the dim of an attention or MLP kernel, head or embedding that is cut over tensor; None for others."""
     names = path.split(".")
     if names[-1] == "bias":
         return None
@@ -152,7 +152,7 @@ def tensor_dim_of(path: str, dims: int) -> int | None:
 
 
 def name_the_replicated(decisions: Sequence[Decision], on: Mesh) -> None:
-    """Warns about parameters that stay whole on every device though they are not small."""
+    """Warns about parameters that every device holds whole because no dim divides."""
     whole = [f"{decision.path} {decision.shape}" for decision in decisions if decision.why == "nothing divides"]
     if whole:
         more = f" and {len(whole) - 5} more" if len(whole) > 5 else ""

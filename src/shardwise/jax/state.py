@@ -1,4 +1,4 @@
-"""What a training step takes and gives: parameters, optimizer state, and how many steps were made."""
+"""The training state that a step takes and returns: parameters, optimizer state and the number of steps."""
 
 from __future__ import annotations
 
@@ -21,37 +21,36 @@ from shardwise.jax.trees import Parts, leaves_by_path, parts_of, path_of
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """A pytree, sharded. A step takes its buffers over: use the state that it returns."""
+    """The sharded state of a training, a pytree. A step donates its buffers: use the state that the step returns."""
 
     step: jax.Array
-    """Steps made. int32, on every device."""
+    """Number of steps taken. int32, on every device."""
     params: Any
-    """A plain tree; of an nnx module, its `nnx.Param`s as nested dicts."""
+    """The parameters as a plain tree; for an nnx module, its `nnx.Param`s as nested dicts."""
     opt_state: Any
-    """optax's, each part sharded as the parameter that it belongs to."""
+    """The optimizer state of optax, each part sharded like the parameter that it belongs to."""
     variables: Any = ()
-    """Of an nnx module, its other variables: running means, counts of its random streams."""
+    """An nnx module's other variables: running means, keys and counts of its random streams."""
     graph: Any = field(default=None, metadata={"static": True})
-    """Of an nnx module, its `nnx.GraphDef`."""
+    """An nnx module's `nnx.GraphDef`; None for a pytree."""
 
     def model(self) -> Any:
-        """The nnx module, or the pytree, with the state's arrays, which the next step takes over."""
+        """Return the nnx module, or the pytree, with the state's arrays, which are donated to the next step."""
         return Parts(self.params, self.variables, self.graph).model()
 
 
 def state_of(model: Any, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state before the first step; an abstract model gives an abstract state. Every process must call this.
+    """Create the state before the first step; abstract for an abstract model. Every process must call this.
 
     Args:
-        model: as `init` or `shard` returned it. Its arrays become the state's.
-        tx: the optimizer. Its state is created in its pieces.
+        model: from `init` or `shard`. The state takes its arrays.
+        tx: the optimizer. Its state is created sharded.
         mesh: the model's.
 
     Raises:
-        UsageError: a parameter that does not lie on the mesh, has no gradient (whole numbers), or was taken over by a
-            step.
+        UsageError: a parameter that is not on the mesh, has no gradient (integers), or was donated to a step.
 
-    One array at two places of a tree becomes two parameters, each with memory of its own.
+    An array that occurs twice in the tree becomes two parameters, each with its own memory.
     """
     parts = _each_its_own(parts_of(model))
     for path, leaf in leaves_by_path((parts.params, parts.variables)).items():
@@ -71,14 +70,14 @@ def state_of(model: Any, tx: optax.GradientTransformation, mesh: Mesh) -> TrainS
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parts.params)):
         step, opt_state = place(step, replicated(mesh)), jax.tree.map(place, like, shardings)
     else:
-        # Not by `device_put`, which may be a collective, of processes that need not be connected yet.
+        # `device_put` may be a collective, and the processes need not be connected yet.
         step = jax.make_array_from_callback((), replicated(mesh), lambda _: np.zeros((), np.int32))
         opt_state = jax.jit(tx.init, out_shardings=shardings)(parts.params)
     return TrainState(step, parts.params, opt_state, parts.variables, parts.graph)
 
 
 def _each_its_own(parts: Parts) -> Parts:
-    """The parts without an array that is there twice: the second is a copy. Raises UsageError for what is deleted."""
+    """Return the parts with a copy in place of each repeated array. Raises UsageError for a deleted array."""
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
@@ -94,7 +93,8 @@ def _each_its_own(parts: Parts) -> Parts:
 
 
 def check_owned(state: TrainState) -> None:
-    """Raises UsageError for a state whose arrays a step cannot take over: XLA would end the process."""
+    """Raises UsageError for a state that is abstract or has deleted or repeated arrays: XLA cannot donate those, and
+    would end the process."""
     if not isinstance(state.step, jax.Array):
         raise UsageError("this state is abstract: make or load one with numbers (step.init, swj.checkpoint.load)")
     leaves = jax.tree.leaves(state)
@@ -113,10 +113,10 @@ def check_owned(state: TrainState) -> None:
 
 
 def optimizer_shardings(like: Any, params: Any, mesh: Mesh) -> Any:
-    """A sharding for each array of an optimizer's state.
+    """Return a sharding for each array of an optimizer state.
 
-    A part belongs to the parameter whose path its own ends with, and lies as that does if it has its shape. Others
-    (factored moments) are cut by their shape.
+    An array belongs to the parameter whose path its own path ends with, and gets that parameter's sharding if it has
+    its shape. Others (factored moments) are cut by their shape.
     """
     homes = dict(jax.tree_util.tree_flatten_with_path(params)[0])
 

@@ -1,4 +1,4 @@
-"""A training step: one compiled program from a state and a batch to the next state and its metrics."""
+"""A training step: one compiled program from a state and a batch to the next state and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.jax.trees import Parts, leaves_by_path
 from shardwise.policy.precision import dtype_name
 
 _PATIENCE_S = 600.0
-"""For another process with a batch of a new kind."""
+"""How long a process with a batch of new shapes waits for the others."""
 _ALIKE = "give all of them batches of the same shapes and dtypes at each step, and drop rows that are left over"
 NORM_EPS = 1e-6
 """Added to the norm before clipping divides by it, as torch does."""
@@ -39,27 +39,27 @@ def train_step(  # noqa: PLR0913 - the promised signature
     remat: str | Policy = "none",
     seed: int = 0,
 ) -> TrainStep:
-    """A step of training that takes sharded state to sharded state.
+    """Create a training step that maps a sharded state and a batch to the next sharded state.
 
     Args:
-        loss_fn: `loss_fn(params, batch, rng) -> (loss_sum, weight)`; for an nnx module, with it in place of params.
-            The step's loss is the sum of loss_sum over the sum of weight, over the whole batch. Let the weight count
-            what the loss adds up, such as target tokens.
-        tx: an optax optimizer. Its state is sharded as the parameters are. Transforms that take a `value` get the
-            step's loss; line searches, which compute others, are not supported.
+        loss_fn: `loss_fn(params, batch, rng) -> (loss_sum, weight)`; an nnx module takes the place of params. The
+            step's loss is the sum of loss_sum over the whole batch, divided by the sum of weight. Let the weight count
+            the terms of loss_sum, such as target tokens.
+        tx: an optax optimizer. Its state is sharded like the parameters. Transforms that take a `value` get the step's
+            loss; line searches, which evaluate the loss at other points, are not supported.
         mesh: from `shardwise.jax.mesh`.
         accumulation: micro-batches a step, one after another.
         clip: the largest norm of all gradients together. None: they are not clipped, except by tx.
-        compute_dtype: floating-point parameters are cast to it for the loss, such as "bf16"; those stored, and what the
-            optimizer does, stay as they are. None: no cast.
-        remat: what blocks compute again in the backward pass: "none", "full", "dots" (all but matrix products),
+        compute_dtype: floating-point parameters are cast to it for the loss, such as "bf16"; stored parameters and the
+            optimizer keep their dtypes. None: no cast.
+        remat: what blocks compute again in backward: "none", "full", "dots" (all but matrix products),
             "dots_no_batch", "offload" (matrix products go to host memory), or a policy of `jax.checkpoint_policies`.
-            Blocks are the modules in `nnx.List`s, or what the module's own method `recompute(policy)` makes them; with
-            neither, the policy is given to the loss as a whole.
+            Blocks are the modules in `nnx.List`s, unless the module has its own method `recompute(policy)`; without
+            either, the policy applies to the loss as a whole.
         seed: of the keys that loss_fn gets, one for each micro-batch.
 
     Raises:
-        ConfigError, UsageError: a setting that cannot be.
+        ConfigError, UsageError: an invalid setting.
     """
     check_axes(mesh)
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
@@ -78,7 +78,7 @@ def train_step(  # noqa: PLR0913 - the promised signature
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
-    """What `train_step` returns. Every process must call its methods, with equal arguments."""
+    """The step that `train_step` returns. Every process must call its methods, with equal arguments."""
 
     loss_fn: LossFn
     tx: optax.GradientTransformation
@@ -90,31 +90,32 @@ class TrainStep:
     seed: int
     _programs: dict[Any, Any] = field(default_factory=dict, repr=False)
     _agreed: set[Any] = field(default_factory=set, repr=False)
-    """Kinds of batches that all processes have."""
+    """Structures, shapes and dtypes of batches that the processes have agreed on."""
 
     def init(self, model: Any) -> TrainState:
-        """The state before the first step.
+        """Create the state before the first step.
 
         Args:
-            model: from `init` or `shard`; the state takes its arrays over, and the first step their memory. An abstract
-                one gives an abstract state, to compile for or to load a checkpoint into.
+            model: from `init` or `shard`. The state takes its arrays, and the first step donates their memory. An
+                abstract model gives an abstract state, to compile for or to load a checkpoint into.
 
         Raises:
-            UsageError: a parameter that does not lie on the mesh.
+            UsageError: a parameter that is not on the mesh, has no gradient (integers), or was donated to a step.
         """
         return state_of(model, self.tx, self.mesh)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The next state, and "loss", "grad_norm" (before clipping) and "weight": float32, on every device.
+        """Return the next state, and "loss", "grad_norm" (before clipping) and "weight": float32, on every device.
 
         Args:
-            state: its memory is taken over. Do not use it again.
-            batch: a tree of arrays whose first dim is rows; in numpy arrays, those of this process.
+            state: its memory is donated. Do not use it again.
+            batch: a tree of arrays whose first dim is rows; numpy arrays hold the rows of this process.
 
         Raises:
-            UsageError: rows that devices and micro-batches cannot share evenly; a state that is abstract, of another
-                mesh, or has arrays that a step took over before or that are there twice.
+            UsageError: rows that do not divide evenly among devices and micro-batches; a state that is abstract, of
+                another mesh, or has arrays that were donated to an earlier step or that occur twice.
             MismatchError: processes were given batches of different shapes. In every process.
+            PeerError: another process did not come with a batch within ten minutes.
         """
         self._check(state)
         check_owned(state)
@@ -124,14 +125,14 @@ class TrainStep:
             return self._program(state)(state, put_batch(batch, self.mesh))
 
     def lower(self, state: TrainState, batch: Any) -> Any:
-        """The lowered program, for `.compile()`; state and batch may be abstract. Raises as a call does."""
+        """Return the lowered program, for `.compile()`. State and batch may be abstract. Raises as a call does."""
         self._check(state)
         check_batch(batch, self.mesh, self.accumulation)
         with jax.set_mesh(self.mesh):
             return self._program(state).lower(state, put_batch(batch, self.mesh))
 
     def lower_gradients(self, state: TrainState, batch: Any) -> Any:
-        """The lowered program of the mean gradients alone, sharded as their parameters; to look at, or to debug."""
+        """Return the lowered program of the mean gradients alone, sharded like the parameters, to inspect or debug."""
         check_batch(batch, self.mesh, self.accumulation)
         shardings = shardings_of(state.params)
         program = jax.jit(lambda state, batch: self._gradients(shardings, state, batch).mean(), out_shardings=shardings)
@@ -139,7 +140,7 @@ class TrainStep:
             return program.lower(state, put_batch(batch, self.mesh))
 
     def _check(self, state: TrainState) -> None:
-        """Raises UsageError for what is no state of this step's mesh, or was taken over by a step."""
+        """Raises UsageError unless `state` is a state on this step's mesh that was not donated to a step."""
         if not isinstance(state, TrainState):
             raise UsageError(f"a {type(state).__name__} is not a state: make one with step.init(model)")
         if isinstance(state.step, jax.core.Tracer):
@@ -154,8 +155,8 @@ class TrainStep:
             raise UsageError("this state is not placed on the step's mesh: make both with the same one")
 
     def _agree(self, batch: Any) -> None:
-        """Have processes compare their batches, where they are of a new kind: with other rows on one of them each would
-        run a program of its own. Raises MismatchError in every process."""
+        """Compare a batch of new shapes or dtypes between processes, which would run different programs if it differed.
+        Raises MismatchError in every process."""
         processes = jax.process_count()
         if processes == 1 or len({device.process_index for device in self.mesh.devices.flat}) < processes:
             return
@@ -174,7 +175,7 @@ class TrainStep:
         self._agreed.add(kind)
 
     def _program(self, state: TrainState) -> Any:
-        """The jitted step for states of that structure that are sharded like that; made once."""
+        """Return the jitted step for states of this structure and these shardings, made once for each."""
         shardings = shardings_of(state)
         leaves, structure = jax.tree.flatten(shardings)
         kind = structure, tuple(leaves)
@@ -208,16 +209,16 @@ class TrainStep:
 
 
 def shardings_of(tree: Any) -> Any:
-    """The tree with each array's sharding in its place."""
+    """Return the tree with each array replaced by its sharding."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def _in_its_dtype(leaf: Any, before: Any) -> Any:
-    """A part of an optimizer's state in the dtype that `tx.init` gave it, where arithmetic has widened it: else the
-    second step would be another program, with more memory, and what a checkpoint holds would be rounded at its load."""
+    """Cast an array of the optimizer state back to the dtype that `tx.init` gave it, if arithmetic has widened it. Else
+    the second step would be another program, with more memory, and loading a checkpoint would round the state."""
     return leaf if leaf.dtype == before.dtype else leaf.astype(before.dtype)
 
 
 def norm_of(tree: Any) -> jax.Array:
-    """The norm of all arrays together, in float32."""
+    """Return the norm of all arrays together, in float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))

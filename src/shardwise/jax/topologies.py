@@ -1,4 +1,4 @@
-"""Devices that are not there, for XLA to compile for: what an accelerator's own compiler makes of a program."""
+"""Descriptions of devices that this machine lacks, so that XLA can compile for them with their own compilers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from shardwise.suggest import did_you_mean
 
 @dataclass(frozen=True)
 class _Gpu:
-    """What XLA's compiler asks about a GPU."""
+    """The properties of a GPU that XLA's compiler needs."""
 
     title: str
     capability: tuple[int, int]
     cores: int
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
     fpus_per_core: int
     shared_bytes_per_core: int
     shared_bytes_per_block: int
-    """That a kernel may ask for."""
+    """The most that a kernel may opt in to."""
     l2_bytes: int
     ghz: float
     memory_bytes: int
     memory_bytes_per_s: float
 
     def target(self) -> str:
-        """XLA's GpuTargetConfigProto, as text."""
+        """Return XLA's GpuTargetConfigProto, as text."""
         major, minor = self.capability
         return f"""
             platform_name: "CUDA"
@@ -67,21 +67,21 @@ GPUS = {
     "h100": _Gpu("NVIDIA H100 80GB HBM3", *_HOPPER, 80 * 2**30, 3.35e12),
     "h200": _Gpu("NVIDIA H200", *_HOPPER, 141 * 10**9, 4.8e12),
 }
-"""By name. Limits of a compute capability are those of the CUDA programming guide's table of them; counts, clocks and
-memory are of the devices' data sheets."""
+"""GPUs by name. Limits of a compute capability are from the table in the CUDA programming guide; counts, clocks and
+memory from the devices' data sheets."""
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 def topology(kind: str, count: int | None = None) -> list[Any]:
-    """Devices that this machine does not have: for `mesh(devices=...)`, and programs that are compiled and never run.
+    """Return devices that this machine lacks, for `mesh(devices=...)` and programs that are compiled but never run.
 
     Args:
-        kind: "a100", "h100" or "h200", for which JAX's CUDA plugin has to be installed; or a TPU and its shape as
-            libtpu, which has to be installed, names them, such as "v5e:4x4".
-        count: of GPUs; a TPU's shape says it.
+        kind: "a100", "h100" or "h200", which need JAX's CUDA plugin; or libtpu's name of a TPU and its shape, such as
+            "v5e:4x4", which needs libtpu.
+        count: number of GPUs; omit it for a TPU, whose shape gives it.
 
     Raises:
-        UsageError: an unknown kind, a count that cannot be, or a plugin that is not installed.
+        UsageError: an unknown kind, an invalid count, or a plugin that is not installed.
     """
     from jax.experimental import topologies
 
@@ -118,5 +118,5 @@ def topology(kind: str, count: int | None = None) -> list[Any]:
 
 
 def has_gpu_compiler() -> bool:
-    """Whether one of JAX's CUDA plugins is installed. No GPU is needed."""
+    """Whether one of JAX's CUDA plugins is installed. It needs no GPU."""
     return find_spec("jax_plugins") is not None and any(find_spec(name) is not None for name in _PLUGINS)

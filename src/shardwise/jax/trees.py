@@ -1,4 +1,4 @@
-"""Trees of arrays as the rest sees them: plain dicts and lists with dotted paths, whether a pytree or an nnx module."""
+"""One view of pytrees and nnx modules: plain dicts and lists of arrays with dotted paths."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from flax import nnx
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """A leaf's dotted path, such as "layers.0.attention.kernel"; that of a tree that is one array is empty."""
+    """Return a leaf's dotted path, such as "layers.0.attention.kernel"; "" if the tree is that one array."""
     return str(jax.tree_util.keystr(keys, simple=True, separator="."))
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a plain tree, in its order."""
+    """Return the leaves of a plain tree by dotted path, in the tree's order."""
     return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def plain(tree: Any) -> Any:
-    """The tree with nnx modules and states as dicts, and nnx variables as their values. No copy."""
+    """Return the tree with nnx modules and states as dicts and nnx variables as their values, without copies."""
     if isinstance(tree, nnx.Module):
         return nnx.to_pure_dict(nnx.state(tree))
     if isinstance(tree, nnx.State):
@@ -37,22 +37,22 @@ def plain(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model is made of. A pytree has parameters alone."""
+    """The parts of a model. A pytree has only parameters."""
 
     params: Any
-    """A plain tree of arrays: of an nnx module, its `nnx.Param`s as nested dicts."""
+    """The parameters as a plain tree of arrays; for an nnx module, its `nnx.Param`s as nested dicts."""
     variables: Any = ()
-    """Of an nnx module, its other variables (running means, random streams), as nested dicts."""
+    """An nnx module's other variables (running means, random streams), as nested dicts."""
     graph: Any = None
-    """Of an nnx module, its `nnx.GraphDef`; None for a pytree."""
+    """An nnx module's `nnx.GraphDef`; None for a pytree."""
 
     def model(self) -> Any:
-        """The module, or the pytree, again. Arrays are shared with the parts."""
+        """Put the module, or the pytree, together again. It shares its arrays with the parts."""
         return self.params if self.graph is None else nnx.merge(self.graph, self.params, self.variables)
 
 
 def parts_of(model: Any) -> Parts:
-    """Takes an nnx module apart; anything else is a pytree of parameters. Arrays are shared."""
+    """Take an nnx module apart; anything else is a pytree of parameters. The parts share the model's arrays."""
     if not isinstance(model, nnx.Module):
         return Parts(model)
     graph, params, variables = nnx.split(model, nnx.Param, ...)
@@ -60,7 +60,7 @@ def parts_of(model: Any) -> Parts:
 
 
 def annotations_of(model: Any) -> dict[str, Any]:
-    """By path, the PartitionSpec that an nnx module's author annotated a variable with, logical names translated."""
+    """Return, by path, the PartitionSpecs that an nnx module's variables are annotated with, in names of mesh axes."""
     if not isinstance(model, nnx.Module):
         return {}
     found = jax.tree_util.tree_flatten_with_path(nnx.state(model), is_leaf=lambda node: isinstance(node, nnx.Variable))[

@@ -1,4 +1,4 @@
-"""Collectives that move nothing: the real thing for one rank, the right shapes for any other world."""
+"""Dry collectives, which move no bytes: equal to real ones for one rank, with the right shapes for any other world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gloo and shm must have in common: exact results, whatever the timing."""
+"""Tests that gloo and shm must both pass: exact results, whatever the timing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ OPTIONS = settings(max_examples=12, deadline=None, suppress_health_check=[Health
 
 
 def gather_rounds(kind: str, rounds: int) -> None:
-    """Three slots used like an arena's: claimed and posted one ahead of the one that is read, ranks out of step."""
+    """Gather in three slots as an arena uses them: one is claimed and posted before the last is read. Ranks are out of
+    step."""
     comm = collectives(kind)
     spans = (FlatSpan(0, 24), FlatSpan(24 * comm.world_size, 1000), FlatSpan(1024 * comm.world_size + 64, 8))
     slots = [comm.allocate(1100 * comm.world_size + 64, BufferKind.GATHER) for _ in range(3)]
@@ -54,7 +55,7 @@ def gather_rounds(kind: str, rounds: int) -> None:
 
 
 def reduce_cases(kind: str, cases: list[tuple[torch.dtype, torch.dtype, bool, int]]) -> None:
-    """One reduce-scatter of several flat buffers per case: an odd one, an in-place one, and an empty one."""
+    """Run one reduce-scatter per case with three reductions: into a separate output, in place, and of no elements."""
     comm = collectives(kind)
     for seed, (dtype, out_dtype, accumulate, numel) in enumerate(cases):
         n, r = comm.world_size, comm.rank
@@ -81,7 +82,7 @@ def reduce_cases(kind: str, cases: list[tuple[torch.dtype, torch.dtype, bool, in
 
 
 def reduce_rounds(kind: str, rounds: int) -> None:
-    """Two slots, one reduction in flight, ranks out of step: no rank overwrites what another is still reading."""
+    """Reduce in two slots, one reduction in flight, ranks out of step: no rank overwrites what another still reads."""
     comm = collectives(kind)
     n, r, numel = comm.world_size, comm.rank, 3001
     slots = [comm.allocate(numel * n * 4, BufferKind.REDUCE) for _ in range(2)]
@@ -117,7 +118,7 @@ def all_reduce_cases(kind: str, cases: list[tuple[torch.dtype, str, tuple[int, .
 
 
 def all_reduce_in_buffer(kind: str) -> None:
-    """Two tensors inside one reduce buffer, both under way at once, written to as soon as they are there."""
+    """All-reduce two tensors in one reduce buffer at once, and overwrite them as soon as both results are there."""
     comm = collectives(kind)
     buffer = comm.allocate(4 * 1000, BufferKind.REDUCE)
     for number in range(20):
@@ -134,8 +135,8 @@ def all_reduce_in_buffer(kind: str) -> None:
 
 
 def all_reduces_behind_reductions(kind: str, rounds: int) -> None:
-    """Slices summed twice over, the second sum handed out at once and waited for two rounds later, ranks out of step;
-    large ones and small ones, in a buffer and beside."""
+    """Issue an all-reduce of each reduction's result right after the reduction, and wait for it up to three rounds
+    later. Ranks are out of step; slices are large and small, inside a buffer and outside."""
     comm, other = collectives(kind), collectives(kind)
     n, r = comm.world_size, comm.rank
     skew = random.Random(r)
@@ -184,7 +185,7 @@ def broadcasts(kind: str, shapes: list[tuple[int, ...]]) -> None:
 
 
 def run_program(kind: str, steps: list[tuple[str, int]]) -> None:
-    """Any order of calls on two gather and two reduce buffers."""
+    """Run a program: calls on two gather and two reduce buffers, in any order."""
     comm = collectives(kind)
     n, r = comm.world_size, comm.rank
     gathers = [comm.allocate(n * 64, BufferKind.GATHER) for _ in range(2)]
@@ -275,7 +276,7 @@ def test_many_pieces(ranks: RankPools, kind: str, world_size: int) -> None:
 
 
 def all_to_all_rounds(kind: str, rounds: int) -> None:
-    """Two buffers in turn, two exchanges under way, of other sizes each time; some ranks send nothing."""
+    """Keep two all-to-alls under way in two buffers, with other sizes each time; some ranks send nothing."""
     comm = collectives(kind)
     n = comm.world_size
     buffers = [comm.allocate(64 * n, BufferKind.REDUCE) for _ in range(2)]

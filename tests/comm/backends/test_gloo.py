@@ -1,4 +1,4 @@
-"""What is particular to messages: ranks that call different things, and peers that die."""
+"""Tests of gloo alone, which sends messages: ranks that call different collectives, and peers that die."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_messages_of_a_collective_that_failed_are_not_taken_for_later_ones(ranks
 
 
 def ahead_of_a_failure() -> float:
-    """Rank 1 waits for its second collective first; rank 0 raises in its first."""
+    """Let rank 1 wait for its second collective first, while rank 0 raises in its first."""
     comm = group_of_all(30)
     start = time.monotonic()
     if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""The nccl collectives over a double of NCCL's process group: real bytes between CPU ranks, NCCL's manners."""
+"""The nccl collectives over a double of NCCL's process group, which moves real bytes between CPU ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def collectives() -> Iterator[StreamCollectives]:
 
 
 def numbers(dtype: torch.dtype, rank: int, numel: int = 6) -> Tensor:
-    """Small whole ones, other ones on each rank, which every dtype can hold and add."""
+    """Return small integers, different on each rank, which every dtype can hold and add exactly."""
     values = torch.arange(numel) % 3 + rank
     return torch.complex(values.double(), -values.double()).to(dtype) if dtype.is_complex else values.to(dtype)
 
@@ -124,7 +124,7 @@ def test_sums_and_means_that_need_nothing_more_are_reduced_to_where_they_go(
 
 
 def gather(group: StreamCollectives, shard_bytes: tuple[int, ...] = (64, 128)) -> Tensor:
-    """Two spans, with each rank's number in its slices."""
+    """Gather two spans in which each rank's slices hold its number."""
     buffer = group.allocate(group.world_size * sum(shard_bytes), BufferKind.GATHER)
     spans = (FlatSpan(0, shard_bytes[0]), FlatSpan(group.world_size * shard_bytes[0], shard_bytes[1]))
     for span in spans:

@@ -1,4 +1,4 @@
-"""Which implementation a group gets, and that its ranks agree on it."""
+"""The choice of the collectives' implementation for a group, which its ranks must agree on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to shared memory: who maps what, when it goes away, and peers that die."""
+"""Tests of shm alone: which process maps which memory, when it is unmapped, and peers that die."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gather(comm: Collectives, buffer: Buffer, value: int) -> Work:
 
 
 def segments() -> list[str]:
-    """All shared memory that this process maps."""
+    """Return all shared memory that this process maps."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "rw-s" in line]
 
 
@@ -76,7 +76,7 @@ def replaced_reduce_buffer() -> None:
 
 
 def advanced() -> tuple[float, float]:
-    """What a reduction's output holds before the last rank is there, and once advanced after."""
+    """Return the value of a reduction's output before the last rank has posted, and after that and an `advance`."""
     comm = collectives("shm")
     is_last = comm.rank == comm.world_size - 1
     buffer = comm.allocate(4 * comm.world_size, BufferKind.REDUCE)
@@ -100,7 +100,8 @@ def advanced() -> tuple[float, float]:
 
 
 def advanced_in_order() -> float:
-    """What two reductions in the younger buffer and then the older one leave in one output: the second adds to it."""
+    """Return what two reductions leave in one output: the first from the younger buffer, the second, which adds, from
+    the older one."""
     comm = collectives("shm")
     buffers = [comm.allocate(4 * comm.world_size, BufferKind.REDUCE) for _ in range(2)]
     out = torch.full((1,), -1.0)
@@ -135,7 +136,7 @@ def poison() -> None:
 
 
 def nothing_left() -> tuple[list[str], list[str]]:
-    """The shared memory and the descriptors that 30 collectives leave behind without the collector's help."""
+    """Return the shared memory and descriptors that 30 collectives leave behind, with the garbage collector off."""
     gc.disable()
     for number in range(30):
         comm = collectives("shm")
@@ -160,7 +161,7 @@ def mapped() -> list[str]:
 
 
 def other_order() -> str:
-    """Each waits for the other at another buffer: only what they have posted tells."""
+    """Have two ranks wait for each other in different buffers, which only what they have posted reveals."""
     comm = collectives("shm")
     comm.labels.update({1: "the gather of one", 2: "the gather of two"})
     one, two = (comm.allocate(400 * comm.world_size, BufferKind.GATHER) for _ in range(2))
@@ -260,7 +261,7 @@ def test_released_memory_is_poisoned(ranks: RankPools, world_size: int) -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[RankPool]:
-    """Ranks that have run no other test: what those left mapped would be counted here."""
+    """Ranks that have run no other test, whose leftover mappings would be counted here."""
     with RankPool(2) as pool:
         yield pool
 

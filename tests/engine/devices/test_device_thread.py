@@ -1,6 +1,6 @@
-"""What the engine takes for granted of the thread in which autograd runs the nodes of a device.
+"""The engine's assumptions about the thread in which autograd runs the nodes of a device.
 
-On CPUs backward runs in the caller's thread. A device that is written in Python has a thread of its own as a GPU has.
+On CPUs backward runs in the caller's thread. A device that is written in Python has its own thread, like a GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Training over the nccl collectives and a double of NCCL's process group: real bytes, NCCL's dtypes, coalesced
-launches, backward in another thread than the caller's. The numbers are those of the plain model."""
+launches, and backward in another thread than the caller's. Results are those of the plain model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Adapted(Block):
 
 
 class TwoDtypes(Block):
-    """Computes in fp32 and keeps a vector in fp64."""
+    """A block that computes in fp32 and has a vector in fp64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class TwoDtypes(Block):
 
 
 class Rotated(Block):
-    """Turns pairs of numbers in the plane, by complex parameters, as rotary embeddings and spectral layers do."""
+    """A block that rotates pairs of numbers with complex parameters, like rotary embeddings and spectral layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Rotated(Block):
 
 
 class Recomputed(Block):
-    """Computed again in backward."""
+    """A block that is computed again in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
@@ -84,7 +84,7 @@ def test_the_numbers_are_those_of_the_plain_model(name: str, strategy: str, thre
 
 
 def run(case: Case, block: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    """Weights after three steps with accumulation, clipping and an evaluation."""
+    """Return the weights after three steps with accumulation, clipping and an evaluation."""
     model = case.shard(seeded(lambda: Net(block=block)))
     optimizer = adamw(model.parameters())
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Streams and events of the nccl collectives: no access to memory on a GPU is left unordered. Played on CPU ranks."""
+"""Streams and events of the nccl collectives, simulated on CPU ranks: no access to a GPU's memory is left unordered."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.ranks import RankPools
 
 
 def train(case: Case, steps: int = 2, **options: Any) -> Order:
-    """Accumulation with and without communication, clipping, evaluation and full weights. The second step prefetches by
-    the first one's order."""
+    """Train with accumulation with and without communication, clipping, evaluation and full weights. The second step
+    prefetches in the order of the first."""
     with played() as order:
         model = case.shard(seeded(lambda: Net(6)), **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -93,7 +93,7 @@ def test_slots_that_somebody_keeps_views_of() -> None:
 
 
 def evaluate_on_two_streams() -> list[str]:
-    """On a stream of the caller's, and on the usual one without waiting for that."""
+    """Evaluate on a stream of the caller, and on the default one without waiting for the former."""
     with played() as order:
         model = sw.shard(seeded(lambda: Net(6)), "full_shard")
         usual, side = order.current, Stream()
@@ -113,7 +113,7 @@ def test_slots_are_ordered_between_streams_of_the_caller() -> None:
 
 
 def write_after_a_forward() -> list[str]:
-    """The forward has begun to gather what backward would need first."""
+    """Write weights after a forward that has begun to gather what backward would need first."""
     with played() as order:
         model = sw.shard(seeded(lambda: Net(6)), "full_shard", slots=4)
         for step in range(2):
@@ -165,28 +165,28 @@ def test_gathers_wait_for_shards_and_slots_alone() -> None:
 
 
 def _unclaimed(self: Any, buffer: Any, stream: Any) -> None:
-    """Forgets the last readers."""
+    """A `_after_last_reader` that does not wait for the buffer's last readers."""
 
 
 _writing = on_streams.StreamCollectives.writing
 
 
 def _writing_at_once(self: Any, buffer: Any, after: object = None) -> Any:
-    """Copies shards that may not be written yet."""
+    """A `writing` that copies shards which may not be complete yet."""
     return _writing(self, buffer)
 
 
 def _without_slices(self: Any, buffer: Any, stream: Any) -> None:
-    """Gathers slices that may not be written yet."""
+    """An `_after_slices` that lets slices be gathered which may not be complete yet."""
 
 
 def _unsettled(self: Any) -> None:
-    """Lets shards be written that are still being copied."""
+    """A `settle` that lets shards be written which are still being copied."""
 
 
 @contextmanager
 def _unordered(self: Any, stream: Stream) -> Iterator[None]:
-    """Enqueues without waiting for what wrote the input."""
+    """An `_on` that enqueues work without waiting for the one that wrote its input."""
     with accelerators.on(stream):  # type: ignore[arg-type]
         yield
 
@@ -195,12 +195,12 @@ _all_reduce = on_streams.StreamCollectives.all_reduce
 
 
 def _without_what_is_before(self: Any, tensor: Tensor, op: str = "sum", after: object = None, label: int = 0) -> Any:
-    """Sums over replicas what is still being summed over shards."""
+    """An `all_reduce` that sums over replicas what is still being summed over shards."""
     return _all_reduce(self, tensor, op, label=label)
 
 
 def _unwaited(self: Any) -> None:
-    """Reads a result that may not be there."""
+    """A `wait` after which the result may not be complete."""
 
 
 FAULTS = {

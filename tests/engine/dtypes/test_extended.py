@@ -1,4 +1,5 @@
-"""Parameters whose class says how they travel: FSDP2's all-gather extensions, against the same casts in one process."""
+"""Parameters whose class defines what is gathered (FSDP2's all-gather extensions), compared with the same casts in one
+process."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Box(Tensor):
-    """Around one tensor; operations that only look at it another way give another box."""
+    """A wrapper of one tensor. Operations that only view it return another Box; all others work on plain tensors."""
 
     KEPT: Any = (aten.detach.default, aten.new_zeros.default, aten.view.default, aten.t.default)
     held: Tensor
@@ -60,7 +61,7 @@ class Box(Tensor):
 
 
 class Narrow(Box):
-    """Travels in bf16, and is computed with as it was."""
+    """A parameter that is gathered in bf16, and computed with in its own dtype."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self.held.to(torch.bfloat16),), None
@@ -73,7 +74,7 @@ class Narrow(Box):
 
 
 class Halves(Box):
-    """What is computed with: numbers in bf16, of which there is a scale beside."""
+    """The gathered form of Scaled: numbers in bf16 with a scale."""
 
     def number(self) -> Tensor:
         greatest: Tensor = self.others[0][0]
@@ -81,7 +82,7 @@ class Halves(Box):
 
 
 class Scaled(Box):
-    """Travels in bf16, divided by the greatest number of all ranks."""
+    """A parameter that is gathered in bf16, divided by its greatest absolute value over all ranks."""
 
     def fsdp_pre_all_gather(self, mesh: Any, shape: Any, stride: Any, module: nn.Module, policy: Any) -> Any:
         assert isinstance(module, nn.Linear)
@@ -101,7 +102,7 @@ class Scaled(Box):
 
 
 class Rounded(torch.autograd.Function):
-    """What a class makes of a whole weight, of which gradients know nothing."""
+    """The rounding of a class applied to a whole weight. Gradients pass through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, kind: type) -> Tensor:
@@ -116,7 +117,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Of so many rows that some ranks have fewer."""
+    """A model with weights of five rows, which some ranks hold fewer of."""
 
     def __init__(self, kind: type, is_plain: bool, recomputes: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Frozen weights in few bits (`precision.frozen`): bit-equal to a plain model whose weights went through blocks."""
+"""Frozen weights in few bits (`precision.frozen`), bit-equal to a plain model with encoded and decoded weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NF4 = sw.Precision(frozen="nf4")
 
 
 class Adapted(nn.Module):
-    """Frozen matrices, a trained adapter of low rank, a trained norm: sizes that no block divides."""
+    """A block of frozen matrices, a trained low-rank adapter and a trained norm, of sizes that no block divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Adapted(nn.Module):
 
 
 def build(kind: str = "nf4", dtype: torch.dtype = torch.float32) -> Net:
-    """As it is after its weights went through blocks."""
+    """Build a model, with its frozen weights encoded in blocks and decoded again."""
     model = Net(3, Adapted)
     model.enter, model.leave = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
     model.to(dtype)
@@ -222,7 +222,7 @@ def test_the_planner_knows_the_bytes() -> None:
 
 
 def broadcast(path: Path) -> Path:
-    """Rank 0's."""
+    """Return rank 0's path."""
     given = [path]
     dist.broadcast_object_list(given)
     return given[0]

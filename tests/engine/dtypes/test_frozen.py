@@ -1,4 +1,4 @@
-"""Parameters frozen after `sw.shard`: that they travel is said, once."""
+"""Parameters frozen after `sw.shard`: one warning says that their gradients are still sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute, reduction and master dtypes, against the same arithmetic by hand."""
+"""Compute, reduce and master dtypes, compared with the same arithmetic written by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks import RankPools
 
 
 class Shadow:
-    """Mixed precision as one would write it unsharded: fp32 masters, a copy in the compute dtype, gradients in fp32."""
+    """Mixed precision of an unsharded model: fp32 masters, a copy in the compute dtype, and gradients in fp32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.masters, self.model = seeded(Net), seeded(Net).to(dtype)
@@ -119,7 +119,7 @@ FP32_INSIDE = sw.Precision(param="fp32", output="bf16")
 
 
 def cast_norms(model: nn.Module) -> None:
-    """What the precision of the sharded norms does, in a plain model."""
+    """Do in a plain model what the precision of the sharded norms does."""
     for block in model.blocks:  # type: ignore[union-attr]
         norm: nn.Module = block.norm  # type: ignore[assignment, union-attr]
         norm.register_forward_pre_hook(lambda module, args: tuple(x.float() for x in args))
@@ -145,8 +145,8 @@ def test_a_norm_in_another_dtype(ranks: RankPools, case: Case, checkpointed: boo
 
 
 def _norms_in_fp32(case: Case, checkpointed: bool) -> None:
-    """Bit-equal to a plain model that keeps its norms in fp32 and casts around them; gradients travel in each one's
-    own dtype."""
+    """Train with norms in fp32, bit-equal to a plain model with casts around its norms. Gradients are sent in the dtype
+    of their parameters."""
     options: dict[str, Any] = {"strategy": case.strategy, "reshard_after_forward": case.reshard}
     if case.replicas > 1 and case.shards > 1:
         options["mesh"] = init_device_mesh("cpu", (case.replicas, case.shards))
@@ -268,7 +268,7 @@ def test_scaler_skips_the_step_on_every_rank(strategy: str, kind: type[torch.amp
 
 
 class Asking(nn.Module):
-    """Casts what it hands to its layers to the dtype of their weights, which are units' of their own."""
+    """A module that casts the inputs of its layers, which are units, to the dtype of their weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ def test_parameters_say_what_they_compute_in_while_the_model_runs(strategy: str)
 
 
 class Shifted(nn.Linear):
-    """Adds a buffer to its input."""
+    """A module that adds a buffer to its input."""
 
     def __init__(self) -> None:
         super().__init__(4, 6)
@@ -316,7 +316,7 @@ class Shifted(nn.Linear):
 
 
 class Careless(nn.Module):
-    """Hands fp32 on, or has an fp32 buffer inside."""
+    """A block that passes fp32 on, or has an fp32 buffer inside."""
 
     def __init__(self, buffer: bool) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ def test_other_errors_are_left_alone() -> None:
 
 
 class Router(nn.Module):
-    """Its weight is computed with in fp32, the rest of its unit in bf16."""
+    """A router whose weight is used in fp32, while the rest of its unit computes in bf16."""
 
     def __init__(self) -> None:
         super().__init__()

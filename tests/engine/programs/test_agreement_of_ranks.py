@@ -1,4 +1,4 @@
-"""Ranks whose programs differ: trained right where they call the same units in the same order, else told apart."""
+"""Ranks whose programs differ: training is right if they call the same units in the same order, else it raises."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRANSPORTS = ["shm", "gloo"]
 
 
 class ByRank(nn.Module):
-    """Ranks do different things in it: the plain model is told whose part it plays."""
+    """A module in which ranks do different things. The plain model is told whose part it plays (`playing`)."""
 
     playing: int | None = None
 
@@ -66,7 +66,7 @@ class ByRankTwins(Twins):
 
 
 class SkipsInside(ByRank):
-    """Stochastic depth inside the unit."""
+    """A unit with stochastic depth inside: it is called on every rank, and skips its block on some."""
 
     made = 0
 
@@ -81,7 +81,7 @@ class SkipsInside(ByRank):
 
 
 class DetachedPrefix(ByRank):
-    """Each rank trains the blocks from another depth on."""
+    """A model whose blocks are trained from another depth on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class DetachedPrefix(ByRank):
 
 
 class HeadByRank(ByRank):
-    """Every head is called and each rank's loss reads one of them."""
+    """A model whose heads are all called, while each rank's loss uses only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class HeadByRank(ByRank):
 
 
 class HiddenByRank(ByRank):
-    """Blocks leave auxiliary losses beside their output; which of them a loss reads depends on the rank."""
+    """A model whose blocks have auxiliary losses beside their outputs. The rank decides which of them the loss uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_stochastic_depth_inside_units_trains_as_in_plain_torch(strategy: str, t
 
 
 class OneHead(ByRank):
-    """Calls the one head that is this rank's."""
+    """A model that calls only this rank's head."""
 
     heads_of_ranks = (0, 3)
 
@@ -175,7 +175,7 @@ class OneHead(ByRank):
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Of time that this rank was awake in: what is waited out would be the group's 30 s."""
+    """Assert that the block takes less than this. A rank that misses its peers would wait for the group's 30 s."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start < seconds
@@ -183,7 +183,7 @@ def within(seconds: float) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _loaded(ranks: RankPools, request: pytest.FixtureRequest) -> None:
-    """Ranks have imported all that torch loads late: on a busy machine that takes longer than what is timed here."""
+    """Make ranks import what torch loads lazily, which on a busy machine takes longer than what is timed here."""
     ranks(request.node.callspec.params.get("world_size", 2)).run(_load)
 
 

@@ -1,4 +1,5 @@
-"""After a KeyboardInterrupt, which torch tells no forward hook of: a notebook's cell is stopped and another one run."""
+"""Models after a KeyboardInterrupt, which torch reports to no forward hook: a notebook's cell is stopped, and another
+is run."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Half(nn.Module):
 
 
 class Halves(nn.Module):
-    """A container that is never called itself."""
+    """A container of two halves that is never called itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def test_halves_of_a_container_train_on_with_the_weights_of_now() -> None:
 
 
 class Around(Halves):
-    """Called as a whole, or half by half."""
+    """Two halves that are called as a whole, or one by one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ AT = [
     (Group, "show_sharded"),
     (Group, "point_at_placeholders"),
 ]
-"""Where an interrupt may come: as a method begins, and as it has returned."""
+"""Methods during which a test raises an interrupt: when they begin, and when they have returned."""
 
 
 @pytest.mark.parametrize("is_over", [False, True], ids=["as it begins", "as it is over"])

@@ -1,4 +1,4 @@
-"""What users do with parameters and inputs around a unit, and would otherwise be wrong without a word."""
+"""What users do with parameters and inputs outside a unit, which would be silently wrong if it were not handled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Attention(nn.Module):
-    """Does something else when its arguments are one tensor, as attention modules do."""
+    """A module that behaves differently if its arguments are the same tensor, like attention modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def close_gradients(twins: Twins) -> None:
-    """Whole-tensor reductions are sums of sums, so that numbers that depend on them are rounded elsewhere."""
+    """Compare gradients with a tolerance: reductions of sharded tensors add ranks' sums, and round differently."""
     for (name, p), q in zip(twins.plain.named_parameters(), twins.sharded.parameters(), strict=True):
         assert p.grad is not None
         torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-6, msg=name)
@@ -82,7 +82,8 @@ def test_a_penalty_on_parameters_is_the_mean_over_ranks(ranks: RankPools, case: 
 
 
 def _penalised(case: Case, kind: str) -> None:
-    """Each rank weighs it otherwise; it accumulates, with and without no_sync, and goes with zero_grad()."""
+    """Train with a penalty that each rank weights differently. Its gradient accumulates, with and without no_sync, and
+    zero_grad() removes it."""
     hybrid = case.replicas > 1 and case.shards > 1
     mesh = {"mesh": init_device_mesh("cpu", (2, 2))} if hybrid else {}
     twins = Twins(strategy=case.strategy, reshard_after_forward=case.reshard, **mesh)
@@ -330,7 +331,7 @@ def test_under_a_compiled_optimizer_step_our_own_code_is_not_compiled() -> None:
 
 
 class _Mixed(nn.Module):
-    """Has the units in it computed in bf16, behind the root's back."""
+    """A module that runs its units under autocast in bf16 inside its forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Parameters that are read outside their modules' forwards, inside their model's: gathered on demand, and trained."""
+"""Parameters that are read inside the model's forward but outside their module's: they are gathered on demand and get
+gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.ranks import RankPools
 
 
 class Reads(Block):
-    """An attention of sorts, over the rows of a table that belongs to somebody else."""
+    """A block with a kind of attention over the rows of an embedding table that belongs to the model."""
 
     table: list[nn.Embedding]
 
@@ -34,7 +35,7 @@ class Reads(Block):
 
 
 class Reading(Net):
-    """The embedding is called, read by blocks and by the head; the head is read in chunks and never called."""
+    """A model whose embedding is called, and read by the blocks and the head. The head is only read, in chunks."""
 
     def __init__(self) -> None:
         super().__init__(block=Reads)
@@ -273,7 +274,7 @@ def test_outside_a_forward_it_stays_an_error_that_names_the_way_out() -> None:
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """As fused losses do, without ever having all logits."""
+    """Compute the loss in chunks, like fused losses, without ever holding all logits."""
     chunks = zip(hidden[:, :-1].flatten(0, 1).chunk(4), ids[:, 1:].flatten().chunk(4), strict=True)
     return torch.stack([F.cross_entropy(F.linear(h, weight), t, reduction="sum") for h, t in chunks]).sum()
 

@@ -1,4 +1,4 @@
-"""Saved tensors: handles instead of bytes, other people's hooks, and what autograd itself would have noticed."""
+"""Saved tensors: handles instead of bytes, users' own hooks, and errors that autograd itself would have noticed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recordin
 
 
 class Outside(Net):
-    """Checkpoints around its blocks."""
+    """A model with activation checkpointing around its blocks."""
 
     reentrant = False
 
@@ -39,7 +39,7 @@ class Outside(Net):
 
 
 class Inside(Block):
-    """Checkpoints part of itself."""
+    """A block with activation checkpointing of a part of itself."""
 
     reentrant = False
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_outside_a_unit_is_not_undone() -> None:
 
 
 def kept_activations(model: nn.Module) -> int:
-    """Outputs of tanh alive between forward and backward."""
+    """Return the number of outputs of tanh that are alive between forward and backward."""
     outputs: list[weakref.ref[Any]] = []
 
     class Watch(TorchDispatchMode):
@@ -129,7 +129,7 @@ def test_a_retained_graph_is_walked_twice(where: str) -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen base with a trained adapter beside it."""
+    """A block of a frozen base and a trained adapter."""
 
     def __init__(self, checkpointed: bool = True) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ _turns: Counter[int] = Counter()
 
 
 def _rotating(self: Arena[Unit], unit: Unit) -> tuple[Any, ...]:
-    """A unit prefers another slot each time it comes."""
+    """Return a unit's slots in an order that changes at each call."""
     slots = self._choices[id(unit)]
     _turns[id(slots)] += 1
     first = _turns[id(slots)] % len(slots)
@@ -299,7 +299,7 @@ def test_a_pre_hook_that_raises_does_not_cost_anybody_their_hooks() -> None:
 
 
 class Torn(Block):
-    """Leaves hooks of its own on the stack when it raises, above the engine's."""
+    """A block that raises and leaves its own hooks on the stack, above the engine's."""
 
     raising = False
 
@@ -326,7 +326,7 @@ def test_hooks_left_behind_by_an_interrupted_forward_are_drained_at_the_root() -
 
 
 class Spoils(nn.Module):
-    """Modifies what an operation saved: its output (sigmoid) or its input (pow)."""
+    """A module that modifies in place what an operation saved: its output (sigmoid) or its input (pow)."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

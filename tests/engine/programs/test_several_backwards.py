@@ -1,4 +1,4 @@
-"""Several forwards or backwards in a step: no slot is claimed or dropped while a reduction is in it."""
+"""Several forwards or backwards in a step: no slot is claimed or dropped during a reduction in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nothing(fqn: str, module: nn.Module) -> bool:
 
 
 def close(twins: Twins) -> None:
-    """Sums over calls and over ranks are taken in another order than in the plain model: rounding differs."""
+    """Compare with a tolerance: sums over calls and ranks are added in another order than in the plain model."""
     for (name, p), q in zip(twins.plain.named_parameters(), twins.sharded.parameters(), strict=True):
         assert p.grad is not None
         torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-7, msg=name)
@@ -100,7 +100,7 @@ def test_two_losses_each_with_a_backward_of_its_own(strategy: str) -> None:
 
 
 class Aside(nn.Module):
-    """Puts a loss beside its output, from within a checkpoint."""
+    """A block that stores a loss beside its output, from within a checkpoint."""
 
     losses: list[Tensor] = []  # noqa: RUF012 - hidden from everybody, which is the point
 

@@ -1,4 +1,4 @@
-"""`copy.deepcopy` of sharded models, and what it is for: averages of weights."""
+"""`copy.deepcopy` of sharded models, and its main use: averages of weights."""
 
 from __future__ import annotations
 

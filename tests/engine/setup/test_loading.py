@@ -1,4 +1,4 @@
-"""`load_state_dict` and deepcopies of state_dicts: full tensors and pieces."""
+"""`load_state_dict`, and deep copies of state_dicts, with full tensors and with pieces."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Raises(torch.autograd.Function):
 
 
 def interrupted(model: Any) -> None:
-    """A backward that raises while units are at work."""
+    """Run a backward that raises in the middle."""
     handle = model.blocks[1].up.register_forward_hook(lambda module, inputs, output: Raises.apply(output))
     with pytest.raises(ValueError, match="on purpose"):
         squares(model, batch(0)).backward()
@@ -202,7 +202,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Odd(Net):
-    """With parameters of no dims and of one element."""
+    """A module with parameters of no dims and of one element."""
 
     def __init__(self) -> None:
         super().__init__(depth=1)

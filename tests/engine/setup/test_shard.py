@@ -1,4 +1,4 @@
-"""What `sw.shard` takes over: ties, buffers, meta models, other ranks' models, units that were sharded before."""
+"""What `sw.shard` does with tied weights, buffers, meta models, ranks with other models, and units sharded before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.engine.rig import Block, Net, Twins, batch, count, on_ranks, recordin
 
 
 class Tied(nn.Module):
-    """The whole head is the embedding; two blocks share one weight."""
+    """A model whose head is tied to its embedding, and in which two blocks share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_units_are_adopted_after_a_backward_that_raised() -> None:
 
 
 class Stacked(nn.Module):
-    """Five layers of one size; four of them make a model of their own."""
+    """Five layers of one size, four of which form a model of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Stacked(nn.Module):
 
 
 def halves() -> DeviceMesh:
-    """Groups of two ranks of four."""
+    """Make groups of two ranks out of four."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
@@ -415,7 +415,7 @@ def test_units_that_stay_gathered_need_no_slots_for_nesting() -> None:
 
 
 class Calls(nn.Module):
-    """Calls a block that is not below it: how deep units are inside one another shows when it happens only."""
+    """A block that calls another one which is not its submodule: that units are nested only shows when they run."""
 
     def __init__(self, other: nn.Module | None) -> None:
         super().__init__()
@@ -576,7 +576,7 @@ class Slotted:
 
 
 class PrivateSlots(Slotted):
-    """The inherited one, one whose name Python mangles, and one that is never set."""
+    """An object with an inherited slot, one whose name Python mangles, and one that is never set."""
 
     __slots__ = ("__mine", "never")
 
@@ -616,7 +616,7 @@ WRAPS: dict[str, Any] = {
 
 
 class Lends(nn.Module):
-    """Returns its weight, or a view of it, in some container."""
+    """A module that returns its weight, or a view of it, in some container."""
 
     def __init__(self, wrap: str, how: str) -> None:
         super().__init__()

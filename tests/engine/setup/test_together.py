@@ -19,7 +19,7 @@ from tests.ranks import RankPools
 
 
 class Ends(Net):
-    """A norm and a head at the end, as transformers have."""
+    """A model with a norm and a head at the end, like transformers."""
 
     def __init__(self) -> None:
         super().__init__(depth=3)
@@ -33,7 +33,7 @@ class Ends(Net):
 
 
 def in_parts(pair: tuple[str, str], **options: Any) -> Any:
-    """As users of FSDP2 write it."""
+    """Return a function that shards each block, and then a pair of modules as one unit, in FSDP2's style."""
 
     def shard_parts(model: nn.Module) -> None:
         for block in model.blocks:  # type: ignore[union-attr]
@@ -51,7 +51,7 @@ def test_trained_as_one_unit(ranks: RankPools, case: Case, pair: tuple[str, str]
 
 
 def _together(case: Case, pair: tuple[str, str]) -> None:
-    """Modules that are called one after the other, and modules that are not."""
+    """Train with a pair of modules as one unit, called one after the other or not."""
     options: dict[str, Any] = {"strategy": case.strategy, "reshard_after_forward": case.reshard}
     if case.replicas > 1 and case.shards > 1:
         options["mesh"] = init_device_mesh("cpu", (case.replicas, case.shards))

@@ -1,4 +1,4 @@
-"""What shardwise changes outside itself: nothing when it is imported, each thing once at the first `sw.shard`."""
+"""Patches of other libraries: none when shardwise is imported, each one once at the first `sw.shard`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SHARDS = """
 
 
 def run(script: str) -> str:
-    """What a fresh process prints."""
+    """Run code in a new process and return what it prints."""
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     text = textwrap.dedent(STATE) + textwrap.dedent(script)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, env=clean)

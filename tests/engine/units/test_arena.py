@@ -1,4 +1,4 @@
-"""Size classes, which slot a unit takes, and slots that are left to whoever still holds a view."""
+"""Size classes, the choice of a slot for a unit, and slots that are retired because somebody still holds a view."""
 
 from __future__ import annotations
 

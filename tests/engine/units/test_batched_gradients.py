@@ -1,5 +1,5 @@
-"""Gradients on the path of a device: several in one copy, scaled once they are summed. The numbers are the plain
-model's and the CPU ranks', bit for bit at two ranks, where to scale before or after a sum is the same."""
+"""Gradients as they are collected on a device: several in one copy, and scaled after they are summed. Results equal
+those of the plain model and of CPU ranks to the bit at two ranks, where scaling before or after a sum is the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.operations import counted
 from tests.ranks import RankPools
 
 BATCHES = pytest.mark.parametrize("batch_bytes", [0, 200, summation.BATCH_BYTES])
-"""Nothing waits, some gradients wait, all of a unit do."""
+"""Batch sizes in bytes with which no gradient waits for others, some do, or all of a unit do."""
 
 
 class Twice(Block):
@@ -60,7 +60,7 @@ def test_parts_missing_ones_and_late_ones(strategy: str, batch_bytes: int) -> No
 
 
 def accumulated(case: Case, precision: sw.Precision) -> dict[str, Tensor]:
-    """Weights after steps with `no_sync`, two reduced backwards, a penalty, a backward that raises and clipping."""
+    """Return the weights after `no_sync`, two reduced backwards, a penalty, an error in backward, and clipping."""
     model = case.shard(seeded(Net), precision=precision)
     optimizer = adamw(model.parameters())
 
@@ -143,7 +143,7 @@ def test_a_scaler_skips_the_step_that_one_ranks_infinity_spoils(reduce: Any) -> 
 
 
 def unit_copies(model: nn.Module) -> list[list[str]]:
-    """What is dispatched in the backward of each of two steps."""
+    """Return the operations dispatched in the backward of each of two steps."""
     steps = []
     for step in range(2):
         loss = squares(model, batch(step).bfloat16())

@@ -1,4 +1,4 @@
-"""Reductions come in one order on every rank, whichever gradients each of them has."""
+"""Reductions run in the same order on every rank, whichever gradients the ranks have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.rig import Net, Twins, batch, events, on_ranks, recording, see
 
 
 class Mixture(nn.Module):
-    """A residual block that sends its input to one expert of three; the numbers say to which."""
+    """A residual block that sends its input to one of three experts, chosen by the input's numbers."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def test_experts_that_only_some_ranks_use(strategy: str) -> None:
 
 
 class Tables(nn.Module):
-    """Units whose input wants no gradient, more of them than slots; a rank looks into only some tables."""
+    """A model with more units than slots, whose inputs need no gradients. Each rank really uses only some tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ def test_sums_may_be_formed_after_every_gradient() -> None:
 
 
 class Hidden:
-    """A container that the engine cannot look into."""
+    """A container whose tensor the engine cannot find."""
 
     def __init__(self, value: Tensor) -> None:
         self.get = lambda: value
 
 
 class LentTable(nn.Embedding):
-    """Is read after its forward, while its strategy keeps it."""
+    """An embedding that is read after its forward, while its strategy keeps its parameters."""
 
     def forward(self, index: Tensor) -> Any:
         weight = self.weight
@@ -91,7 +91,8 @@ class LentTable(nn.Embedding):
 
 
 class OnlySome(nn.Module):
-    """More tables than slots, whose outputs nobody sees; every rank looks into others of them, in another order."""
+    """A model with more tables than slots, whose outputs the engine does not see. Each rank reads other tables, in
+    another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ def test_gradients_that_come_in_another_order_on_every_rank(strategy: str, name:
 
 
 class HiddenBlock(nn.Module):
-    """Hides what it returns on the ranks that are told to."""
+    """A block that hides its output from the engine on the ranks that are told to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints of JAX: the directories of the torch engine, each process writing and reading its own shards' bytes."""
+"""Checkpoints for JAX: the torch engine's directory format, where each process writes and reads only its own shards."""
 
 from shardwise.checkpoint.format.manifest import verify
 from shardwise.checkpoint.publish.commit import latest

@@ -1,9 +1,10 @@
-"""optax's Adam under the names of torch's: a run goes on in the other framework with the state that it had.
+"""optax's Adam state under torch's names, so that a run can continue in the other framework with its Adam state.
 
-Both keep a mean of gradients and one of their squares for every parameter, and count steps; torch counts for each
-parameter. In files the means have torch's names, `<name of the parameter>.exp_avg` and `.exp_avg_sq`, and lie as the
-parameter does: transposed, or a row a layer. What else an optimizer does with them (weight decay, rates, Nesterov) is
-no state of optax, so nothing here tells Adam from AdamW; nor from adamax and yogi, which call other numbers the same.
+Both frameworks keep a mean of the gradients and a mean of their squares for every parameter, and count steps; torch
+counts them for each parameter. In files the means have torch's names, `<name of the parameter>.exp_avg` and
+`.exp_avg_sq`, and are laid out like the parameter: transposed, or one row a layer. Whatever else an optimizer does with
+them (weight decay, learning rates, Nesterov) is not part of optax's state, so nothing here tells Adam from AdamW, nor
+from adamax and yogi, which keep other numbers under the same names.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from shardwise.jax.checkpoint.leaves import Leaf, dotted
 from shardwise.jax.checkpoint.name_map import LeafPlace, NameMap
 
 CLASS = "AdamW"
-"""That files name. torch's Adam has the same state."""
+"""The optimizer class that `training.json` names. torch's Adam has the same state."""
 CLASSES = ("Adam", CLASS)
-"""Of torch, whose state is optax's."""
+"""torch's optimizer classes that have the same state as optax's Adam."""
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _COUNTS = ("count", "step")
 
 
 def states_in(tree: Any) -> tuple[str, ...]:
-    """The paths of Adam's states in a tree, each with the dot that follows if it is not the whole tree."""
+    """Return the paths of the Adam states in a tree, each with a dot at its end; "" if the tree itself is one."""
     found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_state)[0]
     return tuple(f"{dotted(keys)}." if keys else "" for keys, node in found if _is_state(node))
 
@@ -40,9 +41,9 @@ def _is_state(node: Any) -> bool:
 def parts_of_moments(
     states: Sequence[str], model: Sequence[Leaf], others: Sequence[Leaf], names: NameMap
 ) -> dict[str, tuple[LeafPlace, ...]]:
-    """By path, where the means among the other leaves lie; nothing unless every parameter has both, once.
+    """Return, by path, where the means among the `others` are stored; empty unless each parameter has both, once.
 
-    states: as `states_in` found them. Below one, the path of a mean is `mu` or `nu` before that of its parameter.
+    states: from `states_in`. The path of a mean is that of its state, then `mu` or `nu`, then that of its parameter.
     """
     shapes = {leaf.path: leaf.shape for leaf in model}
     found: dict[str, tuple[LeafPlace, ...]] = {}
@@ -57,7 +58,7 @@ def parts_of_moments(
 
 
 def _split(path: str, states: Sequence[str]) -> tuple[str | None, str]:
-    """The kind of mean and the parameter's path; None where it is no mean."""
+    """Return the kind of mean ("mu" or "nu") and the parameter's path; None and "" if the leaf is not a mean."""
     for state in states:
         moment, _, parameter = path.removeprefix(state).partition(".")
         if path.startswith(state) and moment in _MOMENTS:
@@ -66,8 +67,8 @@ def _split(path: str, states: Sequence[str]) -> tuple[str | None, str]:
 
 
 def document(moments: Mapping[str, Sequence[LeafPlace]], others: Sequence[Leaf]) -> dict[str, Any]:
-    """What `training.json` says of the optimizer, as the torch engine writes it for AdamW, without groups: whoever
-    loads it keeps the options that it has."""
+    """Return the optimizer section of `training.json` as the torch engine writes it for AdamW, but without parameter
+    groups: an optimizer that loads it keeps its own options."""
     count = next((leaf for leaf in others if _counts_beside(leaf, moments)), None)
     state: dict[str, dict[str, Any]] = {}
     for part in (part for own in moments.values() for part in own):
@@ -85,7 +86,7 @@ def document(moments: Mapping[str, Sequence[LeafPlace]], others: Sequence[Leaf])
 
 
 def _counts_beside(leaf: Leaf, moments: Mapping[str, Any]) -> bool:
-    """Whether it counts the steps of the means beside it."""
+    """Whether the leaf is the step count of an Adam state whose means are among `moments`."""
     before, _, name = leaf.path.rpartition(".")
     return name == "count" and any(
         path.startswith((f"{before}.mu.", f"{before}.nu.") if before else ("mu.", "nu.")) for path in moments
@@ -93,7 +94,7 @@ def _counts_beside(leaf: Leaf, moments: Mapping[str, Any]) -> bool:
 
 
 def counted(training: Mapping[str, Any], others: Sequence[Leaf]) -> dict[str, int]:
-    """Of a checkpoint of the torch engine, by path the leaves that count steps, and how many there were."""
+    """Return, by path, the number of steps for each leaf that counts steps, from a checkpoint of the torch engine."""
     saved = (training["optimizer"] or {}).get("state") or {}
     steps = [own["step"] for own in saved.values() if "step" in own]
     taken = max((one["scalar"] if isinstance(one, Mapping) else one for one in steps), default=training["step"])

@@ -1,4 +1,4 @@
-"""The part of an array that a process holds, as boxes: of each dim the elements from a first one on."""
+"""The part of an array that a process holds, as boxes: a start and a size in every dim."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ class Box:
 
     @classmethod
     def of(cls, index: Sequence[slice], shape: Shape) -> Box:
-        """The box that JAX gives as slices of an array of this shape."""
+        """Convert JAX's index of a shard, a slice for each dim of an array of this shape."""
         bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
         return cls(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.size)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Its elements in an array of those of `outer`, which contains it."""
+        """Return the slices that select this box from an array of the elements of `outer`, which must contain it."""
         begins = [start - first for start, first in zip(self.start, outer.start, strict=True)]
         return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.size, strict=True))
 
     def row(self) -> Box:
-        """Without the first dim."""
+        """Return the box without its first dim."""
         return Box(self.start[1:], self.size[1:])
 
     def has_row(self, row: int) -> bool:
-        """Whether the first dim has this element."""
+        """Whether the box contains index `row` of the first dim."""
         return self.start[0] <= row < self.start[0] + self.size[0]
 
     def ordered(self, order: Sequence[int] | None) -> Box:
-        """With its dims in another order."""
+        """Return the box with its dims in this order; None: unchanged."""
         if order is None:
             return self
         return Box(tuple(self.start[dim] for dim in order), tuple(self.size[dim] for dim in order))
 
     def runs(self, shape: Shape) -> IndexMap:
-        """From elements of an array of `shape`, flattened, to those of the box, flattened.
+        """Map the elements of a flattened array of `shape` to those of the flattened box.
 
-        Raises ValueError where there would be too many runs of too few elements.
+        Raises ValueError if that takes too many runs of too few elements.
         """
         strides = _strides(shape)
         first = sum(start * stride for start, stride in zip(self.start, strides, strict=True))
@@ -68,7 +68,7 @@ def _strides(shape: Shape) -> Shape:
 
 
 def joined(boxes: Iterable[Box]) -> list[list[Box]]:
-    """Boxes that do not overlap, in groups that are a box together: all of them, or else each alone."""
+    """Group boxes that do not overlap: one group if together they fill a box, else each alone. Drops empty boxes."""
     boxes = [box for box in boxes if box.numel]
     if len(boxes) > 1 and around(boxes).numel == sum(box.numel for box in boxes):
         return [boxes]
@@ -76,7 +76,7 @@ def joined(boxes: Iterable[Box]) -> list[list[Box]]:
 
 
 def around(boxes: Sequence[Box]) -> Box:
-    """The smallest box that contains all of them."""
+    """Return the smallest box that contains all of the boxes."""
     dims = range(len(boxes[0].start))
     start = tuple(min(box.start[dim] for box in boxes) for dim in dims)
     stop = tuple(max(box.start[dim] + box.size[dim] for box in boxes) for dim in dims)
@@ -85,14 +85,14 @@ def around(boxes: Sequence[Box]) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One box of an array, in this process's memory in one piece or several."""
+    """A box of an array in this process's memory, as one shard or several."""
 
     box: Box
     shards: Mapping[Box, Any]
-    """Arrays of JAX or numpy, which fill it."""
+    """By box, the arrays of JAX or numpy that together fill `box`."""
 
     def array(self, row: int | None) -> np.ndarray[Any, Any]:
-        """Its numbers, or those of one row of the first dim. Shared where they are in one piece on the host."""
+        """Return the elements, or those of one row of the first dim. Shares memory where they are one host array."""
         parts = {
             (box if row is None else box.row()): np.asarray(data)
             if row is None
@@ -110,11 +110,11 @@ class Held:
 
 
 def to_write(array: Any, is_first: bool) -> list[Held]:
-    """What this process writes of an array: one replica of each shard, so that every element has one writer.
+    """Return what this process writes of an array: each shard's replica 0, so that every element has one writer.
 
-    is_first: whether this process writes what is on every host.
+    is_first: whether this process writes the arrays that every host holds whole.
     """
-    if not isinstance(array, jax.Array) or (jax.process_count() > 1 and array.is_fully_addressable):  # each has its own
+    if not isinstance(array, jax.Array) or (jax.process_count() > 1 and array.is_fully_addressable):  # one a process
         everything = Box((0,) * array.ndim, array.shape)
         return [Held(everything, {everything: array})] if is_first and everything.numel else []
     own = {Box.of(shard.index, array.shape): shard.data for shard in array.addressable_shards if shard.replica_id == 0}
@@ -122,7 +122,7 @@ def to_write(array: Any, is_first: bool) -> list[Held]:
 
 
 def to_read(sharding: Sharding, shape: Shape) -> list[Box]:
-    """What this process reads of an array that is going to have this sharding, each element once."""
+    """Return the boxes that this process reads of an array that will have this sharding, each element once."""
     held = dict.fromkeys(
         Box.of(index, shape) for index in sharding.addressable_devices_indices_map(shape).values() if index is not None
     )

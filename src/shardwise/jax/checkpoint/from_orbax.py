@@ -1,4 +1,4 @@
-"""Checkpoints of orbax, read into trees."""
+"""Import of orbax's checkpoints into trees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.jax.checkpoint.leaves import Leaf, leaves_of, with_leaves
 
 T = TypeVar("T")
 _METADATA = "_METADATA"
-"""A file of every tree that orbax saves."""
+"""Name of a file in the directory of every tree that orbax saves."""
 _SHOWN = 8
 
 
@@ -27,16 +27,16 @@ def import_orbax(path: str | os.PathLike[str], like: T) -> T:
     """Read a checkpoint of orbax into a tree. Every process must call this. Needs orbax-checkpoint.
 
     Args:
-        path: what `StandardCheckpointer` or `PyTreeCheckpointer` wrote, or a step of a `CheckpointManager` with one
-            tree in it; with several, the directory of one of them.
-        like: a tree, a module or a state with the same leaves, abstract perhaps: they are matched by their paths, in
-            which flax's own `value` does not count. Its dtypes and shardings are those of the result.
+        path: a directory that `StandardCheckpointer` or `PyTreeCheckpointer` wrote, or a step of a `CheckpointManager`
+            with one tree in it; if it has several, the directory of one of them.
+        like: a tree, a module or a state with the same leaves, which may be abstract. Leaves are matched by path,
+            without the `value` that flax appends. The result has its dtypes and shardings.
 
     Raises:
-        CheckpointError: no checkpoint of orbax, or leaves that are missing, unexpected or of another shape: all named.
+        CheckpointError: no checkpoint of orbax, or leaves that are missing, unexpected or of another shape. Names all.
         ModuleNotFoundError: orbax is not installed.
 
-    Each process reads its own shards. `swj.checkpoint.save` makes a checkpoint of ours of the result.
+    Each process reads its own shards. `swj.checkpoint.save` writes the result as a shardwise checkpoint.
     """
     try:
         import orbax.checkpoint as ocp
@@ -61,7 +61,7 @@ def import_orbax(path: str | os.PathLike[str], like: T) -> T:
 
 
 def _trees_in(place: Path) -> list[Path]:
-    """The directories of trees: it itself, or those that it holds."""
+    """Return the directories of trees: `place` itself if it is one, else those directly in it."""
     if (place / _METADATA).is_file():
         return [place]
     return sorted(child for child in place.iterdir() if (child / _METADATA).is_file())
@@ -79,7 +79,7 @@ def _tree_at(path: Path) -> Path:
 
 
 def _name(keys: Any, wanted: Collection[str]) -> str:
-    """Of a stored leaf: its path, without flax's `value` at the end unless a leaf is called so."""
+    """Return the dotted path of a stored leaf, without a `value` from flax at its end unless a wanted leaf has it."""
     names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys]
     whole = ".".join(names)
     return ".".join(names[:-1]) if names[-1:] == ["value"] and whole not in wanted else whole
@@ -90,7 +90,7 @@ def _full(leaf: Leaf) -> str:
 
 
 def _check(place: Path, wanted: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError, naming what does not fit, if anything does not."""
+    """Raise CheckpointError, naming the leaves, unless stored and wanted leaves match."""
     other = [
         f"{name} (here {leaf.shape}, stored {shapes[name]})"
         for name, leaf in wanted.items()
@@ -109,7 +109,7 @@ def _check(place: Path, wanted: Mapping[str, Leaf], shapes: Mapping[str, tuple[i
 
 
 def _target(leaf: Leaf) -> Any:
-    """What orbax is to make of a stored leaf."""
+    """Return orbax's restore target for a leaf: its value if that is on the host, else a sharded abstract array."""
     if leaf.is_on_host:
         return leaf.value
     sharding = getattr(leaf.value, "sharding", None) or leaf.sharding
@@ -117,5 +117,5 @@ def _target(leaf: Leaf) -> Any:
 
 
 def _as_in(leaf: Leaf, value: Any) -> Any:
-    """As the tree has it: a Python number stays one."""
+    """Convert a restored value back to a Python number if the tree has one there."""
     return type(leaf.value)(value) if isinstance(leaf.value, bool | int | float) else value

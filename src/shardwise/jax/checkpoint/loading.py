@@ -1,4 +1,4 @@
-"""`load` and `load_pretrained`: every process reads the ranges of its own shards."""
+"""`load` and `load_pretrained`: every process reads the byte ranges of its own shards."""
 
 from __future__ import annotations
 
@@ -28,41 +28,42 @@ from shardwise.jax.checkpoint.saving import names_of
 
 T = TypeVar("T")
 _STAGED_BYTES = 512 * 2**20
-"""Of host memory that leaves are read into at a time; one that needs more is read alone."""
+"""Leaves are read in groups. A group is complete when it needs at least this much host memory."""
 _SHOWN = 8
 _DISAGREE = "processes disagree about what to load: give every process the same path and a tree of the same leaves"
 
 
 Parts = Mapping[str, Sequence[LeafPlace]]
-"""Of leaves, by path; what is not in it lies under its own path."""
+"""By path of a leaf, where it is stored. A leaf that is not in it is stored under its own path."""
 
 
 class Extra(dict[str, Any]):
-    """The `extra` that `save` was given."""
+    """The `extra` dict that was passed to `save`."""
 
     step: int = 0
-    """That `save` was given."""
+    """The `step` that was passed to `save`."""
 
 
 def load(path: Location, like: T) -> tuple[T, Extra]:
     """Read a checkpoint of `swj.checkpoint.save`, or of the torch engine. Every process must call this.
 
     Args:
-        path: a committed checkpoint, or its URL; saved by any number of devices and processes. Of the torch engine's
-            AdamW its means and its number of steps go to optax's; other optimizers' state is an error that names it.
-        like: a tree of the same leaves: a state, or `jax.eval_shape` of one with shardings. Its dtypes and shardings
-            are those of the result; what has no sharding comes whole to this process's first device. A state's
-            parameters alone will do: then the rest is not read.
+        path: a committed checkpoint, or its URL, saved by any number of devices and processes. From one of the torch
+            engine, the moments and step count of Adam and AdamW are loaded into optax's Adam; the state of any other
+            optimizer is an error that names it.
+        like: a tree of the same leaves: a state, or `jax.eval_shape` of one with shardings. The result has its dtypes
+            and shardings; an abstract leaf without a sharding is loaded whole onto this process's first device. If
+            `like` has only a state's parameters, the rest is not read.
 
     Returns:
-        A tree like `like` with the checkpoint's numbers; and the dict that `save` was given as `extra` (empty without
-        one), with `.step`.
+        A tree like `like` with the checkpoint's numbers, and the `extra` dict that was passed to `save` (empty if there
+        was none), with the attribute `.step`.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or leaves that are missing, unexpected, of another shape or
             another kind of numbers: all named. UsageError, MismatchError. In every process.
 
-    Each process reads the bytes of its own shards, 512 MiB of host memory at a time.
+    Each process reads the bytes of its own shards, in groups of leaves that need about 512 MiB of host memory.
     """
     check_location(path, "swj.checkpoint.load(path, like=...)")
     peers = Processes()
@@ -94,12 +95,12 @@ def load_pretrained(path: Location, like: T, names: NameMap | None = None) -> T:
 
     Args:
         path: a Hugging Face directory of safetensors files, or a checkpoint of the torch engine or of JAX.
-        like: parameters, or `jax.eval_shape` of them with shardings; see `load`. The random streams of a module with
-            numbers are kept where the files have none; its running means are read from a training state's too.
-        names: what their leaves are called in the files; None = that the module brings along, or their own paths.
+        like: parameters, or `jax.eval_shape` of them with shardings; see `load`. A module with numbers keeps its random
+            streams if the files have none; its running means are also read from the checkpoint of a training state.
+        names: the names of the leaves in the files; None = the module's own `file_names`, or else the leaves' paths.
 
-    Raises CheckpointError and UsageError as `load` does. What the directory has beside the leaves is an error too, but
-    for a head that is tied, which some store.
+    Raises CheckpointError and UsageError as `load` does. A tensor in the files that matches no leaf is an error too,
+    unless `names` ignores it, such as a tied head, which some files store.
     """
     check_location(path, "swj.checkpoint.load_pretrained(path, like=...)")
     peers = Processes()
@@ -125,7 +126,7 @@ def load_pretrained(path: Location, like: T, names: NameMap | None = None) -> T:
 
 
 def _apart(leaves: Sequence[Leaf], has: Callable[[Leaf], bool]) -> tuple[list[Leaf], list[Leaf]]:
-    """The leaves of which something is true, and the others."""
+    """Split the leaves into those for which `has` is true and the others."""
     return [leaf for leaf in leaves if has(leaf)], [leaf for leaf in leaves if not has(leaf)]
 
 
@@ -148,14 +149,14 @@ class _Reading:
     def __init__(self, opened: Contents | Directory) -> None:
         self._opened = opened
         self._known: dict[Leaf, Any] = {}
-        """What is known without reading files of tensors."""
+        """Values that are known without reading tensor files: step counts and kept random streams."""
         self._wanted: list[tuple[TensorFiles, LeafToRead]] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._wrong: list[str] = []
 
     def expect(self, leaves: Sequence[Leaf], files: TensorFiles, parts: Parts, names: NameMap = PLAIN) -> None:
-        """Match leaves with the tensors of one stem's files. Without leaves nothing of these is read."""
+        """Match leaves with the tensors of one stem's files. Without leaves, none of these counts as unexpected."""
         stored = files.tensors
         left = dict.fromkeys(name for name in stored if not names.ignores(name))
         for leaf in leaves:
@@ -170,7 +171,7 @@ class _Reading:
         self._unexpected += left if leaves else ()
 
     def expect_beside_parameters(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Find leaves among a module's variables in a training state that JAX saved. Returns those that are not."""
+        """Match leaves with the module variables of a training state that JAX saved. Returns the missing leaves."""
         if not isinstance(self._opened, Contents) or not tree_json.is_there(self._opened):
             return list(leaves)
         files = tensor_files.find(self._opened, tensor_files.OPTIMIZER)
@@ -180,7 +181,7 @@ class _Reading:
         return absent
 
     def keep(self, streams: Sequence[Leaf]) -> None:
-        """Random streams that files of weights do not hold stay as they are. Raises UsageError for abstract ones."""
+        """Keep the values of random streams that the files do not hold. Raises UsageError if they are abstract."""
         for leaf in streams:
             if isinstance(leaf.value, jax.ShapeDtypeStruct):
                 raise UsageError(
@@ -190,7 +191,7 @@ class _Reading:
             self._known[leaf] = leaf.value
 
     def expect_all(self, leaves: Sequence[Leaf]) -> None:
-        """Match a whole tree with a checkpoint of JAX."""
+        """Match a whole tree with a checkpoint that JAX saved."""
         assert isinstance(self._opened, Contents)
         of_model, others = split(leaves)
         model_parts, other_parts = tree_json.read(self._opened)
@@ -200,7 +201,10 @@ class _Reading:
     def expect_of_torch(
         self, leaves: Sequence[Leaf], names: NameMap, training: Mapping[str, Any], states: Sequence[str]
     ) -> None:
-        """Match a whole tree with a checkpoint of the torch engine, an Adam's `states` with torch's."""
+        """Match a whole tree with a checkpoint of the torch engine.
+
+        states: the paths of the tree's Adam states, which are matched with the state of torch's Adam or AdamW.
+        """
         assert isinstance(self._opened, Contents)
         of_model, others = split(leaves)
         files = tensor_files.find_model(self._opened)
@@ -237,7 +241,7 @@ class _Reading:
         return True
 
     def check(self) -> None:
-        """Raise CheckpointError, naming what does not fit, if anything does not."""
+        """Raise CheckpointError, naming the leaves, unless stored and wanted leaves match."""
         found = (
             ("missing from the checkpoint", self._missing),
             ("unexpected in it", self._unexpected),
@@ -253,7 +257,7 @@ class _Reading:
         return str([(one.leaf.path, one.leaf.shape, str(one.leaf.dtype)) for _, one in self._wanted])
 
     def run(self) -> dict[Leaf, Any]:
-        """Read everything. No communication."""
+        """Read everything and return the value of each leaf. Does not communicate."""
         values = dict(self._known)
         for files, group in self._groups():
             pieces = [(piece, piece.places[0]) for one in group for piece in one.begin()]
@@ -262,7 +266,7 @@ class _Reading:
         return values
 
     def _groups(self) -> Iterator[tuple[TensorFiles, list[LeafToRead]]]:
-        """Leaves of one stem that are read together."""
+        """Yield groups of leaves of one stem that are read together."""
         group: list[LeafToRead] = []
         nbytes = 0
         for position, (files, one) in enumerate(self._wanted):
@@ -279,7 +283,7 @@ def _dims(part: LeafPlace) -> int:
 
 
 def _numbers(dtype: np.dtype[Any]) -> str:
-    """Which kind of numbers: those of one kind are rounded, others would be taken for something else."""
+    """Return the kind of numbers, "real", "complex" or "whole". A load casts within a kind, and never to another."""
     if jax.dtypes.issubdtype(dtype, np.floating):
         return "real"
     return "complex" if np.issubdtype(dtype, np.complexfloating) else "whole"

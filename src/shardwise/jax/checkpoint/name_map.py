@@ -1,8 +1,8 @@
-"""What a tree's leaves are called in files, and how they lie there: as data.
+"""The names and layouts that a tree's leaves have in files, as data.
 
-A leaf is in a file as it is, under its own path, unless a rule says otherwise. A rule knows two things that JAX models
-do differently from what Hugging Face stores: matrices the other way round, and the layers of a model stacked in one
-array, which a scan goes through.
+A leaf is stored as it is, under its own path, unless a rule says otherwise. Rules cover the two differences between JAX
+models and what Hugging Face stores: JAX's matrices are transposed, and a model's layers are stacked in one array, over
+which a scan runs.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ class LeafPlace:
     """A tensor in a file that holds a leaf, or one row of it."""
 
     name: str
-    """In the file."""
+    """The tensor's name in the file."""
     row: int | None = None
-    """Of the leaf's first dim, which counts layers; None: all of the leaf."""
+    """Index in the leaf's first dim, which counts layers; None: all of the leaf."""
     order: tuple[int, ...] | None = None
-    """The leaf's dims (its row's, where there is one) in the order of the file's; None: the same."""
+    """The dims of the leaf, or of its row, in the order of the stored tensor's dims; None: the same order."""
 
     def shape_in_file(self, shape: Shape) -> Shape:
-        """Of the stored tensor, from the leaf's."""
+        """Return the shape of the stored tensor, given the leaf's."""
         own = shape if self.row is None else shape[1:]
         return own if self.order is None else tuple(own[dim] for dim in self.order)
 
     def to_json(self) -> list[Any]:
-        """For `of_json`."""
+        """Return what `of_json` reads."""
         return [self.name, self.row, None if self.order is None else list(self.order)]
 
     @classmethod
     def of_json(cls, entry: Sequence[Any]) -> LeafPlace:
-        """What `to_json` gave."""
+        """Read what `to_json` returned."""
         name, row, order = entry
         return cls(str(name), None if row is None else int(row), None if order is None else tuple(map(int, order)))
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Where the leaves of one path lie."""
+    """Where the leaves of one path, or of one pattern of paths, are stored."""
 
     leaf: str
-    """A path, such as "layers.mlp.up.kernel". "{}" stands for a number."""
+    """A leaf's path, such as "layers.mlp.up.kernel". "{}" matches a number."""
     name: str
-    """In files, such as "model.layers.{}.mlp.up_proj.weight". "{}" is the number in the leaf's path, or else counts the
-    rows of a leaf in which layers are stacked."""
+    """The name in files, such as "model.layers.{}.mlp.up_proj.weight". "{}" is replaced by the number in the leaf's
+    path; if that has none, the leaf is a stack of layers, and each of its rows is a tensor of that number."""
     transposed: bool = False
-    """Whether a matrix lies in files the other way round."""
+    """Whether files hold the transposed matrix."""
 
     def parts(self, leaf: str, shape: Shape) -> tuple[LeafPlace, ...] | None:
-        """Where a leaf lies; None if this rule is not about it. Raises UsageError for a leaf of too few dims."""
+        """Return where a leaf is stored; None if this rule does not match. Raises UsageError if it has too few dims."""
         found = re.fullmatch(re.escape(self.leaf).replace(r"\{\}", r"(\d+)"), leaf)
         if found is None:
             return None
@@ -72,36 +72,36 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Rules for one kind of model; the first that is about a leaf counts."""
+    """Rules for one kind of model. The first rule that matches a leaf applies."""
 
     rules: tuple[Rule, ...]
     config: Mapping[str, Any] | None = None
-    """The model's config.json, which goes along with a checkpoint, so that transformers loads it."""
+    """The model's config.json, which is saved with a checkpoint so that transformers can load it."""
     ignored: tuple[str, ...] = ()
-    """Patterns of names in files that no leaf needs: a head that is tied, constants that models once stored."""
+    """Regular expressions for names in files that no leaf needs: a tied head, constants that models once stored."""
 
     prefix: str = ""
-    """Of names in files, which those that a base model wrote without its head do not have."""
+    """Prefix of the names in files, such as "model."; files that a base model wrote without its head lack it."""
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor in a file that is no leaf's is no mistake."""
+        """Whether a tensor of this name in a file may belong to no leaf."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def as_in(self, stored: Iterable[str]) -> NameMap:
-        """The map to names of files that may lack the prefix."""
+        """Return the map for files with these tensors: without the prefix if none of their names has it."""
         if not self.prefix or any(name.startswith(self.prefix) for name in stored):
             return self
         rules = tuple(replace(rule, name=rule.name.removeprefix(self.prefix)) for rule in self.rules)
         return replace(self, rules=rules, prefix="")
 
     def parts(self, leaf: str, shape: Shape) -> tuple[LeafPlace, ...]:
-        """Where a leaf lies. As it is, under its own path, where no rule is about it."""
+        """Return where a leaf is stored: as it is, under its own path, if no rule matches it."""
         found = (rule.parts(leaf, shape) for rule in self.rules)
         return next((parts for parts in found if parts is not None), (LeafPlace(leaf),))
 
 
 PLAIN = NameMap(())
-"""Every leaf as it is, under its own path."""
+"""Stores every leaf as it is, under its own path."""
 
 ANY = NameMap((), ignored=(".*",))
-"""The same, beside whatever else a file has."""
+"""Like `PLAIN`, but ignores every other tensor in the files."""

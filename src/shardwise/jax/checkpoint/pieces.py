@@ -1,4 +1,4 @@
-"""Boxes of leaves as pieces of stored tensors: `WritablePiece` and `ReadablePiece` of the checkpoint's files."""
+"""Boxes of leaves as pieces of stored tensors, which implement `WritablePiece` and `ReadablePiece` of tensor files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.jax.checkpoint.name_map import LeafPlace
 from shardwise.layout.flat import round_up
 
 DTYPES: dict[str, np.dtype[Any]] = {name: jnp.dtype(other) for name, other in TORCH_NAMES.items()}
-"""By the names in safetensors files."""
+"""numpy dtypes by their names in safetensors files."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGN_BYTES = 64
 _Array = np.ndarray[Any, Any]
@@ -34,7 +34,7 @@ class _StoredBox:
 
     tensor: StoredTensor
     box: Box
-    """In the stored tensor."""
+    """The box's place in the stored tensor."""
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class _StoredBox:
         return (self.tensor,)
 
     def held_at(self, place: Place) -> IndexMap:
-        """See `WritablePiece`. Raises UsageError for a box that is cut into too many pieces."""
+        """See `WritablePiece`. Raises UsageError if the box is cut into too many runs."""
         try:
             return self.box.runs(self.shape)
         except ValueError as error:
@@ -74,13 +74,13 @@ class _StoredBox:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceToWrite(_StoredBox):
-    """What this process writes of a stored tensor."""
+    """The part of a stored tensor that this process writes."""
 
     held: Held
     part: LeafPlace
 
     def numbers(self) -> _Array:
-        """In the order of the file, flattened; shared with JAX where they lie like that."""
+        """Return the elements flattened in the file's order. Shares JAX's memory where that has the same order."""
         array = self.held.array(self.part.row)
         return np.ascontiguousarray(array if self.part.order is None else array.transpose(self.part.order)).reshape(-1)
 
@@ -93,7 +93,7 @@ class PieceToWrite(_StoredBox):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CopiedPiece(_StoredBox):
-    """A piece whose numbers were copied."""
+    """A piece to write whose elements were copied."""
 
     data: memoryview
 
@@ -105,12 +105,12 @@ class _CopiedPiece(_StoredBox):
 
 
 def bytes_of(flat: _Array) -> memoryview:
-    """The memory of a 1-D, contiguous array. Shared, not copied."""
+    """Return the memory of a 1-D contiguous array, shared, not copied."""
     return flat.view(np.uint8).data if flat.size else memoryview(b"")
 
 
 def copied(pieces: Sequence[PieceToWrite]) -> list[_CopiedPiece]:
-    """The same pieces with their numbers in memory of their own: a step that donates the arrays changes nothing."""
+    """Copy the pieces' elements, so that a later step may donate the arrays without changing what is written."""
     sizes = [round_up(piece.box.numel * piece.tensor.item_bytes, _ALIGN_BYTES) for piece in pieces]
     memory = huge_page_buffer(round_up(sum(sizes), PAGE_BYTES))
     copies, start = [], 0
@@ -124,7 +124,7 @@ def copied(pieces: Sequence[PieceToWrite]) -> list[_CopiedPiece]:
 
 
 def stored_tensors(leaf: Leaf, parts: Sequence[LeafPlace]) -> list[StoredTensor]:
-    """What a leaf is written to. Raises UsageError if safetensors has no such dtype."""
+    """Return the stored tensors that a leaf is written to. Raises UsageError if safetensors lacks its dtype."""
     if leaf.dtype not in _NAMES:
         raise UsageError(f"{leaf.path!r} is of {leaf.dtype}, which safetensors files cannot hold")
     return [StoredTensor(part.name, _NAMES[leaf.dtype], part.shape_in_file(leaf.shape)) for part in parts]
@@ -133,7 +133,7 @@ def stored_tensors(leaf: Leaf, parts: Sequence[LeafPlace]) -> list[StoredTensor]
 def pieces_to_write(
     leaf: Leaf, parts: Sequence[LeafPlace], tensors: Sequence[StoredTensor], is_first: bool
 ) -> Iterator[PieceToWrite]:
-    """What this process writes of a leaf. No communication."""
+    """Yield the pieces of a leaf that this process writes. Does not communicate."""
     for held in to_write(leaf.stored(), is_first):
         for part, tensor in zip(parts, tensors, strict=True):
             if part.row is None or held.box.has_row(part.row):
@@ -149,12 +149,12 @@ def _in_file(box: Box, part: LeafPlace) -> Box:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceToRead(_StoredBox):
-    """What this process reads of a stored tensor, into `flat`, in the order and dtype of the file."""
+    """The part of a stored tensor that this process reads into `flat`, in the order and dtype of the file."""
 
     flat: _Array
     target: _Array | None = None
-    """Where `flat` goes when it is there: a view, in the order of the file, of a leaf's numbers; None where `flat` is
-    that itself."""
+    """View of the leaf's elements, in the dim order of the file, that `finish` copies `flat` to; None if `flat` is that
+    view itself."""
     is_whole: bool = False
 
     def begin_overwrite(self) -> bool:
@@ -170,14 +170,14 @@ class PieceToRead(_StoredBox):
         return Read(self.flat.nbytes, 0 if self.target is None else self.flat.nbytes)
 
     def finish(self) -> None:
-        """Put what was read in its place."""
+        """Copy what was read to `target`."""
         if self.target is not None:
             self.target[...] = self.flat.reshape(self.box.size)
 
 
 @dataclass(slots=True)
 class LeafToRead:
-    """A leaf on its way from files: the boxes of it that this process holds, and the pieces that fill them."""
+    """A leaf while it is read: the boxes of it that this process will hold, and the pieces that fill them."""
 
     leaf: Leaf
     parts: Sequence[LeafPlace]
@@ -187,14 +187,14 @@ class LeafToRead:
 
     @property
     def nbytes(self) -> int:
-        """Of host memory while it is read, at most."""
+        """Upper bound of the bytes of host memory that reading the leaf takes."""
         items = sum(box.numel for box in to_read(self.leaf.sharding, self.leaf.shape))
         return 2 * items * max((tensor.item_bytes for tensor in self.tensors), default=0)
 
     def begin(self) -> list[PieceToRead]:
-        """Make room, and say what has to be read into it."""
+        """Allocate the boxes, and return the pieces that have to be read into them."""
         stored = {tensor.dtype for tensor in self.tensors}
-        dtype = DTYPES[stored.pop()] if len(stored) == 1 else self.leaf.dtype  # rows of layers may be of several
+        dtype = DTYPES[stored.pop()] if len(stored) == 1 else self.leaf.dtype  # rows may differ in dtype
         for box in to_read(self.leaf.sharding, self.leaf.shape):
             room = self.boxes[box] = np.empty(box.size, dtype)
             for part, tensor in zip(self.parts, self.tensors, strict=True):
@@ -204,7 +204,7 @@ class LeafToRead:
         return self.pieces
 
     def finish(self) -> Any:
-        """The leaf, its numbers in JAX's arrays. No communication."""
+        """Return the leaf's value, an array of JAX unless it is on the host. Does not communicate."""
         for piece in self.pieces:
             piece.finish()
         value = self.leaf.restored(self._array())
@@ -226,7 +226,7 @@ class LeafToRead:
         return jax.make_array_from_callback(self.leaf.shape, self.leaf.sharding, numbers)
 
     def _cast(self, numbers: _Array) -> _Array:
-        """In the leaf's dtype. Raises CheckpointError for whole numbers that it has no room for."""
+        """Cast to the leaf's dtype. Raises CheckpointError for integers that it cannot hold."""
         cast = numbers.astype(self.leaf.dtype, copy=False)
         if cast is not numbers and np.issubdtype(cast.dtype, np.integer) and not np.array_equal(cast, numbers):
             raise CheckpointError(
@@ -237,7 +237,10 @@ class LeafToRead:
 
 
 def _piece_to_read(view: _Array, box: Box, part: LeafPlace, tensor: StoredTensor) -> PieceToRead:
-    """view: of the leaf's numbers, in its order; with one row where the part is a row."""
+    """Return the piece that fills `view`, directly if it has the file's order and dtype, else through a buffer.
+
+    view: of the leaf's elements, in the leaf's dim order; one row, with its dim, if the part is a row.
+    """
     in_file = _in_file(box, part)
     own = view if part.row is None else view[0]
     if part.order is None and own.dtype == DTYPES[tensor.dtype] and own.flags.c_contiguous:

@@ -1,4 +1,4 @@
-"""JAX's processes as they save and load together."""
+"""Agreement between JAX's processes that save or load together."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shardwise.checkpoint.ranks.agreement import Agreement
 from shardwise.errors import UsageError
 
 _PATIENCE_S = 7 * 24 * 3600.0
-"""For another process. One that died is noticed by JAX's coordinator, which then ends the others."""
+"""How long to wait for another process. JAX's coordinator notices a process that died, and then ends the others."""
 _exchanges = itertools.count(1)
 
 
 class Processes(Agreement):
-    """Every process of `jax.distributed`; this one alone without it. Every method is collective."""
+    """All processes of `jax.distributed`, or this one alone without it. Every method is collective."""
 
     def __init__(self, patience_s: float = _PATIENCE_S) -> None:
-        """patience_s: for other processes, after which JAX's own error is raised."""
+        """patience_s: how long to wait for other processes before JAX's own error is raised."""
         super().__init__(jax.process_index(), jax.process_count())
         self._patience_ms = int(1000 * patience_s)
 
@@ -33,10 +33,10 @@ class Processes(Agreement):
 
 
 def _highest_bytes(numbers: list[int], rank: int, world_size: int, patience_ms: int) -> bytes:
-    """The elementwise maximum over all processes, as int64, through the store of JAX's coordinator.
+    """Return the elementwise maximum over all processes, as int64, through the key-value store of JAX's coordinator.
 
-    Not through a collective of the devices: that waits until they are done with what they were given before, and on
-    processors gloo gives a peer that comes first half a minute.
+    A collective on the devices would wait for all work queued on them before, and on CPUs gloo lets the process that
+    comes first wait for only half a minute.
     """
     client, number = _client(), next(_exchanges)
     own = np.array(numbers, np.int64)
@@ -45,7 +45,7 @@ def _highest_bytes(numbers: list[int], rank: int, world_size: int, patience_ms: 
         peers = [client.blocking_key_value_get_bytes(f"{place}/{peer}", patience_ms) for peer in range(1, world_size)]
         highest: bytes = np.max([own, *(np.frombuffer(peer, np.int64) for peer in peers)], axis=0).tobytes()
         client.key_value_set_bytes(f"{place}/highest", highest)
-        client.key_value_delete(f"shardwise/{number - 1}/")  # whoever is at this exchange has read the one before
+        client.key_value_delete(f"shardwise/{number - 1}/")  # whoever is here has read the last result
         return highest
     client.key_value_set_bytes(f"{place}/{rank}", own.tobytes())
     found: bytes = client.blocking_key_value_get_bytes(f"{place}/highest", patience_ms)
@@ -53,7 +53,7 @@ def _highest_bytes(numbers: list[int], rank: int, world_size: int, patience_ms: 
 
 
 def _client() -> Any:
-    """Of the coordinator. JAX has no public name for it."""
+    """Return the coordinator's client, for which JAX has no public name."""
     from jax._src.distributed import global_state
 
     if global_state.client is None:

@@ -1,4 +1,4 @@
-"""`save`: every process writes the ranges of its own shards; together they become a checkpoint in one step."""
+"""`save`: every process writes the byte ranges of its own shards, and the checkpoint is committed in one step."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def save(  # noqa: PLR0913 - as in the torch engine
     """Write a checkpoint that any number of devices and processes can load. Every process must call this.
 
     Args:
-        path: becomes the checkpoint, a directory on a file system that every process sees, or a URL that fsspec knows.
-            It is complete or not there.
-        state: any pytree of arrays and numbers. Of a training state, what is below `params` becomes the model's files
-            and the rest the optimizer's, Adam's means under torch's names; of any other tree everything is the model.
-        step: of the training, not negative.
-        extra: a dict of anything else that a resumed run needs, as JSON; process 0's is saved.
-        asynchronous: copy this process's shards to host memory and return; a thread writes them. Steps that donate the
-            arrays may follow at once. The next call of this package waits for it and raises its error: end a program
-            with `swj.checkpoint.wait()`.
-        max_file_bytes: of tensors in one file; a larger tensor gets a file of its own.
-        names: what the model's leaves are called in files, such as `Llama(...).file_names`: then transformers and the
-            torch engine load them. None = of a module that has `file_names`, these; else the leaves' own paths.
-        files: small ones to go along, by name: a tokenizer's, for example.
-        overwrite: a checkpoint at `path` is replaced, in one step. Not for URLs.
+        path: where the checkpoint is created: a directory on a file system that every process sees, or a URL that
+            fsspec knows. It is either complete or absent.
+        state: any pytree of arrays and numbers. Leaves of a training state below `params` are stored in the model's
+            files and the rest in the optimizer's, Adam's means under torch's names; any other tree is all model.
+        step: the step of the training, not negative.
+        extra: a dict of anything else that a resumed run needs, stored as JSON; process 0's is saved.
+        asynchronous: copy this process's shards to host memory and return, while a thread writes them. Steps that
+            donate the arrays may follow at once. The next save, load or wait waits for the thread and raises its error:
+            end a program with `swj.checkpoint.wait()`.
+        max_file_bytes: the most bytes of tensors in one file; a larger tensor gets a file of its own.
+        names: the names of the model's leaves in files, such as `Llama(...).file_names`, with which transformers and
+            the torch engine can load them. None = the module's `file_names` if it has them, else the leaves' own paths.
+        files: small files to store in the checkpoint, by name: a tokenizer's, for example.
+        overwrite: replace a checkpoint at `path`, in one step. Not for URLs.
 
     Raises CheckpointError, UsageError and MismatchError as `sw.checkpoint.save` does, in every process.
 
-    No weights travel between processes: of every shard its first replica is written, at its place in the files.
+    No weights travel between processes: the first replica of every shard is written at its place in the files.
     """
     check_location(path, "swj.checkpoint.save(path, state, ...)")
     peers = Processes()
@@ -92,7 +92,7 @@ def save(  # noqa: PLR0913 - as in the torch engine
 def wait() -> None:
     """Wait until no asynchronous save is under way. Every process must call this.
 
-    Raises CheckpointError if the last one failed. In every process, whichever failed.
+    Raises CheckpointError in every process if the last save failed in any of them.
     """
     wait_for_last_save(Processes())
 
@@ -104,7 +104,7 @@ def _checked(names: Any) -> NameMap:
 
 
 def names_of(tree: Any) -> NameMap:
-    """That a module brings along, the model of a training state perhaps; else every leaf's own."""
+    """Return the `file_names` of a module, or of a training state's model; without one, `PLAIN`."""
     places = [tree, tree.get(PARAMS) if isinstance(tree, Mapping) else getattr(tree, PARAMS, None)]
     if getattr(tree, "graph", None) is not None:
         places.append(tree.model())
@@ -113,7 +113,7 @@ def names_of(tree: Any) -> NameMap:
 
 
 class _LeafFiles:
-    """Leaves on their way into the files of one stem."""
+    """The leaves to write to the files of one stem."""
 
     def __init__(self, stem: str) -> None:
         self.parts: dict[str, Sequence[LeafPlace]] = {}

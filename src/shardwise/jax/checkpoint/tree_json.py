@@ -1,4 +1,4 @@
-"""`jax.json`: where the leaves of the tree lie, if not under their own paths: the model's, and the others.
+"""`jax.json`: where the leaves of the model, and the other leaves, are stored if not under their own paths.
 
 {"format": 1, "leaves": {path: [[name in the files, row or null, order of dims or null], ...]}, "others": the same}
 """
@@ -18,7 +18,7 @@ _FORMAT = 1
 
 
 def encode(model: Mapping[str, Sequence[LeafPlace]], others: Mapping[str, Sequence[LeafPlace]]) -> bytes:
-    """The file's bytes."""
+    """Return the file's bytes."""
     return (json.dumps({"format": _FORMAT, "leaves": _told(model), "others": _told(others)}) + "\n").encode()
 
 
@@ -32,7 +32,7 @@ def is_there(contents: Contents) -> bool:
 
 
 def read(contents: Contents) -> tuple[dict[str, tuple[LeafPlace, ...]], dict[str, tuple[LeafPlace, ...]]]:
-    """By path, of the model and of the others. Raises CheckpointError if the file is damaged."""
+    """Return, by path, the places of the model's leaves and of the others. Raises CheckpointError if damaged."""
     try:
         document = json.loads(contents.read(NAME))
         if document["format"] != _FORMAT:

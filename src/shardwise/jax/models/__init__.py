@@ -1,4 +1,4 @@
-"""Decoders in flax nnx, built from the config.json of a transformers model. transformers itself is not needed.
+"""Decoders in flax nnx, built from the config.json of a transformers model. They do not need transformers itself.
 
 model = swj.init(lambda key: swj.models.from_config(config, key), mesh)(key)
 """
@@ -35,18 +35,18 @@ FAMILIES: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], Callable[..., A
     "qwen2": (LlamaConfig.of, Llama),
     "qwen3": (LlamaConfig.of, Llama),
 }
-"""By `model_type`: what reads the configuration, and the module."""
+"""By `model_type`, the function that reads the configuration, and the module's class."""
 
 
 def from_config(config: Mapping[str, Any], key: Any, dtype: str = "float32") -> Any:
-    """A module with the numbers that a key draws; inside `swj.init` they are drawn in pieces.
+    """Create a module with random parameters; inside `swj.init` each device draws only its shards.
 
     Args:
-        config: of transformers, as in a config.json; `model_type` is required, and the rest has its defaults.
+        config: of transformers, as in a config.json; `model_type` is required, and the rest has transformers' defaults.
         key: a `jax.random.key`.
         dtype: of the parameters.
 
-    Raises ConfigError for a kind of model, or a value, that is not there.
+    Raises ConfigError for a `model_type` or a value that the JAX models do not support.
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
@@ -63,7 +63,7 @@ _SIZES = (
 
 
 def _check_numbers(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a size that is none."""
+    """Raises ConfigError for a size that is no positive integer, or rotary settings that are no table."""
     for key in _SIZES:
         size = config.get(key)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
@@ -74,7 +74,7 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 
 def known_keys(kind: str) -> frozenset[str]:
-    """The keys of a configuration of that `model_type`: those that count, and those that say nothing of numbers."""
+    """Return the keys that a configuration of this `model_type` may have, with those that do not affect the model."""
     own = gpt2.KEYS if kind == "gpt2" else llama.KEYS
     return (
         own
@@ -84,7 +84,7 @@ def known_keys(kind: str) -> frozenset[str]:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The configuration in a directory, or in a config.json. Raises ConfigError if there is none."""
+    """Read the configuration from a directory or a config.json. Raises ConfigError if there is none."""
     place = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(place.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Text after text: greedy or sampled, with the keys and values of the tokens so far kept."""
+"""Generation of tokens, greedy or sampled, with a cache of the keys and values of the tokens so far."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ def generate(  # noqa: PLR0913 - one for each choice
     end_id: int | None = None,
     key: Any = None,
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Tokens after tokens. Every process must call this, with the same arguments.
+    """Add generated tokens to rows of tokens. Every process must call this, with the same arguments.
 
     Args:
         model: a decoder of `shardwise.jax.models`, sharded or not.
         ids: [batch, tokens], rows of one length, at least one token.
         new_tokens: how many to add to each row.
-        temperature: 0 takes the likeliest token; else the token is drawn, from logits divided by this.
-        top_k: draw from so many of the likeliest tokens; 0 = from all.
-        end_id: a row that has it is filled up with it. None = rows go on.
-        key: a `jax.random.key` to draw with; None = key 0.
+        temperature: 0 takes the likeliest token; else tokens are drawn from the logits divided by it.
+        top_k: draw from this many of the likeliest tokens; 0 = from all.
+        end_id: once a row has generated this token, the rest of the row is filled with it. None = rows do not end.
+        key: a `jax.random.key` to draw with; None = `jax.random.key(0)`.
 
     Returns:
         [batch, tokens + new_tokens] int32, on the host.
 
-    Raises UsageError for a row without tokens, tokens that the model does not have, or numbers that cannot be.
+    Raises UsageError for rows without tokens, tokens outside the model's vocabulary, more tokens than it has positions,
+    or negative numbers.
     """
     ids = _checked(ids, model, new_tokens)
     if new_tokens < 0 or temperature < 0 or top_k < 0:
@@ -56,7 +57,7 @@ def generate(  # noqa: PLR0913 - one for each choice
 
 
 def _checked(ids: Any, model: Any, new_tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Rows of tokens that the model can go on with; a JAX program would clip what it does not have."""
+    """Return ids as int32. Raises UsageError for ids that the model cannot continue, which a JAX program would clip."""
     if not hasattr(model, "empty_cache"):
         raise UsageError(f"a {type(model).__name__} does not generate: pass a decoder of shardwise.jax.models")
     try:
@@ -77,16 +78,16 @@ def _checked(ids: Any, model: Any, new_tokens: int) -> np.ndarray[Any, np.dtype[
 
 
 class _Choice(NamedTuple):
-    """How tokens are chosen, and how many."""
+    """How tokens are chosen from logits, and how many tokens to generate."""
 
     new_tokens: int
     temperature: float
     top_k: int
     end_id: int
-    """-1: rows do not end."""
+    """The token that ends a row; -1: rows do not end."""
 
     def __call__(self, logits: jax.Array, ended: jax.Array, key: Any) -> jax.Array:
-        """A token of each row [batch, vocab_size]; the end in those that have ended."""
+        """Choose a token for each row of logits [batch, vocab_size]; `end_id` for rows that have ended."""
         logits = logits.astype(jnp.float32)
         if not self.temperature:
             chosen = jnp.argmax(logits, axis=-1)
@@ -101,7 +102,7 @@ class _Choice(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _generate(graph: Any, choice: _Choice, state: Any, ids: jax.Array, key: Any) -> jax.Array:
-    """[batch, new_tokens], after rows [batch, tokens]."""
+    """Generate tokens [batch, new_tokens] that follow `ids` [batch, tokens]."""
     model = nnx.merge(graph, state)
     batch, length = ids.shape
     dtype = next(leaf.dtype for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating))

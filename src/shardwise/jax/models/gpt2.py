@@ -41,12 +41,12 @@ _DEFAULTS: dict[str, Any] = {
 
 
 KEYS = frozenset({*_DEFAULTS, "n_inner", "n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop"})
-"""Of configurations."""
+"""Keys that configurations of this family may have."""
 
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """What the computation depends on."""
+    """The settings of a GPT-2 decoder."""
 
     vocab_size: int
     positions: int
@@ -57,13 +57,13 @@ class GPT2Config:
     eps: float
     std: float
     source: str
-    """The configuration, for config.json, as JSON."""
+    """The configuration as JSON, for config.json."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> GPT2Config:
-        """Read a configuration of transformers. Raises ConfigError for what this module does not compute.
+        """Read a configuration of transformers. Raises ConfigError for settings that this module does not support.
 
-        Dropout is left out: the rates that transformers takes (`resid_pdrop` and so on, 0.1) count for nothing here.
+        There is no dropout: the rates that transformers applies (`resid_pdrop` and so on, by default 0.1) are ignored.
         """
         given = {key: value for key, value in config.items() if value is not None}
         full = {**_DEFAULTS, **given}
@@ -87,7 +87,7 @@ class GPT2Config:
 
 
 class Attention(nnx.Module):
-    """Queries, keys and values of one matrix."""
+    """Attention with one matrix for queries, keys and values."""
 
     def __init__(self, config: GPT2Config, keys: Keys, dtype: Any) -> None:
         width = config.width
@@ -97,7 +97,7 @@ class Attention(nnx.Module):
         self.heads = config.heads
 
     def __call__(self, x: jax.Array, start: Any, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """[batch, tokens, features], of which the first is at position `start`."""
+        """x: [batch, tokens, features], the first token at position `start`. Returns the output and the cache."""
         query, keys, values = (
             part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(self.c_attn(x), 3, axis=-1)
         )
@@ -108,7 +108,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """With GELU's approximation by tanh."""
+    """An MLP with the tanh approximation of GELU."""
 
     def __init__(self, config: GPT2Config, keys: Keys, dtype: Any) -> None:
         self.c_fc = Linear((config.layers, config.width, config.inner), keys, config.std, dtype, bias=True)
@@ -116,12 +116,12 @@ class MLP(nnx.Module):
         self.c_proj = Linear((config.layers, config.inner, config.width), keys, std, dtype, bias=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., features]."""
+        """x: [..., features]. Returns the same shape."""
         return self.c_proj(jax.nn.gelu(self.c_fc(x), approximate=True))
 
 
 class Layers(nnx.Module):
-    """All blocks, their parameters stacked; a block where it is called."""
+    """All blocks, with their parameters stacked. A call computes one block, with the parameters of one layer."""
 
     def __init__(self, config: GPT2Config, keys: Keys, dtype: Any) -> None:
         shape = (config.layers, config.width)
@@ -131,7 +131,7 @@ class Layers(nnx.Module):
         self.mlp = MLP(config, keys, dtype)
 
     def __call__(self, x: jax.Array, start: Any, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """One block."""
+        """Compute one block."""
         attended, cache = self.attn(self.ln_1(x), start, cache)
         x = x + attended
         return x + self.mlp(self.ln_2(x)), cache
@@ -141,7 +141,7 @@ class GPT2(Decoder):
     """ids [batch, tokens] -> logits [batch, tokens, vocab_size], as transformers' `GPT2LMHeadModel` without dropout."""
 
     def __init__(self, config: GPT2Config, key: Any, dtype: Any = "float32") -> None:
-        """See `Llama`."""
+        """Args: see `Llama`."""
         keys = Keys(key)
         self.config = config
         self.wte = Embedding((config.vocab_size, config.width), keys, config.std, dtype)
@@ -150,23 +150,23 @@ class GPT2(Decoder):
         self.ln_f = LayerNorm((config.width,), config.eps, dtype)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """Logits of the token after each."""
+        """Return the logits of the token that follows each token."""
         return self.extend(ids, 0, None)[0]
 
     def extend(self, ids: jax.Array, start: Any, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """Logits of tokens from position `start` on, after those in the cache; and the cache with them."""
+        """Return the logits of tokens that begin at position `start`, after those in the cache, and the new cache."""
         x = self.wte(ids) + self.wpe(start + jnp.arange(ids.shape[1]))[None]
         x, cache = through_layers(self.h, x, start, cache, self.policy)
         return keep_rows(self.wte.attend(self.ln_f(x))), cache
 
     def empty_cache(self, batch: int, room: int, dtype: Any) -> Cache:
-        """Room for so many tokens."""
+        """Return a cache with room for this many tokens."""
         config = self.config
         return Cache.empty(config.layers, batch, room, config.heads, config.width // config.heads, dtype)
 
     @property
     def file_names(self) -> NameMap:
-        """What transformers calls the parameters."""
+        """The names that transformers gives the parameters."""
         ignored = (r"lm_head\.weight", r".*\.attn\.(masked_)?bias")
         source = {**json.loads(self.config.source), "dtype": str(self.ln_f.scale.get_value().dtype)}
         return NameMap(RULES, source, ignored, "transformer.")
@@ -183,4 +183,4 @@ RULES = (
     Rule("ln_f.scale", "transformer.ln_f.weight"),
     Rule("ln_f.bias", "transformer.ln_f.bias"),
 )
-"""Kernels lie in files as here; blocks are stacked here."""
+"""Names in files. Kernels have the same layout in both; blocks are stacked here and separate in files."""

@@ -1,4 +1,5 @@
-"""What decoders are made of. Parameters may have a leading dim, of layers that are stacked; one of them computes."""
+"""Building blocks of decoders. Their parameters may be created with a leading dim of stacked layers, but calls need
+those of one layer."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Policy = Callable[..., Any]
 
 
 class Keys:
-    """As many random keys as are asked for, one after another."""
+    """A source of random keys: every call returns the next one."""
 
     def __init__(self, key: Any) -> None:
         self._key = key
@@ -28,7 +29,7 @@ class Keys:
 
 
 class Linear(nnx.Module):
-    """x [..., inputs] -> [..., outputs]."""
+    """A linear layer: x [..., inputs] -> [..., outputs]."""
 
     def __init__(self, shape: Shape, keys: Keys, std: float, dtype: Any, bias: bool = False) -> None:
         """shape: [layers..., inputs, outputs]."""
@@ -37,44 +38,44 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((*shape[:-2], shape[-1]), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """In the dtype of the input."""
+        """Compute in the dtype of the input."""
         y = x @ self.kernel[...].astype(x.dtype)
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
 
 class Embedding(nnx.Module):
-    """ids [...] -> [..., features]."""
+    """An embedding table: ids [...] -> [..., features]."""
 
     def __init__(self, shape: Shape, keys: Keys, std: float, dtype: Any) -> None:
         """shape: [ids, features]."""
         self.embedding = nnx.Param(std * jax.random.normal(keys(), shape, dtype))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """In the dtype of the table. NaN for ids that it does not have; JAX would count negative ones from its end."""
+        """Look up rows, in the table's dtype. NaN for ids outside it; JAX would count negative ids from its end."""
         table = self.embedding[...]
         return jnp.take(table, jnp.where(ids < 0, table.shape[0], ids), axis=0)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Logits [..., ids] of a head that is tied to the table."""
+        """Return the logits [..., ids] of a head that is tied to the table."""
         return x @ self.embedding[...].astype(x.dtype).T
 
 
 class RMSNorm(nnx.Module):
-    """Over the last dim, in float32."""
+    """An RMS norm over the last dim, computed in float32."""
 
     def __init__(self, shape: Shape, eps: float, dtype: Any) -> None:
         self.scale = nnx.Param(jnp.ones(shape, dtype))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """In the dtype of the input."""
+        """Return the normalised x in the dtype of the input."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return self.scale[...].astype(x.dtype) * wide.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """Over the last dim, in float32, with a bias."""
+    """A layer norm over the last dim, computed in float32, with a bias."""
 
     def __init__(self, shape: Shape, eps: float, dtype: Any) -> None:
         self.scale = nnx.Param(jnp.ones(shape, dtype))
@@ -82,7 +83,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """In the dtype of the input."""
+        """Return the normalised x in the dtype of the input."""
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -90,21 +91,22 @@ class LayerNorm(nnx.Module):
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far; of all layers, or of one."""
+    """The keys and values of the tokens so far, of all layers or of one."""
 
     keys: jax.Array
-    """[layers, batch, room, heads of keys, head]; the room is for all tokens there will be."""
+    """[layers, batch, room, heads of keys, head]; without the first dim for one layer. `room` is the number of tokens
+    that fit."""
     values: jax.Array
-    """As `keys`."""
+    """Shaped like `keys`."""
 
     @classmethod
     def empty(cls, layers: int, batch: int, room: int, heads: int, head: int, dtype: Any) -> Cache:
-        """Room for so many tokens."""
+        """Return an empty cache with room for `room` tokens."""
         zeros = jnp.zeros((layers, batch, room, heads, head), dtype)
         return cls(zeros, zeros)
 
     def extended(self, keys: jax.Array, values: jax.Array, start: Any) -> Cache:
-        """Of one layer: with the tokens from position `start` on."""
+        """Return the cache of one layer with these tokens, the first at position `start`, written to it."""
         begin = (0, start, 0, 0)
         return Cache(
             jax.lax.dynamic_update_slice(self.keys, keys.astype(self.keys.dtype), begin),
@@ -113,12 +115,12 @@ class Cache(NamedTuple):
 
 
 def attend(query: jax.Array, keys: jax.Array, values: jax.Array, start: Any) -> jax.Array:
-    """Causal attention: each query looks at the positions up to its own.
+    """Compute causal attention: each query looks at the positions up to its own.
 
     Args:
-        query: [batch, queries, heads, head], the tokens from position `start` on.
-        keys: [batch, positions, heads of keys, head], from position 0 on.
-        values: as `keys`.
+        query: [batch, queries, heads, head], the first at position `start`.
+        keys: [batch, positions, heads of keys, head], the first at position 0.
+        values: shaped like `keys`.
 
     Returns:
         [batch, queries, heads * head].
@@ -134,15 +136,15 @@ def attend(query: jax.Array, keys: jax.Array, values: jax.Array, start: Any) -> 
 def through_layers(
     stack: nnx.Module, x: jax.Array, start: Any, cache: Cache | None, policy: Policy | None
 ) -> tuple[jax.Array, Cache | None]:
-    """`x` through layers whose parameters are stacked, one compiled body for all.
+    """Run `x` through layers whose parameters are stacked, as a scan with one compiled body.
 
     Args:
-        stack: a module with parameters [layers, ...]; called as `stack(x, start, cache)` with those of one layer, it
-            returns x and the layer's cache.
+        stack: a module with parameters [layers, ...]. Given those of one layer, `stack(x, start, cache)` returns x and
+            the layer's cache.
         x: [batch, tokens, features].
         start: the position of the first token.
         cache: of all layers, or None.
-        policy: what each layer keeps for its backward; None: everything.
+        policy: what each layer keeps for backward; None: everything.
     """
     graph, stacked = nnx.split(stack)
 
@@ -156,11 +158,11 @@ def through_layers(
 
 
 class Decoder(nnx.Module):
-    """Base of the decoders: what training and generation need of one."""
+    """Base class of the decoders, with the interface that recomputation needs."""
 
     policy: Policy | None = None
-    """What each layer keeps for its backward; None: everything."""
+    """What each layer keeps for backward; None: everything."""
 
     def recompute(self, policy: Policy) -> None:
-        """Have each layer keep only what the policy says, and compute the rest again."""
+        """Make each layer keep only what the policy says, and compute the rest again in backward."""
         self.policy = policy

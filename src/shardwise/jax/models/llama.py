@@ -42,7 +42,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3ForCausalLM"],
     },
 }
-"""What transformers takes where a configuration does not say, by kind; of all kinds, what is next."""
+"""transformers' defaults by `model_type`; `_COMMON` has those that all types share."""
 _COMMON: dict[str, Any] = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -63,12 +63,12 @@ KEYS = frozenset(
     | {"num_key_value_heads", "head_dim", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"}
     | {"layer_types", "sliding_window", "max_window_layers", "pretraining_tp"}
 )
-"""Of configurations."""
+"""Keys that configurations of this family may have."""
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """What the computation depends on."""
+    """The settings of a Llama decoder or one of its relatives."""
 
     vocab_size: int
     hidden_size: int
@@ -86,11 +86,11 @@ class LlamaConfig:
     qk_norm: bool
     std: float
     source: str
-    """The configuration, for config.json, as JSON."""
+    """The configuration as JSON, for config.json."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> LlamaConfig:
-        """Read a configuration of transformers. Raises ConfigError for what these modules do not compute."""
+        """Read a configuration of transformers. Raises ConfigError for settings that these modules do not support."""
         kind = config["model_type"]
         full = {**_COMMON, **_DEFAULTS[kind], **config}
         full = {key: value for key, value in full.items() if value is not None}
@@ -120,7 +120,7 @@ class LlamaConfig:
 
 
 def _check(kind: str, full: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what would be computed otherwise than transformers does."""
+    """Raises ConfigError for settings with which transformers would compute something else than these modules."""
     if full["hidden_act"] != "silu":
         raise ConfigError(f"hidden_act={full['hidden_act']!r}: JAX models of model_type={kind!r} have silu")
     if full["attention_dropout"]:
@@ -139,7 +139,7 @@ def _check(kind: str, full: Mapping[str, Any]) -> None:
 
 
 class Attention(nnx.Module):
-    """Of queries to keys of which several heads may share one."""
+    """Attention in which several heads of queries may share one head of keys and values."""
 
     def __init__(self, config: LlamaConfig, keys: Keys, dtype: Any) -> None:
         lead, wide, head = (config.layers,), config.hidden_size, config.head_dim
@@ -157,7 +157,7 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, start: Any, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """[batch, tokens, features], of which the first is at position `start`."""
+        """x: [batch, tokens, features], the first token at position `start`. Returns the output and the cache."""
         head, batch = self.config.head_dim, x.shape[:2]
         query, keys, values = (
             project(x).reshape(*batch, -1, head) for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -173,7 +173,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated by silu."""
+    """An MLP with a silu gate."""
 
     def __init__(self, config: LlamaConfig, keys: Keys, dtype: Any) -> None:
         inner, outer = (config.layers, config.hidden_size, config.intermediate_size), config.intermediate_size
@@ -182,12 +182,12 @@ class MLP(nnx.Module):
         self.down_proj = Linear((config.layers, outer, config.hidden_size), keys, config.std, dtype, config.mlp_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., features]."""
+        """x: [..., features]. Returns the same shape."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layers(nnx.Module):
-    """All blocks of a decoder, their parameters stacked; a block where it is called."""
+    """All blocks, with their parameters stacked. A call computes one block, with the parameters of one layer."""
 
     def __init__(self, config: LlamaConfig, keys: Keys, dtype: Any) -> None:
         shape = (config.layers, config.hidden_size)
@@ -197,7 +197,7 @@ class Layers(nnx.Module):
         self.mlp = MLP(config, keys, dtype)
 
     def __call__(self, x: jax.Array, start: Any, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """One block."""
+        """Compute one block."""
         attended, cache = self.self_attn(self.input_layernorm(x), start, cache)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache
@@ -206,14 +206,14 @@ class Layers(nnx.Module):
 class Llama(Decoder):
     """ids [batch, tokens] -> logits [batch, tokens, vocab_size], in the dtype of the parameters.
 
-    Reference: arXiv:2302.13971; numbers are those of transformers' `LlamaForCausalLM` and its relatives.
+    Reference: arXiv:2302.13971. It computes what transformers' `LlamaForCausalLM` and its relatives compute.
     """
 
     def __init__(self, config: LlamaConfig, key: Any, dtype: Any = "float32") -> None:
         """
         Args:
-            config: of `LlamaConfig.of`.
-            key: a `jax.random.key`: matrices are drawn as transformers draws them, from a normal distribution.
+            config: from `LlamaConfig.of`.
+            key: a `jax.random.key`. Matrices are drawn from a normal distribution, as in transformers.
             dtype: of the parameters.
         """
         keys = Keys(key)
@@ -225,23 +225,23 @@ class Llama(Decoder):
             self.lm_head = Linear((config.hidden_size, config.vocab_size), keys, config.std, dtype)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """Logits of the token after each."""
+        """Return the logits of the token that follows each token."""
         return self.extend(ids, 0, None)[0]
 
     def extend(self, ids: jax.Array, start: Any, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """Logits of tokens from position `start` on, after those in the cache; and the cache with them."""
+        """Return the logits of tokens that begin at position `start`, after those in the cache, and the new cache."""
         x, cache = through_layers(self.layers, self.embed_tokens(ids), start, cache, self.policy)
         x = self.norm(x)
         return keep_rows(self.embed_tokens.attend(x) if self.config.tied else self.lm_head(x)), cache
 
     def empty_cache(self, batch: int, room: int, dtype: Any) -> Cache:
-        """Room for so many tokens."""
+        """Return a cache with room for this many tokens."""
         config = self.config
         return Cache.empty(config.layers, batch, room, config.key_heads, config.head_dim, dtype)
 
     @property
     def file_names(self) -> NameMap:
-        """What transformers calls the parameters."""
+        """The names that transformers gives the parameters."""
         ignored = (r".*rotary_emb\.inv_freq", *([r"lm_head\.weight"] if self.config.tied else []))
         source = {**json.loads(self.config.source), "dtype": str(self.norm.scale.get_value().dtype)}
         return NameMap(RULES, source, ignored, "model.")
@@ -274,4 +274,5 @@ RULES = (
         for rule in _of_blocks(name, False, ("scale", "weight"))
     ),
 )
-"""Kernels are [inputs, outputs] here and [outputs, inputs] in files; blocks are stacked here."""
+"""Names in files. Kernels are [inputs, outputs] here and [outputs, inputs] in files; blocks are stacked here and
+separate in files."""

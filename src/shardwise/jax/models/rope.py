@@ -16,9 +16,10 @@ _KINDS = ("default", "linear", "llama3")
 
 
 def frequencies(head: int, settings: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Angle a position of each pair of features. float32 [head / 2].
+    """Return the angle per position of each pair of features, float32 [head / 2].
 
-    settings: a transformers model's `rope_parameters`: `rope_theta`, `rope_type` and what that needs.
+    settings: a transformers model's `rope_parameters`: `rope_theta`, `rope_type` and the keys that the type needs.
+    Raises ConfigError for an unsupported `rope_type`.
     """
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in _KINDS:
@@ -32,7 +33,7 @@ def frequencies(head: int, settings: Mapping[str, Any]) -> np.ndarray[Any, np.dt
 
 
 def _llama3(own: Any, settings: Mapping[str, Any]) -> Any:
-    """Low frequencies divided by the factor, high ones left, and a ramp between (arXiv:2407.21783)."""
+    """Divide low frequencies by the factor, keep high ones, and interpolate in between (arXiv:2407.21783)."""
     factor, low, high = (float(settings[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     turns = settings["original_max_position_embeddings"] * own / (2 * math.pi)
     ramp = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -40,11 +41,11 @@ def _llama3(own: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def rotate(x: jax.Array, per_position: Any, start: Any) -> jax.Array:
-    """Queries or keys, turned by the angles of their positions.
+    """Rotate queries or keys by the angles of their positions.
 
     Args:
         x: [batch, tokens, heads, head].
-        per_position: of `frequencies`.
+        per_position: from `frequencies`.
         start: the first token's position.
     """
     angles = (start + jnp.arange(x.shape[1]))[:, None].astype(jnp.float32) * per_position

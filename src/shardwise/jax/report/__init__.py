@@ -1,1 +1,1 @@
-"""What lies where, and what the compiler made of a step: tables."""
+"""Reports: where arrays are placed, and what the compiler made of a step."""

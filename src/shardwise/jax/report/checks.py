@@ -1,4 +1,4 @@
-"""What a reader of the tables should not miss, in sentences."""
+"""Warnings, in sentences, about what is probably wrong in a compiled training step."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from shardwise.jax.trees import leaves_by_path
 
 _SHOWN = 5
 _SMALL_BYTES = 2**20
-"""Compilers all-reduce arrays of fewer, though each device keeps a piece."""
+"""Compilers all-reduce arrays of fewer bytes even if each device keeps only a piece."""
 _OVERLAP = frozenset({"tpu"})
-"""Platforms whose programs gather piece by piece while they compute: those gathers belong to no parameter by name."""
+"""Platforms whose programs gather piece by piece while they compute. Those gathers cannot be matched to parameters."""
 
 
 def check(compiled: Any) -> list[str]:
-    """What is likely not meant in a compiled training step; nothing on a mesh without fsdp or for a sound program.
+    """Find what is probably unintended in a compiled training step. Finds nothing on a mesh without fsdp.
 
     Args:
         compiled: `step.lower(state, batch).compile()`.
 
     Returns:
-        A line each for: parameters that stay whole on every device; gradients that are all-reduced over fsdp where the
-        platform could reduce-scatter them (a CPU cannot, and is not blamed; nor are small arrays); values that are
-        gathered over fsdp though they are no parameters, which is how the compiler moves a small batch to large
-        weights (not on TPUs, whose programs do not tell).
+        One line for each of these, if there are any: parameters that every device holds whole; gradients that are
+        all-reduced over fsdp although the platform could reduce-scatter them (not on CPUs, which cannot, and not small
+        arrays); values other than parameters that are gathered over fsdp, which is how the compiler moves a small
+        batch to large weights (not on TPUs, whose programs do not show it).
     """
     compiled = unwrapped(compiled)
     if mesh_of(compiled).shape.get("fsdp", 1) == 1:
@@ -44,7 +44,7 @@ def check(compiled: Any) -> list[str]:
 
 
 def _whole_parameters(compiled: Any) -> dict[str, tuple[int, ...]]:
-    """By path, the shapes of parameters that no device has a piece of."""
+    """Return, by path, the shapes of the parameters that every device holds whole."""
     arguments, shardings = compiled.args_info[0][0], compiled.input_shardings[0][0]
     if isinstance(arguments, TrainState):
         arguments, shardings = arguments.params, shardings.params
@@ -57,12 +57,15 @@ def _whole_parameters(compiled: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _unused(sharding: Any) -> bool:
-    """An argument that the program does not read has no sharding in it."""
+    """Whether the program does not read an argument, in which case it has no sharding."""
     return sharding is None
 
 
 def _sent(found: CollectivesReport, whole: Container[str]) -> list[str]:
-    """whole: parameters whose gradients every device needs, so that an all-reduce is right."""
+    """Return the lines about collectives.
+
+    whole: parameters that every device holds whole. Their gradients need an all-reduce.
+    """
     said = []
     over_fsdp = [part for part in found.parts if "fsdp" in part.axes]
     summed = [part for part in over_fsdp if part.operation == "all-reduce" and part.parameter]

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: how many, how many bytes, over which axes, for which parameters."""
+"""The collectives of a compiled program: their number, bytes, axes and parameters."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from shardwise.jax.report.hlo import Computation, Instruction, Program, parse
 from shardwise.jax.report.tables import amount, columns, without_numbers
 
 MAKE_REDUCE_SCATTERS = frozenset({"gpu", "cuda", "rocm", "tpu"})
-"""Platforms whose compiler turns an all-reduce, of which each device keeps a piece, into a reduce-scatter. The CPU's
-runs every reduce-scatter as an all-reduce and a slice."""
+"""Platforms whose compiler turns an all-reduce of which each device keeps only a piece into a reduce-scatter. The CPU's
+compiler runs every reduce-scatter as an all-reduce and a slice."""
 
 
 @dataclass(frozen=True)
 class CollectiveOperand:
-    """What one collective moves for one array. XLA may combine several arrays in one operation."""
+    """One array that a collective moves. XLA may combine several arrays in one operation."""
 
     operation: str
     axes: str
-    """Of the mesh, such as "fsdp"; the devices of a group differ along them."""
+    """The mesh axes along which the devices of a group differ, such as "fsdp" or "replica x fsdp"."""
     what: str
-    """A parameter's dotted path; "batch"; or of values that belong to no argument, "(op_name)" as XLA knows it."""
+    """A parameter's dotted path, the name of another argument such as "batch", or "(op_name)" from XLA for a value that
+    belongs to no argument."""
     parameter: bool
-    """Whether it is one: gathered, or reduced as its gradient."""
+    """Whether the array is a parameter that is gathered, or a parameter's gradient that is reduced."""
     times: int
-    """In one run of the program; more than one inside of a loop."""
+    """How often the collective runs in one run of the program; more than once inside a loop."""
     nbytes: int
-    """Of the whole array, which each device of a group ends (all-gather) or begins (reductions) with; once."""
+    """Bytes of the array, once: as each device of a group has it after an all-gather, or before a reduction."""
     unwidened_bytes: int
-    """The same before this platform widened what it sends: a CPU's compiler sends bf16 as fp32."""
+    """`nbytes` in the dtype before the platform widened it: a CPU's compiler sends bf16 as fp32."""
     is_cut: bool
-    """Of a reduction: each device keeps one piece of the sum, so that an all-reduce could be a reduce-scatter."""
+    """Whether each device keeps only a piece of the sum, so that an all-reduce could be a reduce-scatter."""
     instruction: str
 
     @property
     def meant(self) -> str:
-        """The operation, by name, with what becomes of its result."""
+        """The operation's name; "all-reduce, cut" if each device keeps only a piece of the sum."""
         return f"{self.operation}, cut" if self.is_cut and self.operation == "all-reduce" else self.operation
 
     @property
@@ -54,27 +55,27 @@ class CollectiveOperand:
 
 
 class Line(NamedTuple):
-    """Of a table."""
+    """A line of the table: operands that differ only in the numbers of their paths."""
 
     operation: str
-    """As `CollectiveOperand.meant`."""
+    """See `CollectiveOperand.meant`."""
     axes: str
     what: str
-    """With * for numbers."""
+    """See `CollectiveOperand.what`, with * in place of numbers."""
     times: int
     nbytes: int
-    """Of all of them."""
+    """Sum over all operands and runs."""
 
 
 @dataclass(frozen=True)
 class CollectivesReport:
-    """All of a program's. `str()` is a table; layers that differ in numbers alone are one line."""
+    """All collectives of a program. `str()` is a table, in which operands that differ only in numbers are one line."""
 
     parts: tuple[CollectiveOperand, ...]
     platform: str
 
     def counts(self) -> dict[str, int]:
-        """By operation, how many run in one run of the program."""
+        """Return, by operation, how many collectives run in one run of the program."""
         times = {part.instruction: (part.operation, part.times) for part in self.parts}
         found: Counter[str] = Counter()
         for operation, count in times.values():
@@ -82,14 +83,14 @@ class CollectivesReport:
         return dict(found)
 
     def bytes(self) -> dict[str, int]:
-        """By operation, bytes of all arrays in one run, counted as in `CollectiveOperand`."""
+        """Return, by operation, the bytes of all arrays in one run of the program. See `CollectiveOperand.nbytes`."""
         found: Counter[str] = Counter()
         for part in self.parts:
             found[part.operation] += part.total_bytes
         return dict(found)
 
     def lines(self) -> list[Line]:
-        """Parts that differ in numbers alone together, the most bytes first."""
+        """Return the table's lines, those with the most bytes first."""
         alike: dict[tuple[str, str, str], list[CollectiveOperand]] = defaultdict(list)
         for part in self.parts:
             alike[part.meant, part.axes, without_numbers(part.what)].append(part)
@@ -100,7 +101,7 @@ class CollectivesReport:
         return sorted(found, key=lambda line: -line.nbytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts, bytes and parts, for JSON."""
+        """Return counts, bytes and parts, for JSON."""
         parts = [asdict(part) for part in self.parts]
         return {"platform": self.platform, "counts": self.counts(), "bytes": self.bytes(), "parts": parts}
 
@@ -118,10 +119,10 @@ NOTE = "This platform's compiler runs a reduce-scatter as an all-reduce that is 
 
 
 def collectives(compiled: Any) -> CollectivesReport:
-    """What a compiled program sends, as its text says. No communication.
+    """Read the collectives of a compiled program from its text. Does not communicate.
 
     Args:
-        compiled: `step.lower(state, batch).compile()`, or any other program compiled by jax for a mesh.
+        compiled: `step.lower(state, batch).compile()`, or any other program compiled by JAX for a mesh.
 
     Raises:
         UsageError: a program whose arguments are not on a mesh.
@@ -137,7 +138,7 @@ def collectives(compiled: Any) -> CollectivesReport:
 
 
 def _run(program: Program) -> Iterable[tuple[Computation, Instruction]]:
-    """The collectives, each once: a TPU's program repeats one, by its channel, in everything that runs beside it."""
+    """Yield each collective once. A TPU's program repeats one, with the same channel, in all code that overlaps it."""
     runs = program.runs()
     by_channel: dict[str, list[tuple[Computation, Instruction]]] = defaultdict(list)
     for computation in program.computations.values():
@@ -172,22 +173,22 @@ def _parts(program: Program, at: Computation, one: Instruction, times: int, mesh
 
 
 def _is_cut(program: Program, at: Computation, sums: Sequence[str], axes: str, mesh: Mesh) -> bool:
-    """Whether each device keeps a piece of a sum over axes: one of as many as there are devices along them, or along
-    one of them, over whose pieces the others are summed."""
+    """Whether each device keeps only a piece of a sum over `axes`: one of as many equal pieces as there are devices
+    along all of these axes, or along one of them, in which case the pieces are summed over the others."""
     sizes = [mesh.shape[axis] for axis in axes.split(" x ") if axis in mesh.shape]
     counts = {math.prod(sizes), *sizes} - {1}
     return bool(sums) and any(all(is_cut(program, at, name, count) for name in sums) for count in counts)
 
 
 def _gradient_of(program: Program, at: Computation, one: Instruction, index: int) -> str | None:
-    """The argument that a reduced value updates, if it is one alone, of whose size it can be."""
+    """Return the parameter that a reduced value updates; None unless it is exactly one."""
     ahead = set().union(*(arguments_ahead(program, at, name) for name in at.results(one, index)))
     own = {name for name in ahead if name.startswith(parameters_prefix(program))}
     return own.pop() if len(own) == 1 else None
 
 
 def parameters_prefix(program: Program) -> str:
-    """How the names of parameters begin: those of the state's params, else those of the program's first argument."""
+    """Return the prefix of the parameters' names: "state.params", else the name of the program's first argument."""
     names = [one.op_name for one in program.entry.instructions.values() if one.opcode == "parameter"]
     if any(name.startswith("state.params") for name in names):
         return "state.params"
@@ -198,7 +199,7 @@ def parameters_prefix(program: Program) -> str:
 
 
 def _named(argument: str | None, one: Instruction, program: Program) -> tuple[str, bool]:
-    """What to call it, and whether it is a parameter."""
+    """Return `CollectiveOperand.what` and `.parameter` for a collective's argument, or for None."""
     if argument is None:
         return f"({'/'.join(one.op_name.split('/')[-2:])})", False
     prefix = parameters_prefix(program)

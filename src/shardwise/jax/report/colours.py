@@ -1,4 +1,4 @@
-"""Colours, the same in the terminal's pictures and on the page."""
+"""Colours that pictures in the terminal and the HTML page share."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ KINDS = {
     "new outputs": "#9a7fc0",
     "temporaries": "#c26a8d",
 }
-"""Of kinds of memory, as in the pages of `shardwise plan`."""
+"""Colours of kinds of memory, the same as in the pages of `shardwise plan`."""
 OTHER = "#8c8c8c"
 OPERATIONS = {"all-gather": "#6ba4dc", "reduce-scatter": "#f0a060", "all-reduce": "#b3541e"}
-"""Of collectives."""
+"""Colours of collectives."""
 
 
 def shade(part: float) -> tuple[float, float, float]:
-    """Red, green and blue of a place on a circle that `part` goes round from 0 to 1; `visualize_sharding` asks so."""
+    """Return (red, green, blue) of a hue that runs most of the colour circle as `part` goes from 0 to 1.
+
+    It is a `color_map` of `jax.debug.visualize_sharding`.
+    """
     return colorsys.hls_to_rgb(0.58 + 0.85 * part, 0.58, 0.5)
 
 
 def of_pieces(count: int) -> Iterator[str]:
-    """For each piece of an array in turn, neighbours far apart; in the order of `jax.debug.visualize_sharding`."""
+    """Yield a colour for each of `count` pieces, as `jax.debug.visualize_sharding` does: unlike ones for neighbours."""
     index = 0
     for _ in range(count):
         red, green, blue = (int(255 * part) for part in shade(index / max(count - 1, 1)))

@@ -1,4 +1,4 @@
-"""A compiled program, as jax's own object."""
+"""Access to a compiled program's `jax.stages.Compiled`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardwise.errors import UsageError
 
 
 def unwrapped(compiled: Any) -> Any:
-    """`jax.stages.Compiled`, of which nnx.jit's has one inside. Raises UsageError for what is not compiled."""
-    inner = getattr(compiled, "compiled", None)  # flax's own has properties of the same names, not all of which work
+    """Return the `jax.stages.Compiled`, which nnx.jit wraps. Raises UsageError if `compiled` is not a program."""
+    inner = getattr(compiled, "compiled", None)  # not all of the properties of flax's wrapper work
     found = inner if isinstance(inner, jax.stages.Compiled) else compiled
     if not hasattr(found, "input_shardings"):
         raise UsageError(
@@ -23,7 +23,7 @@ def unwrapped(compiled: Any) -> Any:
 
 
 def mesh_of(compiled: Any) -> Mesh:
-    """The mesh of a compiled program's arguments. Raises UsageError where there is none."""
+    """Return the mesh of a compiled program's arguments. Raises UsageError if there is none."""
     for sharding in jax.tree.leaves(compiled.input_shardings):
         if isinstance(sharding, NamedSharding):
             return sharding.mesh

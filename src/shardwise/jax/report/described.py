@@ -1,4 +1,4 @@
-"""Where each array of a tree lies."""
+"""Description of how each array of a tree is placed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from shardwise.jax.trees import leaves_by_path, plain
 from shardwise.suggest import did_you_mean
 
 _WIDTH = 100
-"""Of a picture, in characters."""
+"""Width of a picture, in characters."""
 
 
 @dataclass(frozen=True)
 class ArrayDescription:
-    """One array."""
+    """How one array is placed."""
 
     path: str
     shape: tuple[int, ...]
-    """Global."""
+    """Global shape."""
     dtype: str
     spec: str
-    """Axes by dim, such as "(None, fsdp)"; "replicated"; "one device"; "host" for an array that is not jax's."""
+    """Mesh axes by dim, such as "(-, fsdp)"; "replicated"; "one device"; "host" for an array that is not JAX's."""
     nbytes: int
+    """Bytes of the whole array."""
     device_bytes: int
-    """Of the piece that one device has."""
+    """Bytes of the piece that one device holds."""
 
     @property
     def pieces(self) -> int:
@@ -43,28 +44,28 @@ class ArrayDescription:
 
 @dataclass(frozen=True)
 class TreeDescription:
-    """All of a tree's. `str()` is a table; arrays that differ in numbers alone are one line."""
+    """How all arrays of a tree are placed. `str()` is a table with one line for arrays that differ only in numbers."""
 
     arrays: tuple[ArrayDescription, ...]
     shardings: dict[str, Any]
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tree."""
+        """Bytes of the whole tree."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
     def device_bytes(self) -> int:
-        """Of what one device has."""
+        """Bytes that one device holds."""
         return sum(array.device_bytes for array in self.arrays)
 
     @property
     def replicated(self) -> tuple[ArrayDescription, ...]:
-        """Arrays that every device has whole though they are not small."""
+        """Arrays that every device holds whole although they are not small."""
         return tuple(p for p in self.arrays if p.pieces == 1 and np.prod(p.shape) >= MIN_NUMEL and p.spec != "host")
 
     def to_dict(self) -> dict[str, Any]:
-        """Sums, and each array, for JSON."""
+        """Return the sums and each array, for JSON."""
         arrays = [asdict(array) for array in self.arrays]
         replicated = [array.path for array in self.replicated]
         return {"bytes": self.nbytes, "device_bytes": self.device_bytes, "replicated": replicated, "arrays": arrays}
@@ -93,24 +94,24 @@ class TreeDescription:
         return f"{table}\nwhole on every device: {', '.join(whole)}" if whole else table
 
     def picture(self, path: str) -> None:
-        """Prints which device has which part of an array, in colours, as `jax.debug.visualize_sharding` draws it.
+        """Print which device holds which part of an array, in colours, with `jax.debug.visualize_sharding`.
 
-        Every piece is as large as another there. Of more than two dims, the two that are cut, or else are largest.
+        All pieces are drawn in one size. Of an array of more than two dims, see `pieces` for the two that are drawn.
 
         Raises:
-            UsageError: no array has that path, or it is not on a mesh; or rich is not installed.
+            UsageError: no array has that path, it has no dims or is not on a mesh; or rich is not installed.
         """
         pieces = self.pieces(path)
         if find_spec("rich") is None:
             raise UsageError("pictures need rich, which is not installed: pip install rich; or write a page (swj.page)")
-        scale = min(1.0, _WIDTH / 30 * pieces.shape[0] / pieces.shape[-1])  # else JAX leaves names out of cells
+        scale = min(1.0, _WIDTH / 30 * pieces.shape[0] / pieces.shape[-1])  # else JAX omits names in cells
         jax.debug.visualize_sharding(pieces.shape, pieces.sharding, scale=scale, max_width=_WIDTH, color_map=shade)
 
     def pieces(self, path: str) -> PieceGrid:
-        """How an array is cut, along two dims at most: those that are cut, or else are largest.
+        """Return how an array is cut along at most two dims: dims that are cut come first, then the largest.
 
         Raises:
-            UsageError: no array has that path, or it is not on a mesh.
+            UsageError: no array has that path, it has no dims, or it is not on a mesh.
         """
         if path not in self.shardings:
             raise UsageError(f"no array is called {path!r}{did_you_mean(path, self.shardings)}")
@@ -128,16 +129,16 @@ class TreeDescription:
 
 @dataclass(frozen=True)
 class PieceGrid:
-    """Equal pieces of an array in one or two dims, and who has them."""
+    """The equal pieces of an array along one or two dims, and the devices that hold them."""
 
     shape: tuple[int, ...]
-    """Pieces along each dim."""
+    """Number of pieces along each dim."""
     sharding: NamedSharding
-    """Of an array with as many elements as there are pieces."""
+    """Sharding of an array of this shape, which has one element for each piece."""
 
     @property
     def devices(self) -> dict[tuple[int, ...], list[int]]:
-        """By place, row by row, the ids of the devices that have the piece."""
+        """By position of a piece in the grid, row by row, the ids of the devices that hold it."""
         found: dict[tuple[int, ...], list[int]] = {place: [] for place in np.ndindex(*self.shape)}
         for device, index in self.sharding.devices_indices_map(self.shape).items():
             found[tuple(one.start or 0 for one in index)].append(device.id)
@@ -145,7 +146,7 @@ class PieceGrid:
 
 
 def describe(tree: Any) -> TreeDescription:
-    """Where each array of a tree, an nnx module or a state lies. No communication.
+    """Describe how each array of a tree, an nnx module or a state is placed. Does not communicate.
 
     Args:
         tree: arrays, or `jax.ShapeDtypeStruct`s with shardings.
@@ -164,7 +165,7 @@ def _described(path: str, leaf: Any) -> ArrayDescription:
 
 
 def spec_text(sharding: Any) -> str:
-    """A sharding in a few words."""
+    """Return a sharding in a few words; see `ArrayDescription.spec`."""
     if sharding is None:
         return "host"
     if not isinstance(sharding, NamedSharding):

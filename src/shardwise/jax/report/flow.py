@@ -1,4 +1,4 @@
-"""Which argument of a program a value was, and which argument's next value it goes into."""
+"""Data flow in a compiled program: which argument a value comes from, and which argument's next value it affects."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ _MOVES = frozenset(
         *("slice", "dynamic-slice", "broadcast", "optimization-barrier"),
     )
 )
-"""Operations that leave the elements of their first operand what they are, but for their dtype."""
+"""Operations that move, repeat or drop elements of their first operand, or cast them, but compute nothing."""
 _WHOLE_MOVES = _MOVES - {"slice", "dynamic-slice", "broadcast"}
 _CALLS = ("fusion", "call")
 Value = tuple[Computation, str]
-"""An instruction by its name, and where it stands."""
+"""The computation that a value is in, and the name of the instruction that makes it."""
 _MIXES = frozenset(
     (
         *("dot", "convolution", "scatter", "gather", "reduce", "reduce-window", "sort", "custom-call"),
         *("while", "conditional", "tuple"),
     )
 )
-"""Operations whose result belongs to no parameter any more, or to several."""
+"""Operations whose result no longer belongs to one parameter."""
 
 
 def argument_behind(program: Program, computation: Computation, name: str) -> str | None:
-    """The name of the argument that a value is, or a piece or a cast of; None for values that were computed."""
+    """Return the name of the argument that a value is, or is a piece or cast of; None for a computed value."""
     *_, (at, first) = _history(program, computation, name)
     origin = at.instructions[first]
     return origin.op_name or None if origin.opcode == "parameter" and at is program.entry else None
 
 
 def narrowest_bits(program: Program, computation: Computation, name: str) -> int:
-    """Bits of an element of a value, or the fewest that it had since it was computed: a platform that does not widen
-    it would send no more."""
+    """Return the fewest bits that an element of a value has had since it was computed: as many as a platform that does
+    not widen the value would send."""
     own = computation.instructions[name].shapes[0]
     if not own.is_float:
         return own.bits
@@ -44,7 +44,7 @@ def narrowest_bits(program: Program, computation: Computation, name: str) -> int
 
 
 def _history(program: Program, computation: Computation, name: str) -> Iterator[Value]:
-    """A value, what it was before its last move or cast, and so on: the last one is an argument or was computed."""
+    """Yield a value, the value before its last move or cast, and so on, back to an argument or a computed value."""
     value: Value | None = (computation, name)
     while value is not None:
         yield value
@@ -52,7 +52,7 @@ def _history(program: Program, computation: Computation, name: str) -> Iterator[
 
 
 def _before(program: Program, at: Computation, name: str) -> Value | None:
-    """Of what a value is a piece, a cast or another arrangement; None for an argument or what was computed."""
+    """Return the value that this one is a piece, cast or rearrangement of; None for an argument or a computed value."""
     one = at.instructions[name]
     if one.opcode in _MOVES:
         return at, one.operands[0]
@@ -68,7 +68,7 @@ def _before(program: Program, at: Computation, name: str) -> Value | None:
 
 
 def _element(program: Program, at: Computation, name: str, index: int) -> Value | None:
-    """An element of a tuple: of one that is built, or that loops carry round with this element unchanged."""
+    """Return an element of a tuple that is built here, or that loops carry with this element unchanged; else None."""
     source = at.instructions[name]
     if source.opcode == "tuple":
         return at, source.operands[index]
@@ -85,7 +85,7 @@ def _element(program: Program, at: Computation, name: str, index: int) -> Value 
 
 
 def _unchanged(program: Program, loop: Instruction, index: int) -> bool:
-    """Whether a loop's body hands on an element of its tuple as it got it."""
+    """Whether a loop's body passes an element of its tuple on unchanged."""
     body = program.computations[loop.attribute("body") or ""]
     root = body.instructions[body.root]
     if root.opcode != "tuple":
@@ -97,7 +97,7 @@ def _unchanged(program: Program, loop: Instruction, index: int) -> bool:
 
 
 def is_cut(program: Program, at: Computation, name: str, pieces: int) -> bool:
-    """Whether nothing of a value is used but one of so many equal pieces."""
+    """Whether a value is used, and only one of `pieces` equal pieces of it."""
     users = at.users.get(name, ())
     outside = [call for call in program.callers.get(at.name, ()) if name == at.root]
     if not users and not outside:
@@ -108,7 +108,7 @@ def is_cut(program: Program, at: Computation, name: str, pieces: int) -> bool:
 
 
 def _cuts(program: Program, at: Computation, user: Instruction, name: str, pieces: int) -> bool:
-    """Whether an operation takes a piece of a value, or others take one of what it makes."""
+    """Whether an operation takes only a piece of a value, directly or through the users of its result."""
     if user.opcode == "dynamic-slice":
         return user.shapes[0].numel * pieces == at.instructions[name].shapes[0].numel
     if user.opcode in _CALLS:
@@ -119,7 +119,7 @@ def _cuts(program: Program, at: Computation, user: Instruction, name: str, piece
 
 
 def arguments_ahead(program: Program, computation: Computation, name: str) -> set[str]:
-    """The names of the arguments whose next values a value goes into, through sums and products element by element."""
+    """Return the names of the arguments whose next values a value affects through elementwise operations."""
     found: set[str] = set()
     seen = {(computation.name, name)}
     open_ends = [(computation, name)]
@@ -135,7 +135,7 @@ def arguments_ahead(program: Program, computation: Computation, name: str) -> se
 
 
 def _next(program: Program, at: Computation, value: str, found: set[str]) -> Iterator[Value]:
-    """Where a value goes. Outputs of the program are added to `found`."""
+    """Yield the values that a value goes into. Adds the arguments whose next value it is to `found`."""
     for user in at.users.get(value, ()):
         places = [place for place, operand in enumerate(user.operands) if operand == value]
         inner = program.called(user) if user.opcode in _CALLS else None
@@ -154,7 +154,7 @@ def _next(program: Program, at: Computation, value: str, found: set[str]) -> Ite
 
 
 def _out_of(program: Program, at: Computation, place: int, found: set[str]) -> Iterator[Value]:
-    """Where an element of a computation's tuple of results goes."""
+    """Yield the values that an element of a computation's result tuple goes into. Adds to `found` as `_next` does."""
     if at is program.entry:
         found |= _taken_over(program, place)
     for outer, call in program.callers.get(at.name, ()):
@@ -164,7 +164,7 @@ def _out_of(program: Program, at: Computation, place: int, found: set[str]) -> I
 
 
 def _taken_over(program: Program, output: int) -> set[str]:
-    """The name of the argument whose memory an output of the program takes over, if any."""
+    """Return the name of the donated argument whose memory an output of the program reuses, in a set; empty if none."""
     if output not in program.aliases:
         return set()
     number = program.aliases[output]

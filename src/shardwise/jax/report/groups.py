@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, as XLA prints it, and which axes of the mesh that is."""
+"""The groups of devices of a collective, parsed from XLA's text, and the mesh axes that they correspond to."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 Groups = frozenset[frozenset[int]]
-"""Positions in the mesh's devices, flattened."""
+"""Groups of devices, each a position in the mesh's flattened devices."""
 
 _IOTA = r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 def groups_in(text: str, devices: int) -> Groups:
-    """The groups of a collective.
+    """Parse the groups of a collective.
 
     Args:
-        text: its operands and attributes as printed.
-        devices: of the program.
+        text: its operands and attributes as XLA prints them.
+        devices: number of devices of the program, which are one group if the text names none.
     """
     if "source_target_pairs=" in text:
         return _braces(text.partition("source_target_pairs=")[2])
@@ -36,7 +36,7 @@ def groups_in(text: str, devices: int) -> Groups:
 
 
 def axes_of_groups(groups: Groups, mesh: Mesh) -> str:
-    """The axes along which the groups' devices differ, such as "fsdp" or "replica x fsdp"; "?" for none that fits."""
+    """Return the axes along which the groups' devices differ, such as "fsdp" or "replica x fsdp"; "?" if none fit."""
     places = np.arange(mesh.size).reshape(mesh.devices.shape)
     names = [name for name in mesh.axis_names if mesh.shape[name] > 1]
     for count in range(1, len(names) + 1):
@@ -50,7 +50,7 @@ def axes_of_groups(groups: Groups, mesh: Mesh) -> str:
 
 
 def _named(said: str) -> Groups:
-    """From "mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'a'}": the groups along the axes in braces."""
+    """Parse the groups along the axes in braces, from "mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'a'}"."""
     shape = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", said.partition("]")[0])}
     ids = re.match(r"[^]]*\], device_ids=\((\[[^)]*\)?)\)", said)
     order = np.arange(math.prod(shape.values()))

@@ -1,4 +1,4 @@
-"""The compiled program as XLA prints it: computations, instructions, and how often each runs."""
+"""A parser for the text of a compiled XLA program: computations, instructions, and how often each runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}
 
 @dataclass(frozen=True)
 class HloShape:
-    """Of one array on one device."""
+    """Dtype and dims of one array on one device."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -26,7 +26,7 @@ class HloShape:
 
     @property
     def bits(self) -> int:
-        """Of an element."""
+        """Bits of an element."""
         return _BITS.get(self.dtype) or int((re.search(r"\d+", self.dtype) or [8])[0])  # "f8e4m3fn", "s32"
 
     @property
@@ -40,61 +40,61 @@ class HloShape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """An instruction, one line of a computation."""
 
     name: str
     opcode: str
     shapes: tuple[HloShape, ...]
-    """Of its result; several if that is a tuple."""
+    """Shapes of its result; several if that is a tuple."""
     operands: tuple[str, ...]
     text: str
-    """Behind the opcode: operands and attributes as printed."""
+    """The text after the opcode: operands and attributes as printed."""
 
     def attribute(self, name: str) -> str | None:
-        """What stands behind `name=`, up to the next comma or space."""
+        """Return the text after `name=`, up to the next comma or space; None without it."""
         match = re.search(rf"[ ,]{name}=%?([^,\s]+)", self.text)
         return match[1] if match else None
 
     @property
     def runs(self) -> str:
-        """The computation that a loop, a fusion or a call runs."""
+        """Name of the computation that a loop, a fusion or a call runs; else empty."""
         found = (self.attribute(name) for name in ("body", "calls", "to_apply"))
         return next((name for name in found if name), "")
 
     @property
     def collective(self) -> str | None:
-        """Which it is, if it is one or starts one."""
+        """The collective's name in COLLECTIVES if the instruction is or starts one; else None."""
         name = self.opcode.removesuffix("-start")
         return name if name in COLLECTIVES else None
 
     @property
     def op_name(self) -> str:
-        """What in the traced function it comes from, or an argument's name; often empty."""
+        """The part of the traced function that it comes from, or an argument's name; often empty."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
         return match[1].replace("\\'", "'") if match else ""
 
     @property
     def index(self) -> int:
-        """Of a get-tuple-element or a parameter."""
+        """The index of a get-tuple-element or a parameter, which it must be."""
         return int(self.attribute("index") or 0) if self.opcode == "get-tuple-element" else int(self.text.split(")")[0])
 
     def takes(self, place: int) -> bool:
-        """Whether it takes that element of a tuple."""
+        """Whether it is a get-tuple-element of this place."""
         return self.opcode == "get-tuple-element" and self.index == place
 
 
 @dataclass
 class Computation:
-    """A function of the program."""
+    """A computation, which is a function of the program."""
 
     name: str
     instructions: dict[str, Instruction] = field(default_factory=dict)
-    """In the order in which they are printed."""
+    """Instructions by name, in the order in which they are printed."""
     root: str = ""
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """By name, the instructions that read a value."""
+        """By name of a value, the instructions that read it."""
         found = defaultdict(list)
         for instruction in self.instructions.values():
             for operand in instruction.operands:
@@ -102,11 +102,11 @@ class Computation:
         return found
 
     def parameter(self, index: int) -> str:
-        """The name of its parameter of that number."""
+        """Return the name of the parameter with this index."""
         return next(one.name for one in self.instructions.values() if one.opcode == "parameter" and one.index == index)
 
     def results(self, collective: Instruction, place: int) -> list[str]:
-        """The values that a collective makes of its operand at that place."""
+        """Return the names of the values that a collective computes from its operand at this place."""
         made = [collective]
         if collective.opcode.endswith("-start"):
             made = [user for user in self.users[collective.name] if user.opcode.endswith("-done")]
@@ -117,16 +117,16 @@ class Computation:
 
 @dataclass
 class Program:
-    """All of it."""
+    """A compiled program."""
 
     computations: dict[str, Computation]
     entry: Computation
     aliases: dict[int, int]
-    """By output, the argument whose memory it takes over."""
+    """By index of an output, the index of the donated argument whose memory it reuses."""
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """By computation, the loops that it is the body of, and the fusions and calls that run it."""
+        """By name of a computation, the loops whose body it is and the fusions and calls that run it."""
         found = defaultdict(list)
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
@@ -135,11 +135,12 @@ class Program:
         return found
 
     def called(self, instruction: Instruction) -> Computation | None:
-        """What a loop, a fusion or a call runs."""
+        """Return the computation that a loop, a fusion or a call runs; None for other instructions."""
         return self.computations.get(instruction.runs)
 
     def runs(self) -> dict[str, int]:
-        """By computation, how often it runs in one run of the program. Loops of unknown length count once."""
+        """Return, by name of a computation, how often it runs in one run of the program. A loop of unknown length is
+        counted as one iteration."""
         found: dict[str, int] = defaultdict(int)
 
         def visit(name: str, times: int) -> None:
@@ -158,8 +159,8 @@ class Program:
 
 
 def trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> int:
-    """How often a while loop goes round: as XLA says, or else to where its counter has to get, as from 0; 1 if neither
-    is known, and for what is no loop."""
+    """Return the number of iterations of a while loop: as XLA says, else the limit of its counter, as if it began at 0;
+    1 if neither is known, or for any other instruction."""
     match = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text)
     if match is not None:
         return int(match[1])
@@ -172,7 +173,7 @@ def trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> in
 
 
 def parse(text: str) -> Program:
-    """From `compiled.as_text()`."""
+    """Parse `compiled.as_text()`. Raises ValueError if it is no program."""
     computations: dict[str, Computation] = {}
     entry = current = None
     for line in text.splitlines():
@@ -196,7 +197,7 @@ def parse(text: str) -> Program:
 
 
 def _told_apart(one: Instruction, computations: dict[str, Computation]) -> Instruction:
-    """Of an async-start around a collective, that collective's start, as XLA prints others."""
+    """Return an async-start that wraps a collective as that collective's own start; other instructions unchanged."""
     inner = computations.get(one.attribute("calls") or "") if one.opcode == "async-start" else None
     if inner is None or inner.instructions[inner.root].collective is None:
         return one
@@ -220,7 +221,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis closes that opens at `start`."""
+    """Return the index at which the parenthesis that opens at `start` closes."""
     depth = 0
     for index in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[index], 0)

@@ -1,4 +1,4 @@
-"""What a compiled step needs of one device's memory."""
+"""The memory that a compiled step needs on one device."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ _KINDS = {"params": "parameters", "opt_state": "optimizer state", "variables": "
 
 @dataclass(frozen=True)
 class ArgumentBytes:
-    """The arguments of one kind."""
+    """Bytes of the arguments of one kind."""
 
     name: str
     nbytes: int
-    """Of whole arrays."""
+    """Bytes of whole arrays."""
     device_bytes: int
-    """Of the pieces that one device has."""
+    """Bytes of the pieces that one device holds."""
 
 
 @dataclass(frozen=True)
 class ProgramMemory:
-    """Bytes of a compiled program. `str()` is a table."""
+    """The memory that a compiled program needs. `str()` is a table."""
 
     kinds: tuple[ArgumentBytes, ...]
-    """Arguments, from their shardings: of a training step "parameters", "optimizer state", "batch" and so on."""
+    """Arguments by kind, sized by their shardings. Of a training step: "parameters", "optimizer state", "batch" etc."""
     gradients: ArgumentBytes | None
-    """Of a training step, as their parameters are cut. They are part of the temporaries."""
+    """Gradients of a training step, if sharded like their parameters; part of the temporaries. None for others."""
     argument_bytes: int
-    """One device's, as the four below, by XLA's own account."""
+    """Arguments on one device. This and the fields below are XLA's own figures for one device."""
     output_bytes: int
-    """Of results; `alias_bytes` of them lie in the memory of arguments."""
+    """Results, of which `alias_bytes` reuse the memory of arguments."""
     alias_bytes: int
     temporary_bytes: int
-    """Activations, gathered parameters, gradients: all that is alive at the worst moment."""
+    """Activations, gathered parameters and gradients: the most that is alive at one time."""
 
     @property
     def peak_bytes(self) -> int:
-        """Arguments, new outputs and temporaries together."""
+        """Sum of arguments, outputs that reuse no argument's memory, and temporaries."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all fields and `peak_bytes`, for JSON."""
         return {**asdict(self), "peak_bytes": self.peak_bytes}
 
     def __str__(self) -> str:
@@ -72,13 +72,13 @@ class ProgramMemory:
 
 
 def memory(compiled: Any) -> ProgramMemory:
-    """What a compiled program needs. No communication.
+    """Return the memory that a compiled program needs. Does not communicate.
 
     Args:
-        compiled: `step.lower(state, batch).compile()`, also of abstract arrays, or any other program compiled by jax.
+        compiled: `step.lower(state, batch).compile()`, also of abstract arrays, or any other program compiled by JAX.
 
     Raises:
-        UsageError: the platform does not tell.
+        UsageError: the platform's compiler does not report memory.
     """
     compiled = unwrapped(compiled)
     stats = compiled.memory_analysis()
@@ -109,7 +109,7 @@ def _kind(name: str, arguments: Any, shardings: Any) -> ArgumentBytes:
     cut = jax.tree.leaves(shardings, is_leaf=lambda sharding: sharding is None)
     pairs = [
         pair for pair in zip(jax.tree.leaves(arguments), cut, strict=True) if pair[1] is not None
-    ]  # None: not used
+    ]  # None: the program does not read it
     whole = sum(_nbytes(leaf.shape, leaf.dtype) for leaf, _ in pairs)
     return ArgumentBytes(
         name, whole, sum(_nbytes(sharding.shard_shape(leaf.shape), leaf.dtype) for leaf, sharding in pairs)

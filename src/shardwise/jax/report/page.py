@@ -1,4 +1,4 @@
-"""A page about a compiled program: what lies where, what a device needs, what is sent. One file, without scripts."""
+"""An HTML page about a compiled program: placement, memory and collectives. One file, without scripts."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ table { border-collapse: collapse } td, th { padding: .2rem .7rem; text-align: l
 .good { border-color: #5b8c3a; background: #f0f6ec }
 """
 _MANY = 64
-"""Pieces from which on no device is written into its own."""
+"""A picture of at least this many pieces omits the devices' numbers."""
 
 
 def page(compiled: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a page about a compiled program: `describe` of its arguments, `memory`, `collectives` and `check`.
+    """Write a page about a compiled program: `describe` of its arguments, `memory`, `collectives` and `check`.
 
-    In several processes let one call this. No communication.
+    With several processes, let one of them call this. Does not communicate.
 
     Args:
-        compiled: `step.lower(state, batch).compile()`, or any other program compiled by jax for a mesh.
-        path: of the file. HTML that needs no other file.
+        compiled: `step.lower(state, batch).compile()`, or any other program compiled by JAX for a mesh.
+        path: of the HTML file, which needs no other file.
 
     Raises:
         UsageError: a program whose arguments are not on a mesh, or a file that cannot be written.
@@ -62,11 +62,11 @@ def page(compiled: Any, path: str | os.PathLike[str]) -> None:
 
 
 def write(title: str, body: Iterable[str], path: str | os.PathLike[str]) -> None:
-    """Writes a page.
+    """Write an HTML page.
 
     Args:
-        title: plain text.
-        body: HTML.
+        title: plain text, which is escaped.
+        body: pieces of HTML.
         path: of the file.
 
     Raises:
@@ -80,12 +80,12 @@ def write(title: str, body: Iterable[str], path: str | os.PathLike[str]) -> None
 
 
 def needs(held: ProgramMemory, sent: CollectivesReport) -> list[str]:
-    """HTML of what one device holds and sends in one run of a program."""
+    """Return HTML about the memory and the collectives of one device in one run of a program."""
     return [*_memory(held), *_collectives(sent)]
 
 
 def _arguments(compiled: Any) -> Any:
-    """What the program takes and uses, as abstract arrays with their shardings."""
+    """Return the program's arguments as abstract arrays with shardings; None for those that it does not read."""
     arguments, tree = jax.tree.flatten(compiled.args_info[0])
     shardings = jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None)
     placed = [
@@ -97,14 +97,14 @@ def _arguments(compiled: Any) -> Any:
 
 
 def _said(lines: Sequence[str]) -> Iterable[str]:
-    """What is likely not meant."""
+    """Yield HTML with the lines from `check`."""
     if not lines:
         yield '<p class="say good">Nothing looks as if it was not meant.</p>'
     yield from (f'<p class="say">{escape(line)}</p>' for line in lines)
 
 
 def _memory(found: ProgramMemory) -> Iterable[str]:
-    """One device's bytes as a bar, and kinds beside what they are when whole."""
+    """Yield HTML with the bytes of one device as a bar, and a table of the bytes by kind, whole and per device."""
     yield "<h2>Memory of one device</h2>"
     parts = {kind.name: kind.device_bytes for kind in found.kinds}
     parts["new outputs"] = found.output_bytes - found.alias_bytes
@@ -117,7 +117,7 @@ def _memory(found: ProgramMemory) -> Iterable[str]:
 
 
 def _collectives(found: CollectivesReport) -> Iterable[str]:
-    """Bytes by operation as a bar, and a line for each operation and parameter."""
+    """Yield HTML with the bytes by operation as a bar, and a table with a row for each operation and parameter."""
     yield "<h2>Collectives of one run</h2>"
     if not found.parts:
         yield "<p>None.</p>"
@@ -130,7 +130,7 @@ def _collectives(found: CollectivesReport) -> Iterable[str]:
 
 
 def _arrays(found: TreeDescription) -> Iterable[str]:
-    """A line for arrays that differ in numbers alone, with a picture of who has what."""
+    """Yield an HTML table with one row for arrays that differ only in numbers, and a picture of their placement."""
     alike: dict[tuple[Any, ...], list[ArrayDescription]] = defaultdict(list)
     for array in found.arrays:
         alike[without_numbers(array.path), array.shape, array.dtype, array.spec].append(array)
@@ -148,7 +148,7 @@ def _arrays(found: TreeDescription) -> Iterable[str]:
 
 
 def _picture(found: TreeDescription, array: ArrayDescription) -> str:
-    """Pieces of an array as a grid; nothing for what every device has whole."""
+    """Return HTML of an array's pieces as a grid; empty if every device holds the array whole."""
     if array.pieces == 1 or not array.shape:
         return ""
     pieces = found.pieces(array.path)
@@ -162,7 +162,7 @@ def _picture(found: TreeDescription, array: ArrayDescription) -> str:
 
 
 def _bar(parts: dict[str, int], colours: dict[str, str]) -> str:
-    """Parts as lengths, and what each colour means."""
+    """Return HTML of a bar with the parts as lengths, and a key of the colours."""
     parts = {name: size for name, size in parts.items() if size}
     total = sum(parts.values()) or 1
     bars = "".join(
@@ -177,7 +177,10 @@ def _bar(parts: dict[str, int], colours: dict[str, str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: set[int]) -> str:
-    """HTML of rows below a head, all of them plain text. Columns with `numbers` end on the right."""
+    """Return an HTML table. All cells are plain text, which is escaped.
+
+    numbers: the indices of the columns that are aligned right.
+    """
 
     def line(tag: str, cells: Sequence[object]) -> str:
         marks = (" class=n" if index in numbers else "" for index in range(len(cells)))

@@ -1,4 +1,4 @@
-"""What a training step would need on meshes of several sizes, from programs that are compiled and never run."""
+"""What a training step would need on several meshes, from programs that are compiled but never run."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from shardwise.jax.step import train_step
 
 @dataclass(frozen=True)
 class Planned:
-    """One mesh."""
+    """What a step needs on one mesh."""
 
     axes: dict[str, int]
     memory: ProgramMemory
     collectives: CollectivesReport
     flops: float
-    """Operations of one device in the matrix products of one step (`product_flops`)."""
+    """Floating-point operations of one device in the matrix products of one step, from `product_flops`."""
 
     @property
     def devices(self) -> int:
         return self.axes["replica"] * self.axes["fsdp"] * self.axes["tensor"]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all of it, for JSON."""
         sent = self.collectives.to_dict()
         return {"axes": self.axes, "memory": self.memory.to_dict(), "collectives": sent, "flops": self.flops}
 
 
 @dataclass(frozen=True)
 class MeshComparison:
-    """A row for each mesh. `str()` is a table."""
+    """A comparison of meshes, one row each. `str()` is a table."""
 
     rows: tuple[Planned, ...]
 
     def fitting(self, budget_bytes: float) -> tuple[Planned, ...]:
-        """Those whose step needs no more of a device."""
+        """Return the rows whose step needs at most this much memory of a device."""
         return tuple(row for row in self.rows if row.memory.peak_bytes <= budget_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all of it, for JSON."""
         return {"rows": [row.to_dict() for row in self.rows]}
 
     def __str__(self) -> str:
@@ -75,19 +75,19 @@ def plan(
     rules: Rules | None = None,
     **settings: Any,
 ) -> MeshComparison:
-    """Compiles a step for each mesh, and reads memory and collectives from the programs. Nothing is allocated.
+    """Compile a step for each mesh, and read memory and collectives from the programs. Allocates nothing.
 
     Args:
         init_fn, rules: as for `init`.
         loss_fn, tx: as for `train_step`.
         batch: of the whole mesh; abstract, or arrays.
-        meshes: one or several, of devices that this process has, or of `topology`, which need not be there. A CPU has
-            as many as --xla_force_host_platform_device_count in XLA_FLAGS says, 512 if need be.
-        settings: the rest of `train_step`'s.
+        meshes: one or several, of this process's devices, or of devices from `topology`, which need not exist. A CPU
+            has as many devices as --xla_force_host_platform_device_count in XLA_FLAGS says, 512 if need be.
+        settings: the other arguments of `train_step`.
 
     Raises:
-        UserError: whatever `init`, `mesh` and `train_step` raise.
-        PlanError: no mesh.
+        UserError: whatever `init` and `train_step` raise.
+        PlanError: `meshes` is empty.
     """
     if isinstance(meshes, Mesh):
         meshes = [meshes]

@@ -11,13 +11,13 @@ from shardwise.jax.report.hlo import Computation, Instruction, parse
 
 
 def product_flops(compiled: Any) -> float:
-    """Operations of one device in the matrix products of one run; a multiply-add is two. No communication.
+    """Count one device's floating-point operations in the matrix products of one run. Does not communicate.
 
-    Loops count as often as XLA knows that they go round, which its own `cost_analysis` does not. 0 where the platform
-    calls a library for its products.
+    A multiply-add counts as two. Loops count with the number of iterations that XLA knows, unlike in its own
+    `cost_analysis`. The result is 0 if the platform calls a library for its products.
 
     Args:
-        compiled: `step.lower(state, batch).compile()`, or any other program compiled by jax.
+        compiled: `step.lower(state, batch).compile()`, or any other program compiled by JAX.
     """
     program = parse(unwrapped(compiled).as_text())
     runs = program.runs()
@@ -30,7 +30,7 @@ def product_flops(compiled: Any) -> float:
 
 
 def _flops(at: Computation, product: Instruction) -> int:
-    """Of one product: twice the result's elements times the dims that are summed over."""
+    """Return the operations of one product: twice the number of result elements times that of the elements summed."""
     (left,) = at.instructions[product.operands[0]].shapes
     (result,) = product.shapes
     match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", product.text)

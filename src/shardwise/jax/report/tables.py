@@ -1,4 +1,4 @@
-"""Tables: rows of named values, printed in columns."""
+"""Formatting of text tables: rows of values in named columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def amount(size_bytes: float) -> str:
-    """Bytes in the largest unit that leaves at least one of it, such as "1.5 MB" (1.5 million)."""
+    """Return bytes in the largest unit that gives at least 1, such as "1.5 MB" (1.5 million)."""
     index = 0
     while abs(size_bytes) >= 1000 and index < len(_UNITS) - 1:
         size_bytes /= 1000
@@ -19,16 +19,16 @@ def amount(size_bytes: float) -> str:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[object]], right: Collection[str]) -> str:
-    """The rows below the head in columns.
+    """Return rows below a head as text in columns.
 
     Args:
         head: names of the columns.
         rows: one value for each column.
-        right: the names of columns whose cells end on the right.
+        right: the names of the columns that are aligned right.
     """
     return "\n".join(aligned([head, *rows], [index for index, name in enumerate(head) if name in right]))
 
 
 def without_numbers(path: str) -> str:
-    """The path with * in place of numbers, which layers differ in."""
+    """Return the path with * in place of numbers, so that the paths of all layers are equal."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
