@@ -8,8 +8,8 @@ while the previous gather is still under way. Memory is ordered by events, never
 allocator sees a block as free at the moment when the engine frees it. `current_stream()` is read in each call.
 
 Not run on a GPU by its author yet. That streams and events leave no access unordered is tested without one
-(`tests/engine/devices/test_stream_order.py`); dtypes, coalescing and training are tested with a double of NCCL's process
-group (`tests/comm/nccl_double.py`).
+(`tests/engine/devices/test_stream_order.py`); dtypes, coalescing and training are tested with a double of NCCL's
+process group (`tests/comm/nccl_double.py`).
 
 Unlike on CPUs, the backend decides the order of a sum, and adds terms narrower than fp32 in their own dtype.
 """
