@@ -265,7 +265,7 @@ class Engine:
         return output
 
     def _exit_forward(self, call: Call[Unit], lent: Sequence[Call[Unit]], failure: BaseException | None) -> None:
-        """Agree with the other ranks if this was an outermost forward, then let go of the unit and those `lent` to it."""
+        """Agree with the other ranks after an outermost forward, then let go of the unit and of those `lent` to it."""
         try:
             if len(self.forwards) == 1 and not call.recompute:
                 self.unsharder.settle()
