@@ -118,7 +118,7 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
             for group, original in zip(groups, unit.groups, strict=True):
                 copy_numbers(group, original)
                 for ours, theirs in zip(group.sharded, original.sharded, strict=True):
-                    ours.placement = theirs.placement  # one object, so that operations on both see at once that cuts agree
+                    ours.placement = theirs.placement  # one object: `same_cut` of both is then quick
     return list(copies.values())
 
 

@@ -60,8 +60,8 @@ def give_up_interrupted(engine: Engine) -> bool:
 
 
 def _is_between_steps(module: nn.Module) -> bool:
-    """Call `give_up_interrupted` for the model that the module's own parameters belong to. Returns whether it is between
-    steps; True if none of the parameters is sharded."""
+    """Call `give_up_interrupted` for the model that the module's own parameters belong to. Returns whether that is
+    between steps; True if none of the parameters is sharded."""
     for parameter in module._parameters.values():
         if parameter is None:
             continue
