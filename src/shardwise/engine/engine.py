@@ -443,7 +443,7 @@ class Engine:
         return True
 
     def begin_backward(self) -> None:
-        """Have the backward that autograd is running end with `_finish_backward`. Does nothing if that is arranged."""
+        """Make the backward that autograd is running end with `_finish_backward`, unless that is arranged already."""
         if self.backward is Backward.RUNNING:
             return
         if self.backward is Backward.ENDING and self._finisher() is None:  # dropped: the last backward raised

@@ -41,7 +41,7 @@ class Forwards(list[tuple[Unit, FrameType]]):
 def _is_running(frame: FrameType) -> bool:
     if _is_below(frame, sys._getframe(1)):
         return True
-    return any(_is_below(frame, top) for top in sys._current_frames().values())  # a thread may call blocks
+    return any(_is_below(frame, top) for top in sys._current_frames().values())  # blocks may run in a thread
 
 
 def _is_below(frame: FrameType, top: FrameType | None) -> bool:

@@ -30,7 +30,7 @@ _UNTAGGED = frozenset(
 ) | {f"aten::{name}" for name in ("_to_copy", "lift_fresh", "empty_like", "zeros_like", "ones_like", "full_like")}
 """Elementwise, but not tagged `pointwise` by torch."""
 _FUSED = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
-_NUMBERS = frozenset((int, float, bool))  # isinstance of a tensor is slow to say no
+_NUMBERS = frozenset((int, float, bool))  # compared first: isinstance is slow for a tensor
 _NOT_FOREACH = frozenset(f"aten::_foreach_{name}" for name in ("norm", "max", "powsum", "mm"))
 
 

@@ -43,7 +43,7 @@ class GradientShard:
             self.home = SliceHome(self.store, self._numel, self._dtype)
 
     def stay(self) -> None:
-        """Have no home from the next allocation on: steps in backward use gradients at once. No communication."""
+        """Stay in memory from the next allocation on: steps in backward use gradients at once. No communication."""
         self.store = None
 
     def allocate(self) -> None:

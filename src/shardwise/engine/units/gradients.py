@@ -39,7 +39,7 @@ class Fate(enum.IntEnum):
     UNUSED = 0
     REDUCED = 1
     WAITS = 2
-    """It came and is still to be reduced."""
+    """It arrived and is not reduced yet."""
 
 
 class UnitGradients:
@@ -252,7 +252,7 @@ class UnitGradients:
             group.gradients.end_backward()
 
     def keep_apart(self, fates: Sequence[int]) -> None:
-        """Have what was reduced in the shard group wait for the replicas. No communication."""
+        """Let what was reduced in the shard group wait for the replicas. No communication."""
         assert self.apart is not None
         self.apart.keys.update(key for key, fate in zip(self.keys, fates, strict=True) if fate != Fate.UNUSED)
         self._used.clear()

@@ -258,7 +258,7 @@ class UnitParameters:
         holds a view of it, so the storage is theirs and the slot goes on with another."""
         slot = self.slot
         assert slot is not None
-        is_referenced = slot.is_referenced  # before the leaves leave it: they were counted as expected
+        is_referenced = slot.is_referenced  # asked before the leaves leave it: they count as expected
         for group in self.groups:
             group.point_at_placeholders()
         if is_referenced:
