@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from typing import overload
 
 from shardwise.errors import ConfigError
 
@@ -62,6 +63,10 @@ class Precision:
         return any(fnmatchcase(name, pattern) for pattern in self.keep)
 
 
+@overload
+def dtype_name(value: str, where: str) -> str: ...
+@overload
+def dtype_name(value: object, where: str) -> str | None: ...
 def dtype_name(value: object, where: str) -> str | None:
     """Return the torch name of a dtype given by name or as a torch dtype; None stays None. Raises ConfigError."""
     if value is None:

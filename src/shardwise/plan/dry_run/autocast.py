@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.dry_run.job import Job
+from shardwise.policy.precision import dtype_name
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FP32_ON_GPUS = (
     "layer_norm", "native_layer_norm", "group_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "nll_loss",
     "exp", "log", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "rsqrt", "reciprocal", "softplus", "logsumexp", "cumsum",
@@ -34,7 +34,7 @@ def autocast(job: Job) -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name in () if job.on_cpu else _FP32_ON_GPUS:
             library.impl(name, _in_fp32(name), "AutocastCPU", allow_override=True)
-        with torch.autocast("cpu", _DTYPES[job.autocast], cache_enabled=job.keeps_casts):
+        with torch.autocast("cpu", getattr(torch, dtype_name(job.autocast, "autocast")), cache_enabled=job.keeps_casts):
             yield
 
 
@@ -50,5 +50,5 @@ def _in_fp32(name: str) -> Callable[..., Any]:
 
 
 def _fp32(value: Any) -> Any:
-    lower = isinstance(value, Tensor) and value.dtype in _DTYPES.values()
+    lower = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if lower else value

@@ -12,9 +12,7 @@ from torch import nn
 
 from shardwise.errors import PlanError, one_line
 from shardwise.policy.adapters import Adapters
-from shardwise.policy.precision import SHORT_NAMES
-
-_DTYPES = {short: getattr(torch, name) for name, short in SHORT_NAMES.items()}
+from shardwise.policy.precision import dtype_name
 
 Builder = Callable[[], nn.Module]
 
@@ -33,7 +31,7 @@ def with_adapters(builder: Builder, adapters: Adapters | None, computed: str) ->
     """
     if adapters is None:
         return builder
-    rank, base = adapters.r, _DTYPES[adapters.dtype or computed]
+    rank, base = adapters.r, getattr(torch, dtype_name(adapters.dtype or computed, "lora.dtype"))
     if find_spec("peft") is None:
         raise PlanError(f"lora={rank} needs PEFT, which is not installed: pip install peft")
 

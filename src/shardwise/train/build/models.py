@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.errors import ConfigError, one_line
 from shardwise.plan.models.factory import load_factory
 from shardwise.plan.models.transformers_models import check_sizes
+from shardwise.policy.precision import dtype_name
 from shardwise.suggest import did_you_mean, nearest_path
 from shardwise.train.build.lora import add_adapter
 from shardwise.train.config.files import reading
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 NO_ADAPTER = LoraConfig()
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def build_model(config: ModelConfig, text: TextShape, lora: LoraConfig = NO_ADAP
 def _build_base(config: ModelConfig, text: TextShape) -> nn.Module:
     if config.factory is not None:
         build = load_factory(config.factory, f"model.factory={config.factory!r}", ConfigError)
-        return _stored_in(_without_numbers(build(), config), DTYPES[config.dtype])
+        return _stored_in(_without_numbers(build(), config), _dtype(config))
     hf_config = _read_config(config, text)
     _check_fits(hf_config, text)
     return _build_transformer(hf_config, config)
@@ -75,7 +75,7 @@ def _build_base(config: ModelConfig, text: TextShape) -> nn.Module:
 def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.Module:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    dtype = DTYPES[config.dtype]
+    dtype = _dtype(config)
     auto: Any = AutoModelForCausalLM  # untyped
     model: Any
     try:
@@ -87,6 +87,11 @@ def _build_transformer(hf_config: PreTrainedConfig, config: ModelConfig) -> nn.M
         raise ConfigError(f"[model]: transformers cannot build it: {one_line(error, with_type=True)}") from error
     built: nn.Module = model
     return built
+
+
+def _dtype(config: ModelConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, dtype_name(config.dtype, "model.dtype"))
+    return dtype
 
 
 def _read_config(config: ModelConfig, text: TextShape) -> PreTrainedConfig:

@@ -15,13 +15,13 @@ from shardwise.errors import ConfigError, one_line
 from shardwise.jax import models
 from shardwise.jax.checkpoint.leaves import leaves_of
 from shardwise.jax.checkpoint.name_map import NameMap
+from shardwise.policy.precision import dtype_name
 from shardwise.suggest import did_you_mean
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config, ModelConfig, TrainConfig
 from shardwise.train.data.batches import IGNORED
 from shardwise.train.data.early import check_fits
 from shardwise.train.data.tokenizer import Tokenizer
-from shardwise.train.on_jax.wishes import dtype_of
 
 Builder = Callable[[Any], Any]
 
@@ -37,7 +37,7 @@ def builder_of(config: Config, tokenizer: Tokenizer) -> Builder:
     described = _described(config.model, tokenizer, config.data.seq_len)
     positions = described.get("max_position_embeddings", described.get("n_positions"))
     check_fits(described.get("vocab_size"), positions, tokenizer.vocab_size, config.data.seq_len)
-    dtype = dtype_of(config.model.dtype)
+    dtype = dtype_name(config.model.dtype, "model.dtype")
     return lambda key: models.from_config(described, key, dtype)
 
 

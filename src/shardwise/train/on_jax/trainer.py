@@ -25,6 +25,7 @@ from shardwise.jax.checkpoint.leaves import random_streams
 from shardwise.jax.checkpoint.saving import names_of
 from shardwise.jax.trees import parts_of
 from shardwise.policy.kinds import KINDS
+from shardwise.policy.precision import dtype_name
 from shardwise.tables import format_bytes
 from shardwise.train.config.schedule import LearningRateSchedule
 from shardwise.train.config.schema import Config
@@ -34,7 +35,7 @@ from shardwise.train.data.tokenizer import Tokenizer, files_of
 from shardwise.train.on_jax.checkpoints import Checkpoints
 from shardwise.train.on_jax.model import builder_of, bytes_per_device, bytes_whole, check_logits, loss_of, optimizer_of
 from shardwise.train.on_jax.processes import RunProcesses, axes_of, started
-from shardwise.train.on_jax.wishes import REMAT, check_wishes, dtype_of
+from shardwise.train.on_jax.wishes import REMAT, check_wishes
 from shardwise.train.output.console import RunConsole
 from shardwise.train.process.interruption import Interrupted, Interruption
 from shardwise.train.run import preflight
@@ -116,7 +117,9 @@ class Trainer:
         )
         saved = processes.on_first(self.checkpoints.peek)
         self.compute_dtype = self._compute_dtype(saved)
-        dtype = None if self.compute_dtype == config.model.dtype else dtype_of(self.compute_dtype)
+        dtype = (
+            None if self.compute_dtype == config.model.dtype else dtype_name(self.compute_dtype, "parallel.param_dtype")
+        )
         self.step = swj.train_step(
             loss_of,
             optimizer_of(train, self.names, parts_of(abstract).params),

@@ -8,7 +8,6 @@ from shardwise.train.config.schema import Config, ParallelConfig
 REMAT = {"none": "none", "full": "full", "selective-ops": "dots", "offload": "offload"}
 """The argument `remat` of `train_step`, by `train.activation_checkpointing`."""
 _STRATEGIES = ("full_shard", "hybrid_shard", "no_shard")
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def check_wishes(config: Config) -> None:
@@ -37,8 +36,3 @@ def check_wishes(config: Config) -> None:
             f'{wrong} is not supported with parallel.backend = "jax", whose optimizer is adamw, whose strategies are '
             f"{', '.join(_STRATEGIES)} and where the compiler decides what is gathered when: leave it out"
         )
-
-
-def dtype_of(name: str) -> str:
-    """Return JAX's name of a dtype in the configuration."""
-    return _DTYPES[name]
