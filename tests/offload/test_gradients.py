@@ -263,6 +263,26 @@ def test_gradients_that_users_keep_are_theirs() -> None:
 
 
 @on_ranks(2)
+def test_weights_that_were_written_in_inference_mode_are_gathered_anew() -> None:
+    """Where units stay gathered, the version tells that."""
+
+    def run(offload: sw.Offload | None) -> list[float]:
+        model = sw.shard(seeded(Net), "shard_grad_op", offload=offload)
+        losses = [squares(model, batch(0)).item()]
+        with torch.inference_mode():
+            for parameter in model.parameters():
+                parameter.local.mul_(0.5)  # type: ignore[attr-defined]
+            losses.append(squares(model, batch(0)).item())
+        return [*losses, squares(model, batch(0)).item()]
+
+    with played() as order:
+        expected = run(None)
+        assert len({*expected}) == 2
+        assert run(sw.Offload(pin=False, params="cpu", **ALONE)) == expected
+    assert order.races == []
+
+
+@on_ranks(2)
 def test_hooks_and_edits_of_gradients() -> None:
     """A hook that reads and writes each gradient as it is handed out; a gradient of the user's own."""
 
@@ -338,6 +358,33 @@ def test_parameters_that_train_later() -> None:
             model.blocks[1].requires_grad_(True)  # type: ignore[operator, index]
             model.blocks[0].requires_grad_(False)  # type: ignore[operator, index]
         twins.train(2)
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_a_larger_unit_that_trains_later() -> None:
+    """The ring has grown then, and holds no smaller buffer."""
+
+    def run(offload: sw.Offload | None) -> tuple[list[Tensor], nn.Module]:
+        model: Any = seeded(lambda: nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 8)))
+        model[1].requires_grad_(False)
+        sw.shard(model, units={nn.Linear}, offload=offload)
+        optimizer = momentum(model.parameters())
+        for step in range(5):
+            model[1].requires_grad_(step >= 2)
+            for micro in range(2):
+                squares(model, batch(2 * step + micro)).backward()  # type: ignore[no-untyped-call]
+            sw.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(sw.full_state_dict(model, rank0_only=False).values()), model
+
+    with played() as order:
+        expected, _ = run(None)
+        found, model = run(sw.Offload(pin=False, **ALONE))
+        assert all(map(torch.equal, found, expected))
+        homes = homes_of(model)
+        assert store_of(model).ring_bytes == len(homes) * max(home.nbytes for home in homes)
     assert order.races == []
 
 
