@@ -262,6 +262,59 @@ def test_gradients_that_users_keep_are_theirs() -> None:
     assert order.races == []
 
 
+def by_data(tensor: Any) -> None:
+    tensor.local.data.mul_(0.5)
+
+
+def by_numpy(tensor: Any) -> None:
+    tensor.local.numpy()[:] *= 0.5
+
+
+def by_fused(tensor: Any) -> None:
+    options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_([tensor.local], [torch.ones_like(tensor.local)], [], **options, **flags)  # type: ignore[arg-type]
+
+
+def in_inference_mode(tensor: Any) -> None:
+    with torch.inference_mode():
+        tensor.local.mul_(0.5)
+
+
+def to_parts_in_inference_mode(tensor: Any) -> None:
+    piece = tensor.local
+    with torch.inference_mode():
+        tensor.mul_(0.5)
+        piece[1:].add_(1.0)
+        torch._foreach_mul_([piece], 0.5)
+
+
+WRITES = [by_data, by_numpy, by_fused, in_inference_mode, to_parts_in_inference_mode]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@on_ranks(2)
+def test_no_write_to_a_piece_is_lost(write: Callable[[Any], None]) -> None:
+    """Also one that the tensor's version does not tell of. Other slices come and go between."""
+
+    def run(offload: sw.Offload | None) -> list[Tensor]:
+        model = sw.shard(seeded(lambda: Net(6)), offload=offload)
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        parameters: list[Any] = list(model.parameters())
+        found = []
+        for _ in range(2):
+            for tensor in (*parameters, *(parameter.grad for parameter in parameters)):
+                write(tensor)
+            found += [tensor.detach().full_tensor() for p in parameters for tensor in (p, p.grad)]
+        return found
+
+    with played() as order:
+        expected = run(None)
+        for place in (ALONE, PLACES["both too"]):
+            assert all(map(torch.equal, run(sw.Offload(pin=False, **place)), expected))
+    assert order.races == []
+
+
 @on_ranks(2)
 def test_weights_that_were_written_in_inference_mode_are_gathered_anew() -> None:
     """Where units stay gathered, the version tells that."""
@@ -280,6 +333,41 @@ def test_weights_that_were_written_in_inference_mode_are_gathered_anew() -> None
         assert len({*expected}) == 2
         assert run(sw.Offload(pin=False, params="cpu", **ALONE)) == expected
     assert order.races == []
+
+
+@on_ranks(4)
+def test_what_a_collective_writes_to_a_piece_is_not_lost() -> None:
+    """Replicas' equal pieces, which a script sums once more."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def run(offload: sw.Offload | None) -> list[Tensor]:
+        model = sw.shard(seeded(Net), "hybrid_shard", mesh=mesh, offload=offload)
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad.local, group=mesh.get_group(0))  # type: ignore[union-attr]
+        return [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    with played() as order:
+        assert all(map(torch.equal, run(sw.Offload(pin=False, **ALONE)), run(None)))
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_slices_that_are_only_read_do_not_go_back() -> None:
+    """By norms, steps and whoever looks at whole gradients."""
+    with played():
+        model = sw.shard(seeded(lambda: Net(6)), offload=sw.Offload(pin=False, **ALONE))
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        store_of(model).finish()
+        with mock.patch.object(HostMemory, "write", side_effect=AssertionError("a gradient went home")):
+            torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            for kind in (torch.optim.AdamW, sw.optim.AdamWBF16):
+                kind(model.parameters(), lr=0.1).step()
+            torch.optim.AdamW(model.parameters(), foreach=False).step()
+            for parameter in model.parameters():
+                parameter.grad.full_tensor()  # type: ignore[union-attr]
+                copy.deepcopy(parameter.grad)
+            store_of(model).finish()
 
 
 @on_ranks(2)

@@ -92,6 +92,13 @@ class SliceHome:
         self.store.medium.use(self._buffer)
         return view
 
+    def lend(self) -> Tensor:
+        """As `flat`, to somebody outside: it is on the medium anew when the last view is gone, since collectives,
+        kernels and writes to `.data` tell no version."""
+        view = self.flat()
+        self._is_written = True
+        return view
+
     def come(self) -> Tensor:
         """As `flat`, to be held, so that the slice stays, and not to be used."""
         if self.state is not HomeState.HERE:

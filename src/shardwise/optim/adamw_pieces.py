@@ -78,4 +78,4 @@ def updated(parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor],
 
 def piece_of(tensor: Tensor) -> Tensor:
     """This rank's elements, 1-D, sharing their memory: of a tensor that is not sharded all."""
-    return tensor.local if isinstance(tensor, ShardedParameter) else tensor.detach().view(-1)
+    return tensor.peek() if isinstance(tensor, ShardedParameter) else tensor.detach().view(-1)

@@ -127,6 +127,10 @@ class FewBitsParameter(ShardedParameter):
         self.begin_overwrite()
         self.added = added if before is None else lambda start, stop: before(start, stop) + added(start, stop)
 
+    def peek(self) -> Tensor:
+        """`local`."""
+        return self.local
+
     def full_tensor(self) -> Tensor:
         """See `ShardedParameter.full_tensor`."""
         return whole.of_fragments(self.placement, self.local)

@@ -92,7 +92,10 @@ class Home(Protocol):
         """Counts writes, as a tensor's."""
 
     def flat(self) -> Tensor:
-        """The slice in memory, 1-D: a view, and a write to it is kept. No communication."""
+        """The slice in memory, 1-D: a view, and a write to it that its version tells of is kept. No communication."""
+
+    def lend(self) -> Tensor:
+        """As `flat`; any write is kept."""
 
     def read_ahead(self) -> None:
         """It will be wanted soon."""
@@ -107,9 +110,14 @@ class _LocalView:
     def __get__(self, face: ShardedParameter | None, _: object) -> Any:
         if face is None:
             return self
-        fragment, home = face.fragment, face.home
-        assert home is not None
-        return home.flat()[fragment.offset : fragment.offset + fragment.numel]
+        assert face.home is not None
+        return _own(face, face.home.lend())
+
+
+def _own(face: ShardedParameter, flat: Tensor) -> Tensor:
+    """Its piece of this rank's slice."""
+    fragment = face.fragment
+    return flat[fragment.offset : fragment.offset + fragment.numel]
 
 
 class ShardedParameter(Tensor):
@@ -236,6 +244,11 @@ class ShardedParameter(Tensor):
         face = self.face
         return whole.full_tensor(self, face.unit if face is not None and _share_memory(face, self) else None)
 
+    def peek(self) -> Tensor:
+        """`local`, for those who only read it, or tell of what they write (`elementwise.note_writes`): a slice that
+        rests elsewhere need not go back."""
+        return self.local if self.home is None else _own(self, self.home.flat())
+
     def write(self, piece: Tensor) -> None:
         """Copy to this rank's piece: 1-D, of any dtype, on any device. No communication; every rank must do so, those
         with an empty piece too."""
@@ -348,11 +361,11 @@ class ShardedParameter(Tensor):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:  # noqa: A002 - torch's name
         """For `torch.distributed.checkpoint.save`."""
-        return dcp_chunks.write_items(self.placement, self.local, fqn)
+        return dcp_chunks.write_items(self.placement, self.peek(), fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
         """For `torch.distributed.checkpoint.load`, which writes to this rank's piece next."""
-        return dcp_chunks.chunks_to_load(self.placement, self.local)
+        return dcp_chunks.chunks_to_load(self.placement, self.peek())
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """For both: the part of the piece at `index.offset`."""
@@ -373,7 +386,7 @@ class ShardedParameter(Tensor):
                 "copy.deepcopy",
                 "copy.deepcopy the whole sharded model or its state_dict(), or clone() this rank's piece",
             )
-        piece = self.local.detach().clone()
+        piece = self.peek().detach().clone()
         copied = ShardedParameter(piece, self.placement, self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copied._is_param = True
@@ -501,8 +514,8 @@ def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's piece of it; of a plain one, itself."""
-    return tensor.local if isinstance(tensor, ShardedParameter) else tensor
+    """This rank's piece of it, as `peek` gives it; of a plain one, itself."""
+    return tensor.peek() if isinstance(tensor, ShardedParameter) else tensor
 
 
 def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:
