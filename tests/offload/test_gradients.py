@@ -262,6 +262,23 @@ def test_gradients_that_users_keep_are_theirs() -> None:
     assert order.races == []
 
 
+@pytest.mark.parametrize("place", [None, ALONE], ids=["at hand", "at home"])
+@on_ranks(2)
+def test_gradients_that_were_replaced_and_kept_are_not_added_to(place: dict[str, Any] | None) -> None:
+    offload = None if place is None else sw.Offload(pin=False, **place)
+    with played() as order:
+        model = sw.shard(seeded(Net), offload=offload)
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        kept: list[Any] = [parameter.grad for parameter in model.parameters()]
+        numbers = [gradient.full_tensor() for gradient in kept]
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            parameter.grad = 0.5 * gradient
+        squares(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+        for gradient, before in zip(kept, numbers, strict=True):
+            assert torch.equal(gradient.full_tensor(), before)
+    assert order.races == []
+
+
 def by_data(tensor: Any) -> None:
     tensor.local.data.mul_(0.5)
 
