@@ -581,6 +581,39 @@ def test_the_device_has_a_few_slices(uses: Callable[[nn.Module], object] | None,
     assert usual - ours == pytest.approx(nbytes - ring, abs=beside)
 
 
+class Mixed(nn.Module):
+    """Three dtypes, and so three groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(64, 64).bfloat16()
+        self.usual = nn.Linear(64, 64)
+        self.wide = nn.Parameter(torch.ones(64, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow: Tensor = self.narrow(x.bfloat16())
+        return x + narrow.float() + self.usual(x) * self.wide.float()
+
+
+@on_ranks(1, 2)
+def test_units_of_several_groups_share_the_ring() -> None:
+    new_buffer, numbers = ShardStore._new_buffer, []
+
+    def noted(store: ShardStore) -> Tensor:
+        buffer = new_buffer(store)
+        numbers.append(store._made)
+        return buffer
+
+    with played() as order, mock.patch.object(ShardStore, "_new_buffer", noted):
+        model = nn.Sequential(*[Mixed() for _ in range(6)])
+        sw.shard(model, units={Mixed}, offload=sw.Offload(pin=False, **ALONE))
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            sw.clip_grad_norm_(model, 1.0)
+    assert numbers == [1, 2, 3, 4]
+    assert order.races == []
+
+
 @on_ranks(2)
 def test_steps_in_backward_leave_nothing_to_go_home() -> None:
     steps_in_backward(sw.Offload(pin=False, **ALONE))

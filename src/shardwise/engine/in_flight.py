@@ -13,9 +13,11 @@ from shardwise.comm.protocol import Work
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.gradients import UnitGradients
 from shardwise.engine.units.unit import Unit
+from shardwise.offload.shard_store import BUFFERS
+from shardwise.offload.slice_home import SliceHome
 
-_HELD = 2
-"""Flights with slices of gradients that rest elsewhere: as many as units share reduce slots."""
+_HELD = BUFFERS // 2
+"""Buffers of the ring for slices whose sums nobody has waited for. The others go home, or come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,13 +38,18 @@ class InFlight(deque[Flight]):
     """Of one reducer. Those of one unit are finished in their order: the first of a backward overwrites the shard's
     gradient and later ones add to it."""
 
-    def append(self, flight: Flight) -> None:
-        """It is under way. Of gradients that rest elsewhere few are held by sums that nobody has waited for."""
-        super().append(flight)
-        if len(self) > _HELD:
-            held = [other for other in self if any(group.gradients.home for group in other.unit.groups)]
-            for other in held[:-_HELD]:
-                self._finish(other)
+    def make_room(self, unit: Unit) -> None:
+        """Sums of the unit are to be begun: have those of others, whose slices rest elsewhere, leave the ring to them.
+        Slots are freed as ever, so that units are reduced in the same parts."""
+        wanted = len(_homes(unit))
+        held = [flight for flight in self if not flight.is_summed and _homes(flight.unit)] if wanted else []
+        wanted += sum(len(_homes(flight.unit)) for flight in held)
+        for flight in held:
+            if wanted <= _HELD:
+                break
+            wanted -= len(_homes(flight.unit))
+            _sum(flight)
+            _leave(flight.unit)
 
     def finish_all(self) -> None:
         """Wait for every one."""
@@ -82,12 +89,20 @@ class InFlight(deque[Flight]):
     def _complete(self, flight: Flight) -> None:
         self.remove(flight)
         _sum(flight)
-        for group in flight.unit.groups:
-            if group.gradients.home is not None:
-                group.gradients.home.leave()
+        _leave(flight.unit)
         if flight.slot is not None:
             assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
             flight.slot.free()
+
+
+def _homes(unit: Unit) -> list[SliceHome]:
+    """Of its gradients, where they have any."""
+    return [group.gradients.home for group in unit.groups if group.gradients.home is not None and group.trainable]
+
+
+def _leave(unit: Unit) -> None:
+    for home in _homes(unit):
+        home.leave()
 
 
 def _sum(flight: Flight) -> None:
