@@ -137,7 +137,8 @@ class FewBitsParameter(ShardedParameter):
 
     def without_autograd(self) -> Self:
         """An alias: the same blocks."""
-        alias = type(self)(self.blocks if self.home is None else self.home, self.coder, self._dtype, self.placement)
+        with torch.inference_mode(False):  # as every alias
+            alias = type(self)(self.blocks if self.home is None else self.home, self.coder, self._dtype, self.placement)
         alias._origin = self if self._origin is None else self._origin
         return alias
 

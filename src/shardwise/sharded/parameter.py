@@ -326,7 +326,8 @@ class ShardedParameter(Tensor):
         """An alias: the same piece, as `detach()` and `.data` give it."""
         home = self.home
         device = self.stored_device
-        alias = type(self)(self.local, self.placement) if home is None else self.at(home, device, self.placement)
+        with torch.inference_mode(False):  # torch gives it the version of this one
+            alias = type(self)(self.local, self.placement) if home is None else self.at(home, device, self.placement)
         origin = alias._origin = self if self._origin is None else self._origin
         origin._aliases = [*(held for held in origin._aliases if held() is not None), weakref.ref(alias)]
         return alias
