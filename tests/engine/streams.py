@@ -279,7 +279,7 @@ class Order(TorchDispatchMode):
         with _disable_current_modes():
             _all_to_all(into, sent.clone(), received, sizes, group=group)
 
-    def all_reduce(self, tensor: Tensor, op: Any, group: Any) -> None:
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
         self.enter("all_reduce", [], [tensor])
         with _disable_current_modes():
             _all_reduce(tensor, op, group=group)

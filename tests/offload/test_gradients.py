@@ -262,6 +262,131 @@ def test_gradients_that_users_keep_are_theirs() -> None:
     assert order.races == []
 
 
+@pytest.mark.parametrize("place", [None, ALONE], ids=["at hand", "at home"])
+@on_ranks(2)
+def test_gradients_that_were_replaced_and_kept_are_not_added_to(place: dict[str, Any] | None) -> None:
+    offload = None if place is None else sw.Offload(pin=False, **place)
+    with played() as order:
+        model = sw.shard(seeded(Net), offload=offload)
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        kept: list[Any] = [parameter.grad for parameter in model.parameters()]
+        numbers = [gradient.full_tensor() for gradient in kept]
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            parameter.grad = 0.5 * gradient
+        squares(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+        for gradient, before in zip(kept, numbers, strict=True):
+            assert torch.equal(gradient.full_tensor(), before)
+    assert order.races == []
+
+
+def by_data(tensor: Any) -> None:
+    tensor.local.data.mul_(0.5)
+
+
+def by_numpy(tensor: Any) -> None:
+    tensor.local.numpy()[:] *= 0.5
+
+
+def by_fused(tensor: Any) -> None:
+    options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_([tensor.local], [torch.ones_like(tensor.local)], [], **options, **flags)  # type: ignore[arg-type]
+
+
+def in_inference_mode(tensor: Any) -> None:
+    with torch.inference_mode():
+        tensor.local.mul_(0.5)
+
+
+def to_parts_in_inference_mode(tensor: Any) -> None:
+    piece = tensor.local
+    with torch.inference_mode():
+        tensor.mul_(0.5)
+        piece[1:].add_(1.0)
+        torch._foreach_mul_([piece], 0.5)
+
+
+WRITES = [by_data, by_numpy, by_fused, in_inference_mode, to_parts_in_inference_mode]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@on_ranks(2)
+def test_no_write_to_a_piece_is_lost(write: Callable[[Any], None]) -> None:
+    """Also one that the tensor's version does not tell of. Other slices come and go between."""
+
+    def run(offload: sw.Offload | None) -> list[Tensor]:
+        model = sw.shard(seeded(lambda: Net(6)), offload=offload)
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        parameters: list[Any] = list(model.parameters())
+        found = []
+        for _ in range(2):
+            for tensor in (*parameters, *(parameter.grad for parameter in parameters)):
+                write(tensor)
+            found += [tensor.detach().full_tensor() for p in parameters for tensor in (p, p.grad)]
+        return found
+
+    with played() as order:
+        expected = run(None)
+        for place in (ALONE, PLACES["both too"]):
+            assert all(map(torch.equal, run(sw.Offload(pin=False, **place)), expected))
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_weights_that_were_written_in_inference_mode_are_gathered_anew() -> None:
+    """Where units stay gathered, the version tells that."""
+
+    def run(offload: sw.Offload | None) -> list[float]:
+        model = sw.shard(seeded(Net), "shard_grad_op", offload=offload)
+        losses = [squares(model, batch(0)).item()]
+        with torch.inference_mode():
+            for parameter in model.parameters():
+                parameter.local.mul_(0.5)  # type: ignore[attr-defined]
+            losses.append(squares(model, batch(0)).item())
+        return [*losses, squares(model, batch(0)).item()]
+
+    with played() as order:
+        expected = run(None)
+        assert len({*expected}) == 2
+        assert run(sw.Offload(pin=False, params="cpu", **ALONE)) == expected
+    assert order.races == []
+
+
+@on_ranks(4)
+def test_what_a_collective_writes_to_a_piece_is_not_lost() -> None:
+    """Replicas' equal pieces, which a script sums once more."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def run(offload: sw.Offload | None) -> list[Tensor]:
+        model = sw.shard(seeded(Net), "hybrid_shard", mesh=mesh, offload=offload)
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad.local, group=mesh.get_group(0))  # type: ignore[union-attr]
+        return [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    with played() as order:
+        assert all(map(torch.equal, run(sw.Offload(pin=False, **ALONE)), run(None)))
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_slices_that_are_only_read_do_not_go_back() -> None:
+    """By norms, steps and whoever looks at whole gradients."""
+    with played():
+        model = sw.shard(seeded(lambda: Net(6)), offload=sw.Offload(pin=False, **ALONE))
+        squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        store_of(model).finish()
+        with mock.patch.object(HostMemory, "write", side_effect=AssertionError("a gradient went home")):
+            torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            for kind in (torch.optim.AdamW, sw.optim.AdamWBF16):
+                kind(model.parameters(), lr=0.1).step()
+            torch.optim.AdamW(model.parameters(), foreach=False).step()
+            for parameter in model.parameters():
+                parameter.grad.full_tensor()  # type: ignore[union-attr]
+                copy.deepcopy(parameter.grad)
+            store_of(model).finish()
+
+
 @on_ranks(2)
 def test_hooks_and_edits_of_gradients() -> None:
     """A hook that reads and writes each gradient as it is handed out; a gradient of the user's own."""
@@ -338,6 +463,33 @@ def test_parameters_that_train_later() -> None:
             model.blocks[1].requires_grad_(True)  # type: ignore[operator, index]
             model.blocks[0].requires_grad_(False)  # type: ignore[operator, index]
         twins.train(2)
+    assert order.races == []
+
+
+@on_ranks(2)
+def test_a_larger_unit_that_trains_later() -> None:
+    """The ring has grown then, and holds no smaller buffer."""
+
+    def run(offload: sw.Offload | None) -> tuple[list[Tensor], nn.Module]:
+        model: Any = seeded(lambda: nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 8)))
+        model[1].requires_grad_(False)
+        sw.shard(model, units={nn.Linear}, offload=offload)
+        optimizer = momentum(model.parameters())
+        for step in range(5):
+            model[1].requires_grad_(step >= 2)
+            for micro in range(2):
+                squares(model, batch(2 * step + micro)).backward()  # type: ignore[no-untyped-call]
+            sw.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(sw.full_state_dict(model, rank0_only=False).values()), model
+
+    with played() as order:
+        expected, _ = run(None)
+        found, model = run(sw.Offload(pin=False, **ALONE))
+        assert all(map(torch.equal, found, expected))
+        homes = homes_of(model)
+        assert store_of(model).ring_bytes == len(homes) * max(home.nbytes for home in homes)
     assert order.races == []
 
 
@@ -427,6 +579,39 @@ def test_the_device_has_a_few_slices(uses: Callable[[nn.Module], object] | None,
     assert 0 < told == ring <= BUFFERS * nbytes // 24
     beside = 2 * nbytes // 24  # a tensor of a weight's size, which may or may not have been collected
     assert usual - ours == pytest.approx(nbytes - ring, abs=beside)
+
+
+class Mixed(nn.Module):
+    """Three dtypes, and so three groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(64, 64).bfloat16()
+        self.usual = nn.Linear(64, 64)
+        self.wide = nn.Parameter(torch.ones(64, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow: Tensor = self.narrow(x.bfloat16())
+        return x + narrow.float() + self.usual(x) * self.wide.float()
+
+
+@on_ranks(1, 2)
+def test_units_of_several_groups_share_the_ring() -> None:
+    new_buffer, numbers = ShardStore._new_buffer, []
+
+    def noted(store: ShardStore) -> Tensor:
+        buffer = new_buffer(store)
+        numbers.append(store._made)
+        return buffer
+
+    with played() as order, mock.patch.object(ShardStore, "_new_buffer", noted):
+        model = nn.Sequential(*[Mixed() for _ in range(6)])
+        sw.shard(model, units={Mixed}, offload=sw.Offload(pin=False, **ALONE))
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            sw.clip_grad_norm_(model, 1.0)
+    assert numbers == [1, 2, 3, 4]
+    assert order.races == []
 
 
 @on_ranks(2)

@@ -3,8 +3,10 @@ device no more than the rings. Played on CPU ranks."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from shardwise.errors import UsageError
 from shardwise.offload.device_buffers import DeviceBuffers
 from shardwise.offload.host_memory import HostMemory
 from shardwise.offload.shard_store import BUFFERS
-from tests.engine.rig import Net, Twins, on_ranks, same_tensors, seeded
+from tests.engine.rig import Net, Twins, batch, on_ranks, same_tensors, seeded, squares
 from tests.engine.streams import Order, played
 from tests.offload.played_runs import edited_steps, every_program, goes_on_alike, same_bits_in_order, steps_in_backward
 from tests.offload.test_on_disk import LEAST, shared_folder
@@ -120,3 +122,25 @@ def test_an_order_that_is_missing_would_be_found(monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as patch:
             patch.setattr(DeviceBuffers, method, lambda *_: [])
             assert races().races != []
+
+
+@on_ranks(2)
+def test_weights_that_are_only_read_do_not_go_back() -> None:
+    """By forwards, norms, averages, copies and saves."""
+    path = shared_folder()
+    with played() as order:
+        model = sw.shard(seeded(lambda: Net(6)), offload=sw.Offload(params="cpu", pin=False))
+        averages = [parameter.detach().clone() for parameter in model.parameters()]
+        (store,) = shard_stores(require_engine(model))
+        store.finish()
+        with mock.patch.object(HostMemory, "write", side_effect=AssertionError("a slice went back")):
+            squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+            torch._foreach_lerp_(averages, list(model.parameters()), 0.1)
+            for average, parameter in zip(averages, model.parameters(), strict=True):
+                average.lerp_(parameter.detach(), 0.1)
+                parameter.norm()
+                copy.deepcopy(parameter.detach())
+            sw.full_state_dict(model)
+            sw.checkpoint.save(f"{path}/one", model)
+            store.finish()
+    assert order.races == []

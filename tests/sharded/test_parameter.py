@@ -87,6 +87,15 @@ def test_state_dict_gives_handles_that_load(sharded: ShardedParameter) -> None:
         module.load_state_dict({"p0": torch.zeros(12)})
 
 
+def test_aliases_in_inference_mode(sharded: ShardedParameter) -> None:
+    module = module_of(sharded)
+    with torch.inference_mode():
+        aliases = [sharded.detach(), sharded.data, module.state_dict()["p0"]]
+    for number, alias in enumerate(aliases):
+        alias.fill_(number)
+        assert sharded.local.eq(number).all()
+
+
 @pytest.mark.parametrize("whole", [torch.randn(4, 6), torch.randn(6, 4).t(), torch.arange(24).view(4, 6)])
 def test_copying_a_plain_tensor_of_the_whole_shape_takes_the_own_piece(
     sharded: ShardedParameter, whole: Tensor

@@ -13,9 +13,11 @@ from shardwise.comm.protocol import Work
 from shardwise.engine.units.arena import Slot
 from shardwise.engine.units.gradients import UnitGradients
 from shardwise.engine.units.unit import Unit
+from shardwise.offload.shard_store import BUFFERS
+from shardwise.offload.slice_home import SliceHome
 
-_HELD = 2
-"""Most flights under way of units whose gradients rest on a medium: as many as a size class has reduce slots."""
+_HELD = BUFFERS // 2
+"""Buffers of the ring that slices may hold whose sums nobody has waited for. The others are for slices on their way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,14 +38,18 @@ class InFlight(deque[Flight]):
     """The flights of one reducer. Those of one unit are finished in their order: the first of a backward overwrites the
     shard's gradient and later ones add to it."""
 
-    def append(self, flight: Flight) -> None:
-        """Add a flight. Finishes older ones where gradients rest on a medium, so that unfinished sums hold few of their
-        slices in memory."""
-        super().append(flight)
-        if len(self) > _HELD:
-            held = [other for other in self if any(group.gradients.home for group in other.unit.groups)]
-            for other in held[:-_HELD]:
-                self._finish(other)
+    def make_room(self, unit: Unit) -> None:
+        """Call before sums of the unit begin: finish sums of other units whose slices rest elsewhere, oldest first, until
+        its own slices have room in the ring. Slots are freed as usual, so the parts of a reduction stay the same."""
+        wanted = len(_homes(unit))
+        held = [flight for flight in self if not flight.is_summed and _homes(flight.unit)] if wanted else []
+        wanted += sum(len(_homes(flight.unit)) for flight in held)
+        for flight in held:
+            if wanted <= _HELD:
+                break
+            wanted -= len(_homes(flight.unit))
+            _sum(flight)
+            _leave(flight.unit)
 
     def finish_all(self) -> None:
         """Wait for every flight and free its slot."""
@@ -84,12 +90,20 @@ class InFlight(deque[Flight]):
     def _complete(self, flight: Flight) -> None:
         self.remove(flight)
         _sum(flight)
-        for group in flight.unit.groups:
-            if group.gradients.home is not None:
-                group.gradients.home.leave()
+        _leave(flight.unit)
         if flight.slot is not None:
             assert flight.slot.holder is flight.unit, f"a reduction of unit {flight.unit.fqn!r} lost its slot"
             flight.slot.free()
+
+
+def _homes(unit: Unit) -> list[SliceHome]:
+    """Return the homes of the unit's gradients; none if they rest on the device."""
+    return [group.gradients.home for group in unit.groups if group.gradients.home is not None and group.trainable]
+
+
+def _leave(unit: Unit) -> None:
+    for home in _homes(unit):
+        home.leave()
 
 
 def _sum(flight: Flight) -> None:

@@ -216,6 +216,8 @@ class Reducer:
         scattered: Work = FINISHED
         if shard.world_size > 1 or replicate.world_size == 1:
             sums = None if self.slots.slices is None else self._claim(self._free_slot(self.slots.slices, unit), unit)
+            if sums is None:
+                self._in_flight.make_room(unit)
             reductions = tuple(self._reduction(unit, group, slot, sums) for group in groups)
             scattered = shard.reduce_scatter(slot.buffer, reductions, label)
             self._in_flight.append(Flight(unit, slot, [scattered]))

@@ -95,6 +95,13 @@ class SliceHome:
         self.store.medium.use(self._buffer)
         return view
 
+    def lend(self) -> Tensor:
+        """As `flat`, to somebody outside: it is on the medium anew when the last view is gone, since collectives,
+        kernels and writes to `.data` tell no version."""
+        view = self.flat()
+        self._is_written = True
+        return view
+
     def come(self) -> Tensor:
         """Like `flat`, but only to keep the slice in its buffer: the view must not be read or written."""
         if self.state is not HomeState.HERE:

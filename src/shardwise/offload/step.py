@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.comm.protocol import Collectives
-from shardwise.offload.shard_store import homes_for_step
+from shardwise.offload.shard_store import BUFFERS, homes_for_step
 from shardwise.offload.state_store import StateStore
 from shardwise.offload.together import together
 from shardwise.sharded.parameter import Home, ShardedParameter
@@ -51,7 +51,7 @@ def _step_by_homes(optimizer: Optimizer, by_homes: Mapping[tuple[Home, ...], lis
     """Step parameters whose state is in memory: those without homes all at once, the others slice by slice."""
     order = [h for h, some in by_homes.items() if not h or any(p.grad is not None for p in itertools.chain(*some))]
     for index, homes in enumerate(order):
-        for home in itertools.chain(*order[index:]):
+        for home in itertools.chain(*order[index : index + BUFFERS]):
             home.read_ahead()
         step_some(optimizer, by_homes[homes])
 

@@ -79,4 +79,4 @@ def updated(parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor],
 
 def piece_of(tensor: Tensor) -> Tensor:
     """Return this rank's elements as a 1-D view: all of them if the tensor is not sharded."""
-    return tensor.local if isinstance(tensor, ShardedParameter) else tensor.detach().view(-1)
+    return tensor.peek() if isinstance(tensor, ShardedParameter) else tensor.detach().view(-1)

@@ -65,7 +65,7 @@ def _entries(words: str) -> dict[str, object]:
     found: dict[str, object] = {}
     refusal = (
         f"offload={words!r}: params=PLACE, optimizer=PLACE, gradients=PLACE or several with commas between, where "
-        "PLACE is cpu, nvme or none (of gradients cpu or none)"
+        "PLACE is cpu, nvme or none (of gradients cpu or none); or cpu or nvme alone, which is params and optimizer"
     )
     for name, place in entries(words, refusal):
         if name in _RING:

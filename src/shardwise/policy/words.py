@@ -9,11 +9,16 @@ from shardwise.suggest import did_you_mean
 
 
 def entries(words: str, refusal: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each entry. Raises ConfigError, with `refusal`, for an entry without a value."""
+    """Yield the name and value of each entry. Raises ConfigError, with `refusal`, for an entry without a value, and for
+    a name that is given twice."""
+    told: set[str] = set()
     for entry in words.split(","):
         name, equals, value = (part.strip() for part in entry.partition("="))
         if not equals:
             raise ConfigError(refusal)
+        if name in told:
+            raise ConfigError(f"{refusal}; {name} is there twice")
+        told.add(name)
         yield name, value
 
 

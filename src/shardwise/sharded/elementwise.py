@@ -139,7 +139,7 @@ def _piece(value: Any, first: ShardedParameter, func: OpOverload) -> Any:
     if type(value) is type(first):
         if not same_cut(value.placement, first.placement):
             _differently_cut(first.placement, value.placement, func)
-        return value.local
+        return value.local if value.home is None else value.peek()
     if type(value) in _NUMBERS or not isinstance(value, Tensor):
         return value
     if penalties.are_in_backward():
@@ -237,6 +237,8 @@ def _numbers(value: Tensor, count: int) -> bool:
 
 def _locals(items: Sequence[Tensor]) -> list[Tensor]:
     """Return the pieces of sharded tensors; ignored parameters and step counters stay as they are."""
+    if ShardedParameter._have_homes:
+        return [item.peek() if type(item) is ShardedParameter else item for item in items]
     return [item.local if type(item) is ShardedParameter else item for item in items]
 
 

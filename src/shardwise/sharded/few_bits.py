@@ -128,13 +128,18 @@ class FewBitsParameter(ShardedParameter):
         self.begin_overwrite()
         self.added = added if before is None else lambda start, stop: before(start, stop) + added(start, stop)
 
+    def peek(self) -> Tensor:
+        """`local`."""
+        return self.local
+
     def full_tensor(self) -> Tensor:
         """See `ShardedParameter.full_tensor`."""
         return whole.of_fragments(self.placement, self.local)
 
     def without_autograd(self) -> Self:
         """Return an alias of the same blocks."""
-        alias = type(self)(self.blocks if self.home is None else self.home, self.coder, self._dtype, self.placement)
+        with torch.inference_mode(False):  # as every alias
+            alias = type(self)(self.blocks if self.home is None else self.home, self.coder, self._dtype, self.placement)
         alias._origin = self if self._origin is None else self._origin
         return alias
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise.sharded.elementwise import note_writes
-from shardwise.sharded.parameter import Handler, ShardedParameter, register_operations, slice_by_slice
+from shardwise.sharded.parameter import Handler, ShardedParameter, local_of, register_operations, slice_by_slice
 
 
 @register_operations
@@ -33,6 +33,6 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _unscale_pieces(
     gradients: Sequence[Tensor], func: OpOverload, found_inf: Tensor, inv_scale: Tensor, kwargs: Mapping[str, Any]
 ) -> None:
-    pieces = [gradient.local if isinstance(gradient, ShardedParameter) else gradient for gradient in gradients]
+    pieces = [local_of(gradient) for gradient in gradients]
     func(pieces, found_inf, inv_scale, **kwargs)
     note_writes(gradients, pieces)

@@ -92,7 +92,10 @@ class Home(Protocol):
         """Counts writes, as a tensor's does."""
 
     def flat(self) -> Tensor:
-        """Load the slice and return a view of it, 1-D. Writes to the view are kept. No communication."""
+        """Load the slice and return a view of it, 1-D. Writes that raise its version are kept. No communication."""
+
+    def lend(self) -> Tensor:
+        """Like `flat`, but every write is kept."""
 
     def read_ahead(self) -> None:
         """Begin to load the slice, which will be needed soon."""
@@ -107,9 +110,14 @@ class _LocalView:
     def __get__(self, face: ShardedParameter | None, _: object) -> Any:
         if face is None:
             return self
-        fragment, home = face.fragment, face.home
-        assert home is not None
-        return home.flat()[fragment.offset : fragment.offset + fragment.numel]
+        assert face.home is not None
+        return _own(face, face.home.lend())
+
+
+def _own(face: ShardedParameter, flat: Tensor) -> Tensor:
+    """Its piece of this rank's slice."""
+    fragment = face.fragment
+    return flat[fragment.offset : fragment.offset + fragment.numel]
 
 
 class ShardedParameter(Tensor):
@@ -236,6 +244,11 @@ class ShardedParameter(Tensor):
         face = self.face
         return whole.full_tensor(self, face.unit if face is not None and _share_memory(face, self) else None)
 
+    def peek(self) -> Tensor:
+        """`local`, for those who only read it, or tell of what they write (`elementwise.note_writes`): a slice that
+        rests elsewhere need not go back."""
+        return self.local if self.home is None else _own(self, self.home.flat())
+
     def write(self, piece: Tensor) -> None:
         """Copy `piece` (1-D, any dtype, any device) to this rank's piece. No communication; every rank must do so, even
         with an empty piece."""
@@ -313,7 +326,8 @@ class ShardedParameter(Tensor):
         """Return an alias of the same piece, as `detach()` and `.data` do."""
         home = self.home
         device = self.stored_device
-        alias = type(self)(self.local, self.placement) if home is None else self.at(home, device, self.placement)
+        with torch.inference_mode(False):  # torch gives it the version of this one
+            alias = type(self)(self.local, self.placement) if home is None else self.at(home, device, self.placement)
         origin = alias._origin = self if self._origin is None else self._origin
         origin._aliases = [*(held for held in origin._aliases if held() is not None), weakref.ref(alias)]
         return alias
@@ -348,11 +362,11 @@ class ShardedParameter(Tensor):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:  # noqa: A002 - torch's name
         """Called by `torch.distributed.checkpoint.save`."""
-        return dcp_chunks.write_items(self.placement, self.local, fqn)
+        return dcp_chunks.write_items(self.placement, self.peek(), fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
         """Called by `torch.distributed.checkpoint.load`, which writes to this rank's piece next."""
-        return dcp_chunks.chunks_to_load(self.placement, self.local)
+        return dcp_chunks.chunks_to_load(self.placement, self.peek())
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return the part of the piece at `index.offset`. Called by both."""
@@ -373,7 +387,7 @@ class ShardedParameter(Tensor):
                 "copy.deepcopy",
                 "copy.deepcopy the whole sharded model or its state_dict(), or clone() this rank's piece",
             )
-        piece = self.local.detach().clone()
+        piece = self.peek().detach().clone()
         copied = ShardedParameter(piece, self.placement, self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copied._is_param = True
@@ -501,8 +515,8 @@ def _share_memory(a: ShardedParameter, b: ShardedParameter) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's piece of a sharded tensor, or a plain tensor itself."""
-    return tensor.local if isinstance(tensor, ShardedParameter) else tensor
+    """Return this rank's piece of a sharded tensor, as `peek` does, or a plain tensor itself."""
+    return tensor.peek() if isinstance(tensor, ShardedParameter) else tensor
 
 
 def slice_by_slice(lists: Sequence[Sequence[Any]]) -> Iterator[Sequence[int]]:

@@ -193,7 +193,7 @@ def _equal(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         )
     if not same_cut(one.placement, other.placement):
         return torch.equal(one.full_tensor(), other.full_tensor())
-    differs = torch.tensor(not torch.equal(one.local, other.local), dtype=torch.int64, device=one.device)
+    differs = torch.tensor(not torch.equal(one.peek(), other.peek()), dtype=torch.int64, device=one.device)
     return not _combine(one.placement.shard_group, differs, "max").item()
 
 
@@ -210,44 +210,44 @@ def _norm(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
 
 def _total(tensor: ShardedParameter, dtype: torch.dtype) -> Tensor:
     """Return the sum over ranks, in the widest float or int64. Local sums are in `dtype`, or fp32 if that is half."""
-    local = tensor.local.sum(dtype=torch.float32 if dtype in _HALF else dtype)
+    local = tensor.peek().sum(dtype=torch.float32 if dtype in _HALF else dtype)
     wide = accelerators.widest_float(tensor.device) if dtype.is_floating_point else local.dtype
     return _combine(tensor.placement.shard_group, local.to(wide), "sum")
 
 
 def _sum(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
     inexact = tensor.is_floating_point() or tensor.is_complex()
-    dtype = given.get("dtype") or (tensor.local.dtype if inexact else torch.int64)
+    dtype = given.get("dtype") or (tensor.peek().dtype if inexact else torch.int64)
     return _total(tensor, dtype).to(dtype)
 
 
 def _mean(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    dtype = given.get("dtype") or tensor.local.dtype
+    dtype = given.get("dtype") or tensor.peek().dtype
     if not dtype.is_floating_point:
         raise UsageError(f"mean of {tensor.fqn!r} needs a floating dtype, not {dtype}: pass dtype=")
     return (_total(tensor, dtype) / tensor.numel()).to(dtype)
 
 
 def _count_nonzero(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    return _combine(tensor.placement.shard_group, tensor.local.count_nonzero(), "sum")
+    return _combine(tensor.placement.shard_group, tensor.peek().count_nonzero(), "sum")
 
 
 def _any(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    return _combine(tensor.placement.shard_group, tensor.local.any().long(), "max").bool()
+    return _combine(tensor.placement.shard_group, tensor.peek().any().long(), "max").bool()
 
 
 def _all(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    return _combine(tensor.placement.shard_group, tensor.local.all().logical_not().long(), "max").logical_not()
+    return _combine(tensor.placement.shard_group, tensor.peek().all().logical_not().long(), "max").logical_not()
 
 
 def _max(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
-    return _largest(tensor, lambda x: x).to(tensor.local.dtype)
+    return _largest(tensor, lambda x: x).to(tensor.peek().dtype)
 
 
 def _min(tensor: ShardedParameter, given: Mapping[str, Any]) -> Tensor:
     """Find the smallest element as the largest -x, or ~x for integers, which never overflows."""
     reverse = torch.neg if tensor.is_floating_point() else torch.bitwise_not
-    return reverse(_largest(tensor, reverse)).to(tensor.local.dtype)
+    return reverse(_largest(tensor, reverse)).to(tensor.peek().dtype)
 
 
 def _largest(tensor: ShardedParameter, order: Callable[[Tensor], Tensor]) -> Tensor:
@@ -255,8 +255,8 @@ def _largest(tensor: ShardedParameter, order: Callable[[Tensor], Tensor]) -> Ten
     if not tensor.numel():
         raise UsageError(f"{tensor.fqn!r} is empty, so it has no largest or smallest element")
     wide = accelerators.widest_float(tensor.device) if tensor.is_floating_point() else torch.int64
-    if tensor.local.numel():
-        local = order(tensor.local.to(wide)).max()
+    if tensor.peek().numel():
+        local = order(tensor.peek().to(wide)).max()
     else:
         least = -math.inf if wide.is_floating_point else torch.iinfo(wide).min
         local = torch.full((), least, dtype=wide, device=tensor.device)

@@ -24,9 +24,8 @@ from shardwise.sharded.placement import Placement
 class Pieces(Protocol):
     """A tensor of which each rank has a piece."""
 
-    @property
-    def local(self) -> Tensor:
-        """This rank's piece: 1-D."""
+    def peek(self) -> Tensor:
+        """Return this rank's piece: 1-D."""
 
     @property
     def placement(self) -> Placement:
@@ -74,7 +73,7 @@ def full_tensor(tensor: Pieces, unit: OneUnit | None) -> Tensor:
     if unit is not None and layout.world_size > 1 and len(layout.entries) > 1 and layout.numel:
         flat = _of_unit(placement, tensor, unit)
     if flat is None:
-        return of_fragments(placement, tensor.local.detach())
+        return of_fragments(placement, tensor.peek().detach())
     entry = placement.layout.entries[placement.index]
     return flat[entry.start : entry.stop].view(entry.shape).clone()
 
@@ -108,7 +107,7 @@ def _of_unit(placement: Placement, tensor: Pieces, unit: OneUnit) -> Tensor | No
     if placement.index == 0:
         for other in [other for other in list(kept) if other is not unit and other not in unit.ancestors]:
             del kept[other]
-        gathered = _Gathered(_gather(placement, tensor.local.detach()), unit.version, 0)
+        gathered = _Gathered(_gather(placement, tensor.peek().detach()), unit.version, 0)
     elif gathered is None or gathered.next != placement.index or gathered.version != unit.version:
         return None
     gathered.next += 1

@@ -317,4 +317,5 @@ def test_inference_mode() -> None:
     with torch.inference_mode():
         assert torch.equal(weight.norm(), whole.norm()) or torch.allclose(weight.norm(), whole.norm())
         weight.mul_(2)
-    assert torch.equal(weight.full_tensor(), whole * 2)
+        handles = model.state_dict()
+    assert all(torch.equal(handle.full_tensor(), whole * 2) for handle in (weight, handles[weight.fqn]))

@@ -43,7 +43,16 @@ def test_words(asked: Any, places: Places | None) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        *("disk", "params", "params=disk", "weights=cpu", "gradients=nvme", "ring_mib=x", "ring_mib=0,params=cpu"),
+        *(
+            "disk",
+            "params",
+            "params=disk",
+            "weights=cpu",
+            "gradients=nvme",
+            "gradients=cpu,gradients=none",
+            "ring_mib=x",
+            "ring_mib=0,params=cpu",
+        ),
         *(3, {"weights": "cpu"}),
     ],
 )

@@ -196,7 +196,7 @@ class PieceAtRest(Piece):
         return done
 
     def _here(self) -> Piece:
-        return self.with_tensor(self.face.local.detach()[self.skipped : self.skipped + self.tensor.numel()])
+        return self.with_tensor(self.face.peek().detach()[self.skipped : self.skipped + self.tensor.numel()])
 
 
 @dataclass(slots=True, eq=False)

@@ -96,13 +96,9 @@ class GradientShard:
         """Bring the gradients of earlier backwards into the memory. Returns whether there are any. If the user keeps a
         gradient that is no parameter's `.grad` any more, leave the old memory to the user and allocate new."""
         grads = [sharded.grad for sharded in self._sharded]
-        is_kept = accumulates = False
-        for references, grad in zip(self._references(), grads, strict=True):
-            if grad is not None:
-                accumulates = True
-            elif references > self._unkept:
-                is_kept = True
-        if is_kept:
+        accumulates = any(grad is not None for grad in grads)
+        kept = (references > self._unkept for references in self._references())
+        if any(is_kept and grad is not own for is_kept, grad, own in zip(kept, grads, self.faces, strict=True)):
             self._new()
             if self.home is not None:
                 self.home.begin_anew()  # the place may hold numbers of another slice
