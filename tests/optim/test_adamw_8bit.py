@@ -346,7 +346,7 @@ def test_a_model_that_was_cut_through_blocks() -> None:
     early = seeded(wide)
     before = sw.optim.AdamW8bit(early.parameters())
     model = sw.shard(early)
-    message = r"blocks of 256 elements, which cuts of 'blocks.0.*' go through: sw.shard\(model, align="
+    message = r"blocks of 256 elements, and 'blocks.0.*' is cut inside a block: call sw.shard\(model, align="
     with pytest.raises(UsageError, match=message):
         sw.optim.AdamW8bit(model.parameters())
     weights = {name: p.local.clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
@@ -377,7 +377,7 @@ def test_another_optimizer_s_checkpoint(tmp_path: Path) -> None:
 
 
 def test_numbers_out_of_range() -> None:
-    with pytest.raises(ConfigError, match=r"AdamW8bit\(lr=-1.*out of range"):
+    with pytest.raises(ConfigError, match=r"AdamW8bit\(lr=-1.*: lr, eps and weight_decay must be at least 0"):
         sw.optim.AdamW8bit([nn.Parameter(torch.zeros(1))], lr=-1)
 
 

@@ -294,7 +294,7 @@ def test_optimizers_that_count_in_their_groups_are_refused_and_subclasses_work()
     in_backward(twins)
     with pytest.raises(UsageError, match=r"Counting keeps 'k' in its group 0, not by parameter"):
         twins.backward()
-    for kind, where in ((CountingInItself, "'k' as its attribute"), (CountingInState, "'k' in its state")):
+    for kind, where in ((CountingInItself, "'k' as an attribute"), (CountingInState, "'k' in its state")):
         twins = Twins(optimizer=lambda parameters, kind=kind: kind(parameters, lr=0.1))
         in_backward(twins)
         with pytest.raises(UsageError, match=where):

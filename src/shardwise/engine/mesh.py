@@ -109,7 +109,7 @@ def _device_for(mesh: DeviceMesh | None) -> torch.device:
     if unserved:
         raise MeshError(
             f"the mesh is of {device.type} devices, which its process group's backend "
-            f"{dist.get_backend(unserved[0])!r} does not serve: call"
+            f"{dist.get_backend(unserved[0])!r} does not support: call"
             f' init_process_group("{accelerators.backend_for(device)}"), or make a mesh of "cpu"'
         )
     return device
@@ -158,7 +158,7 @@ def _per_host(world_size: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGr
     size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if size < 1 or world_size % size:
         raise MeshError(
-            f"a hybrid strategy shards inside each host, but {size} ranks a host do not divide {world_size} ranks; "
+            f"a hybrid strategy shards inside each host, but {size} ranks per host do not divide {world_size} ranks; "
             "pass mesh= with axes (replicate, shard)"
         )
     groups = hybrid_groups(world_size, size)

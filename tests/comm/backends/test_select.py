@@ -69,7 +69,7 @@ def test_environment_overrides(ranks: RankPools, asked: str) -> None:
 
 def test_bad_choices(ranks: RankPools) -> None:
     assert "choose one of streams, gloo, shm, dry" in ranks(2).run(chosen, "mpi")[0]
-    assert "does not serve ranks on cpu" in ranks(2).run(chosen, "streams")[0]
+    assert "cannot be used for ranks on cpu" in ranks(2).run(chosen, "streams")[0]
 
 
 def test_alone(ranks: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:
