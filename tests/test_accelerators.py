@@ -94,7 +94,7 @@ def test_a_mesh_of_devices_that_the_backend_does_not_serve() -> None:
         of_that_kind = mock.patch.object(mesh, "_device_type", device.type)
         with claimed(device), of_that_kind, pytest.raises(MeshError) as caught:
             build_mesh(Strategy.FULL_SHARD, mesh, None, None)
-        assert "backend 'gloo' does not serve" in str(caught.value)
+        assert "backend 'gloo' does not support" in str(caught.value)
         assert f'init_process_group("{backend}")' in str(caught.value)
 
 

@@ -104,11 +104,11 @@ def _device_for(mesh: DeviceMesh | None) -> torch.device:
     try:
         device = accelerators.of_kind(mesh.device_type)
     except ValueError as error:
-        raise MeshError(f"the mesh is of {mesh.device_type} devices: {error}") from None
+        raise MeshError(f"the mesh needs {mesh.device_type} devices: {error}") from None
     unserved = [group for group in mesh.get_all_groups() if not accelerators.serves(group, device.type)]
     if unserved:
         raise MeshError(
-            f"the mesh is of {device.type} devices, which its process group's backend "
+            f"the mesh has {device.type} devices, which its process group's backend "
             f"{dist.get_backend(unserved[0])!r} does not support: call"
             f' init_process_group("{accelerators.backend_for(device)}"), or make a mesh of "cpu"'
         )

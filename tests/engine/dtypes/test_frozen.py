@@ -27,7 +27,7 @@ def test_what_travels_in_vain_is_said_once(when: str) -> None:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     message = (
         f"'blocks.0.up.weight', 'blocks.0.up.bias', 'blocks.0.down.weight' and 13 more are frozen but share groups "
-        f"with trained parameters, because requires_grad changed after sw.shard: each backward reduces 748 elements for "
+        "with trained parameters, because requires_grad changed after sw.shard: each backward reduces 748 elements for "
         f"{trained} trained ones. Call requires_grad_(False) before sw.shard"
     )
     if dist.get_rank():
