@@ -90,7 +90,7 @@ def test_ranks_with_different_models_raise_on_every_rank(what: str) -> None:
     [
         ({"ignored": "leave.weight"}, "ignored: 'leave.weight' is not a parameter; pass parameters"),
         ({"ignored": ["leave.weight"]}, "ignored: 'leave.weight' is not a parameter; pass parameters"),
-        ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes': None, True, False or a number of ranks"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes': must be None, True, False or a number of ranks"),
         ({"reshard_after_forward": 0}, "reshard_after_forward=0: None, True, False or a number of ranks"),
     ],
 )
