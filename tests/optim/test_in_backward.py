@@ -232,14 +232,16 @@ def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
     twins = Twins()
     in_backward(twins)
     optimizer = twins.optimizers[1]
-    with pytest.raises(UsageError, match=r"sw.no_sync with sw.optimizer_in_backward: each backward takes a step"):
+    with pytest.raises(
+        UsageError, match=r"sw.no_sync cannot be used with sw.optimizer_in_backward: each backward takes a step"
+    ):
         sw.no_sync(twins.sharded).__enter__()
     twins.backward()
     with pytest.raises(UsageError, match=r"clip=1.0\) clips each unit"):
         sw.clip_grad_norm_(twins.sharded, 1.0)
     scaler = sw.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    with pytest.raises(UsageError, match=r"sw.GradScaler with sw.optimizer_in_backward"):
+    with pytest.raises(UsageError, match=r"sw.GradScaler cannot be used with sw.optimizer_in_backward"):
         scaler.step(optimizer)
     with pytest.raises(UsageError, match="for this AdamW before"):
         in_backward(twins)

@@ -135,9 +135,9 @@ class Disk:
         """Raise UsageError if an earlier read or write of the file failed."""
         if self._failure is not None:
             raise UsageError(
-                f"this rank's {self._what} in {self.directory} could not be read or written, so its contents are lost "
-                f"({self._failure}): weights and state may be of different steps. Load the last checkpoint with "
-                "sw.checkpoint.load(path, model, optimizer)"
+                f"the file of this rank's {self._what} in {self.directory} is lost, because it could not be read or "
+                f"written ({self._failure}): weights and state may be of different steps. Load the last checkpoint "
+                "with sw.checkpoint.load(path, model, optimizer)"
             ) from self._failure
 
     @property

@@ -262,7 +262,7 @@ def test_zero_grad_of_one_of_two_optimizers_drops_its_parameters_alone() -> None
 def test_no_sync_of_two_models_of_which_the_second_refuses_leaves_the_first_as_it_was() -> None:
     first, second = sw.shard(seeded(Net)), sw.shard(seeded(Net))
     sw.optimizer_in_backward(second, torch.optim.SGD(second.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match=r"sw.no_sync with sw.optimizer_in_backward"):
+    with pytest.raises(UsageError, match=r"sw.no_sync cannot be used with sw.optimizer_in_backward"):
         sw.no_sync(nn.ModuleList([first, second])).__enter__()
     squares(first, batch(0)).backward()
     assert all(parameter.grad.numel() for parameter in first.parameters() if parameter.grad is not None)
