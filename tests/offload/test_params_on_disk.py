@@ -314,7 +314,7 @@ def test_a_full_disk_is_told_by_shard_and_errors_until_a_checkpoint_is_loaded() 
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ScratchFile, broken, fails)
-            with pytest.raises(UsageError, match=r"weights in .* is lost .*Input/output error") as caught:
+            with pytest.raises(UsageError, match=r"weights in .* is lost, .*Input/output error") as caught:
                 two_steps(twins)
         assert str(offload.path) in str(caught.value)
         for call in (

@@ -243,7 +243,7 @@ def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
     scaler.scale(torch.ones(()))
     with pytest.raises(UsageError, match=r"sw.GradScaler cannot be used with sw.optimizer_in_backward"):
         scaler.step(optimizer)
-    with pytest.raises(UsageError, match="for this AdamW before"):
+    with pytest.raises(UsageError, match="already called for this AdamW"):
         in_backward(twins)
     with pytest.raises(UsageError, match="not a parameter of the model"):
         sw.optimizer_in_backward(twins.sharded, adamw(Twins().sharded.parameters()))
