@@ -73,11 +73,11 @@ def of_group(group: dist.ProcessGroup | None) -> torch.device:
     if group is not None and not serves(group, "cpu"):
         kinds = sorted(kinds_of(group))
         raise ValueError(
-            f"the process group serves {', '.join(kinds) or 'no device'}, and torch sees {found or 'none'}"
+            f"the process group supports {', '.join(kinds) or 'no device'}, but torch sees {found or 'no accelerator'}"
         )
     idle = torch.accelerator.current_accelerator(check_available=True)
     if idle is not None and idle.type in _NO_COLLECTIVES:
-        warnings.warn(f"shardwise: no collectives for {idle.type} exist, so this trains on the CPU", stacklevel=2)
+        warnings.warn(f"shardwise: there are no collectives for {idle.type}, so training runs on the CPU", stacklevel=2)
     return CPU
 
 
@@ -91,7 +91,7 @@ def of_kind(kind: str) -> torch.device:
         return CPU
     found = accelerator()
     if found is None or found.type != kind:
-        raise ValueError(f"no {kind} device is here (torch sees {'none' if found is None else found})")
+        raise ValueError(f"this process has no {kind} device (torch sees {'none' if found is None else found})")
     return found
 
 

@@ -99,7 +99,7 @@ def test_a_late_rank_is_named_in_the_time_given() -> None:
         return channel.exchange(b"", longest, 1)
 
     errors = on_threads(3, body, timeout_s=0.5)
-    assert "rank 1 did not come in 0.5 s" in str(errors[0])
+    assert "rank 1 did not take part within 0.5 s" in str(errors[0])
     assert "the end of a forward" in str(errors[0])
     assert all(isinstance(error, CollectiveTimeout) for error in errors)
 
@@ -125,7 +125,7 @@ def test_after_an_error_nothing_is_waited_for_again() -> None:
         with pytest.raises(CollectiveTimeout):
             channel.exchange(b"", longest)
         start = time.monotonic()
-        with pytest.raises(CollectiveTimeout, match="did not come"):
+        with pytest.raises(CollectiveTimeout, match="did not take part"):
             channel.exchange(b"", longest)
         return time.monotonic() - start
 

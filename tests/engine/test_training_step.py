@@ -286,7 +286,7 @@ def test_state_without_numbers_is_said_to_be_that() -> None:
     optimizer = torch.optim.Adagrad(model.parameters())
     sw.shard(model)
     model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(UsageError, match=r"this Adagrad was built on the meta device.*'weight' has no numbers; build"):
+    with pytest.raises(UsageError, match=r"this Adagrad was built on the meta device.*'weight' has no values; build"):
         optimizer.step()
 
 

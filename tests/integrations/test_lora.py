@@ -546,7 +546,7 @@ def test_adapted_parameters_in_a_unit_of_their_own() -> None:
     model = experts()
     sw.shard(model.get_submodule("base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"))
     sw.shard(model)
-    with pytest.raises(UsageError, match=r"0\.mlp\.experts' adapts parameter .*make the layer around it the unit"):
+    with pytest.raises(UsageError, match=r"0\.mlp\.experts' adapts parameter .*make the layer the unit instead"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
 
 

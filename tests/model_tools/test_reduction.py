@@ -223,5 +223,5 @@ def test_not_inside_a_backward() -> None:
     model: Any = Twins(units={Block}).sharded
     loss = squares(model, batch(0))
     loss.register_hook(lambda gradient: reduce_waiting(model))
-    with pytest.raises(UsageError, match="outside it"):
+    with pytest.raises(UsageError, match="call it outside"):
         loss.backward()  # type: ignore[no-untyped-call]

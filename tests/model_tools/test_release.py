@@ -104,7 +104,7 @@ def test_not_inside_anything_and_not_over_what_waits() -> None:
         sw.release(model)
     with sw.no_sync(model):
         squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
-    with pytest.raises(UsageError, match=r"wait to be reduced since a backward inside sw\.no_sync"):
+    with pytest.raises(UsageError, match=r"from a backward inside sw\.no_sync wait to be reduced"):
         sw.release(model)
     model.zero_grad()
     sw.release(model)

@@ -47,7 +47,7 @@ def test_a_tied_parameter_whose_module_was_sharded_first_is_named(device: str) -
     with torch.device(device):
         model = Tied()
     sw.shard(model.emb)
-    with pytest.raises(LayoutError, match=r"'out.weight' is tied to 'emb.weight'.*without the earlier call"):
+    with pytest.raises(LayoutError, match=r"'out.weight' is tied to 'emb.weight'.*leave the earlier call out"):
         sw.shard(model)
     with pytest.raises(LayoutError, match=r"'out.weight' is tied to 'emb.weight'"):
         sw.shard(model, ignored=[model.out.weight])
@@ -210,7 +210,7 @@ def test_a_parameter_that_asks_for_gradients_of_another_dtype_is_refused_by_name
     model = chain().bfloat16()
     model[0].bias.grad_dtype = None  # as torch likes
     model[2].weight.grad_dtype = torch.float32
-    with pytest.raises(LayoutError, match=r"'2\.weight' asks for gradients in torch\.float32 \(grad_dtype\)"):
+    with pytest.raises(LayoutError, match=r"'2\.weight' has grad_dtype torch\.float32"):
         sw.shard(model)
     assert is_untouched(model)
     sw.shard(model, ignored=[model[2].weight])

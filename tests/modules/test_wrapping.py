@@ -198,7 +198,9 @@ def test_values_that_say_no_units_raise(units: Any) -> None:
 
 
 def test_a_class_that_is_not_there_is_told_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"\['Conv2d'\]: no such module; it has Block, LayerNorm, Linear, "):
+    with pytest.raises(
+        ConfigError, match=r"\['Conv2d'\]: the model has no such module; it has Block, LayerNorm, Linear, "
+    ):
         sw.shard(Net(1), units={nn.Conv2d})
 
 
@@ -214,14 +216,14 @@ def test_a_model_without_parameters_to_shard() -> None:
     assert sw.shard(plain) is plain
     assert not plain._forward_hooks
     model = nn.Linear(2, 2)
-    with pytest.raises(LayoutError, match="Linear has no parameters but ignored ones"):
+    with pytest.raises(LayoutError, match="Linear has no parameters except ignored ones"):
         sw.shard(model, ignored=model.parameters())
 
 
 def test_a_part_of_a_sharded_model_is_sharded_already() -> None:
     model = sw.shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     with pytest.raises(
-        LayoutError, match=r"Linear is sharded already, in the model that calls its parameter '1\.weight'"
+        LayoutError, match=r"Linear is sharded already, in a model where its parameter is named '1\.weight'"
     ):
         sw.shard(model[1])
 

@@ -87,7 +87,7 @@ def test_a_read_that_fails_in_forward_on_one_rank_stops_every_rank() -> None:
     twins = Twins(offload=sw.Offload(path=shared_folder(), params="nvme"))
     twins.train(1)
     sw.release(twins.sharded)
-    kind, text = (UsageError, "is lost") if dist.get_rank() == 0 else (CollectiveTimeout, "rank 0 raised and left")
+    kind, text = (UsageError, "is lost") if dist.get_rank() == 0 else (CollectiveTimeout, "rank 0 raised an error")
     for _ in range(2):
         with failing("read", 0), pytest.raises(kind, match=text):
             squares(twins.sharded, twins.batch())
@@ -173,13 +173,13 @@ def test_what_another_optimizer_kept_is_lost_where_it_is_not_loaded() -> None:
     same_states(twins)
     squares(twins.sharded, twins.batch()).backward()
     weights_before = weights(twins.sharded)
-    with pytest.raises(UsageError if is_first else PeerError, match="only another optimizer's was loaded"):
+    with pytest.raises(UsageError if is_first else PeerError, match="only another optimizer's state was loaded"):
         old.step()
     assert all(map(torch.equal, weights(twins.sharded), weights_before))
-    with pytest.raises((UsageError, CheckpointError), match="only another optimizer's was loaded"):
+    with pytest.raises((UsageError, CheckpointError), match="only another optimizer's state was loaded"):
         sw.checkpoint.save(f"{path}/two", twins.sharded, old)
     if is_first:
-        with pytest.raises(UsageError, match="only another optimizer's was loaded"):
+        with pytest.raises(UsageError, match="only another optimizer's state was loaded"):
             kept.to_local()
     sw.checkpoint.load(f"{path}/whole", twins.sharded, old)
     assert torch.equal(old.state[parameter]["exp_avg"].local, before)
@@ -239,6 +239,6 @@ def test_options_that_change_what_is_kept_are_refused_before_anything_is_updated
     change(twins.optimizers[1])
     before = weights(twins.sharded)
     squares(twins.sharded, twins.batch()).backward()
-    with pytest.raises(UsageError, match=rf"would now give '.*' state '{name}' of torch.float32"):
+    with pytest.raises(UsageError, match=rf"would now make state '{name}' of torch.float32 for '.*'"):
         twins.optimizers[1].step()
     assert all(map(torch.equal, weights(twins.sharded), before))

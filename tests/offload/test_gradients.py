@@ -501,7 +501,7 @@ def test_where_they_cannot_lie() -> None:
         model = sw.shard(Net(), offload=sw.Offload(pin=False, **ALONE))
         muon = sw.optim.whole_matrix(torch.optim.Muon, model, lr=0.1, adamw={"lr": 0.1})
         squares(model, batch(0)).backward()  # type: ignore[no-untyped-call]
-        with pytest.raises(UsageError, match="keeps whole matrices' state on their owners"):
+        with pytest.raises(UsageError, match="keeps the state of whole matrices on their owners"):
             muon.step()
 
 

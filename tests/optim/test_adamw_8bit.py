@@ -234,7 +234,7 @@ def test_state_dicts_keep_every_bit(precision: sw.Precision | None) -> None:
     other = torch.optim.AdamW(plain.parameters())
     other.step()
     steps(plain, other, range(1))
-    with pytest.raises(UsageError, match=r"shape \(145, 72\).*'exp_avg'.*keeps \['exp_avg_codes'.*another optimizer's"):
+    with pytest.raises(UsageError, match=r"shape \(145, 72\).*'exp_avg'.*keeps \['exp_avg_codes'.*another optimizer"):
         fresh.load_state_dict(other.state_dict())
 
 
@@ -346,7 +346,7 @@ def test_a_model_that_was_cut_through_blocks() -> None:
     early = seeded(wide)
     before = sw.optim.AdamW8bit(early.parameters())
     model = sw.shard(early)
-    message = r"blocks of 256 elements, which cuts of 'blocks.0.*' go through: sw.shard\(model, align="
+    message = r"blocks of 256 elements, and 'blocks.0.*' is cut inside a block: call sw.shard\(model, align="
     with pytest.raises(UsageError, match=message):
         sw.optim.AdamW8bit(model.parameters())
     weights = {name: p.local.clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
@@ -377,7 +377,7 @@ def test_another_optimizer_s_checkpoint(tmp_path: Path) -> None:
 
 
 def test_numbers_out_of_range() -> None:
-    with pytest.raises(ConfigError, match=r"AdamW8bit\(lr=-1.*out of range"):
+    with pytest.raises(ConfigError, match=r"AdamW8bit\(lr=-1.*: lr, eps and weight_decay must be at least 0"):
         sw.optim.AdamW8bit([nn.Parameter(torch.zeros(1))], lr=-1)
 
 
@@ -395,5 +395,5 @@ def test_alignment_is_a_unit_s_own_and_goes_on() -> None:
         placements = [p.placement for p in each.parameters()]  # type: ignore[attr-defined]
         assert all(cuts_at(placement, 64) for placement in placements)
         assert not any(cuts_at(placement, 256) for placement in placements)
-    with pytest.raises(ConfigError, match="align=0: a number of elements, at least 1"):
+    with pytest.raises(ConfigError, match="align=0: must be a whole number of elements"):
         sw.shard(seeded(wide), align=0)

@@ -104,7 +104,7 @@ def test_a_run_goes_on_at_another_strategy_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_numbers_out_of_range() -> None:
-    with pytest.raises(ConfigError, match=r"betas=\(0.9, 1.0\).*out of range"):
+    with pytest.raises(ConfigError, match=r"betas=\(0.9, 1.0\).*betas in \[0, 1\)"):
         sw.optim.AdamWBF16([nn.Parameter(torch.zeros(1))], betas=(0.9, 1.0))
 
 

@@ -232,16 +232,18 @@ def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
     twins = Twins()
     in_backward(twins)
     optimizer = twins.optimizers[1]
-    with pytest.raises(UsageError, match=r"sw.no_sync with sw.optimizer_in_backward: each backward takes a step"):
+    with pytest.raises(
+        UsageError, match=r"sw.no_sync cannot be used with sw.optimizer_in_backward: each backward takes a step"
+    ):
         sw.no_sync(twins.sharded).__enter__()
     twins.backward()
     with pytest.raises(UsageError, match=r"clip=1.0\) clips each unit"):
         sw.clip_grad_norm_(twins.sharded, 1.0)
     scaler = sw.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    with pytest.raises(UsageError, match=r"sw.GradScaler with sw.optimizer_in_backward"):
+    with pytest.raises(UsageError, match=r"sw.GradScaler cannot be used with sw.optimizer_in_backward"):
         scaler.step(optimizer)
-    with pytest.raises(UsageError, match="for this AdamW before"):
+    with pytest.raises(UsageError, match="already called for this AdamW"):
         in_backward(twins)
     with pytest.raises(UsageError, match="not a parameter of the model"):
         sw.optimizer_in_backward(twins.sharded, adamw(Twins().sharded.parameters()))
@@ -294,7 +296,7 @@ def test_optimizers_that_count_in_their_groups_are_refused_and_subclasses_work()
     in_backward(twins)
     with pytest.raises(UsageError, match=r"Counting keeps 'k' in its group 0, not by parameter"):
         twins.backward()
-    for kind, where in ((CountingInItself, "'k' as its attribute"), (CountingInState, "'k' in its state")):
+    for kind, where in ((CountingInItself, "'k' as an attribute"), (CountingInState, "'k' in its state")):
         twins = Twins(optimizer=lambda parameters, kind=kind: kind(parameters, lr=0.1))
         in_backward(twins)
         with pytest.raises(UsageError, match=where):

@@ -60,7 +60,7 @@ def test_a_fragment_that_begins_and_ends_inside_rows() -> None:
 
 def test_what_is_not_there_is_refused() -> None:
     for start, stop in ((-1, 2), (3, 2), (0, 7)):
-        with pytest.raises(ValueError, match="of a tensor of 6"):
+        with pytest.raises(ValueError, match="not all in a tensor of 6"):
             boxes_of((2, 3), start, stop)
     for box in (Box((0, 2), (2, 2)), Box((-1, 0), (1, 1)), Box((0,), (2,))):
         with pytest.raises(ValueError, match="does not lie in"):

@@ -396,7 +396,7 @@ def test_the_console_tells_of_long_drawing(capsys: pytest.CaptureFixture[str], m
 
     monkeypatch.setattr(materialize, "DrawingProgress", slow)
     run_alone("train.steps=1", "train.eval_every=0")
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("initial numbers:")]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("initial values:")]
     assert "0.0 of 0.0 GB drawn on the CPU, about " in said[0]
     assert 'model.init = "device"' in said[0]
     assert "model.init" not in "".join(said[1:]), "once is enough"

@@ -157,7 +157,7 @@ def check_reductions(reductions: tuple[Reduction, ...], world_size: int, may_sca
             f"a flat buffer of {r.flat.numel()} elements cannot give {world_size} ranks {r.out.numel()} each"
         )
         in_place = r.flat.untyped_storage()._cdata == r.out.untyped_storage()._cdata
-        assert not (in_place and r.accumulate), "an output inside its own input has nothing to accumulate into"
+        assert not (in_place and r.accumulate), "an output inside its own input cannot be accumulated into"
 
 
 def sent_parts(parts: tuple[AllToAllPart, ...], rank: int) -> list[tuple[AllToAllPart, int]]:

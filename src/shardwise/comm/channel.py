@@ -136,8 +136,8 @@ class Channel:
             except TimeoutError:
                 self._fail(
                     CollectiveTimeout(
-                        f"{in_words(signature, self._labels)} on rank {self.rank}: rank {peer.rank} did not come in "
-                        f"{self._timeout_s:g} s: it hangs, or does something else, or waits for a rank that does."
+                        f"{in_words(signature, self._labels)} on rank {self.rank}: rank {peer.rank} did not take part "
+                        f"within {self._timeout_s:g} s: it hangs, runs other code, or waits for a rank that does."
                     )
                 )
             except OSError:
@@ -265,8 +265,8 @@ def _connect(store: Store, rank: int, parent: int, timeout_s: float) -> _Peer:
             problems.append(f"{host}: {error}")
         connection.close()
     raise CollectiveTimeout(
-        f"rank {rank} cannot reach rank {parent} on port {port} ({'; '.join(problems)}): ranks need to open TCP "
-        "connections to one another"
+        f"rank {rank} cannot reach rank {parent} on port {port} ({'; '.join(problems)}): ranks must be able to open "
+        "TCP connections to one another"
     )
 
 
@@ -278,7 +278,7 @@ def _accept(listener: socket.socket, token: bytes, children: Sequence[int], time
             connection, _ = listener.accept()
         except TimeoutError:
             missing = [rank for rank in children if rank not in found]
-            raise CollectiveTimeout(f"ranks {missing} did not connect to their parent in {timeout_s:g} s") from None
+            raise CollectiveTimeout(f"ranks {missing} did not connect to their parent within {timeout_s:g} s") from None
         connection.settimeout(timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stranger = _Peer(-1, connection)

@@ -45,17 +45,19 @@ def mismatch(rank: int, own: int, peer: int, theirs: int, labels: Mapping[int, s
     here, there = in_words(own, labels), in_words(theirs, labels)
     if _parts(theirs)[1] == OPS[0]:
         return CollectiveTimeout(
-            f"rank {peer} raised and left what rank {rank} waits for: {here}. Its own error says why."
+            f"rank {peer} raised an error instead of taking part in {here}, for which rank {rank} waits: see rank "
+            f"{peer}'s error."
         )
     if here == there == "allocate":
         return MismatchError(
-            f"rank {peer} and rank {rank} both allocate buffers, but of other sizes: every rank must build the same "
-            "model and call it alike. Before the first forward sw.memory(model) allocates, so every rank must call it."
+            f"rank {peer} and rank {rank} both allocate buffers, but of different sizes: every rank must build the "
+            "same model and call it in the same way. sw.memory(model) allocates if it is called before the first "
+            "forward, so every rank must call it."
         )
     if here == there:
         return MismatchError(
-            f"rank {peer} and rank {rank} are both at {here}, but with other sizes or dtypes: every rank must build "
-            "the same model and call it alike."
+            f"rank {peer} and rank {rank} are both at {here}, but with different sizes or dtypes: every rank must "
+            "build the same model and call it in the same way."
         )
     return MismatchError(
         f"ranks do different things: rank {rank} is at {here}, rank {peer} at {there}. Every rank must call the same "
@@ -67,4 +69,4 @@ def _parts(signature: int) -> tuple[int, str]:
     """Return label and op."""
     upper = (signature - 1) >> _CRC_BITS
     op = upper & ((1 << _OP_BITS) - 1)
-    return upper >> _OP_BITS, OPS[op] if op < len(OPS) else "something unknown"
+    return upper >> _OP_BITS, OPS[op] if op < len(OPS) else "an unknown operation"

@@ -73,7 +73,7 @@ class BackwardSteps:
     @staticmethod
     def refuse(what: str, reason: str) -> NoReturn:
         """Raise the UsageError for `what`, which cannot be combined with steps in backward."""
-        raise UsageError(f"{what} with sw.optimizer_in_backward: {reason}. Leave one of the two out")
+        raise UsageError(f"{what} cannot be used with sw.optimizer_in_backward: {reason}. Leave one of the two out")
 
     def note(self, unit: Unit) -> None:
         """Note that a reduction of the unit begins."""
@@ -101,8 +101,8 @@ class BackwardSteps:
             return
         if unit in self._stepped:
             raise UsageError(
-                f"gradients of unit {unit.fqn!r} came after the step that this backward had taken for it, as they do "
-                "from checkpoint(use_reentrant=True), whose graphs nobody can look into: pass use_reentrant=False"
+                f"gradients of unit {unit.fqn!r} came after this backward had already stepped it, as they do from "
+                "checkpoint(use_reentrant=True), which hides its graphs: pass use_reentrant=False"
             )
         if not self._stepped:
             units = {own for optimizer in self._optimizers for own in by_owner(optimizer) if isinstance(own, Unit)}
@@ -159,9 +159,9 @@ class BackwardSteps:
         torn = [unit.fqn for unit, version in self._torn.items() if unit.version == version]
         if torn:
             raise UsageError(
-                "a backward raised after some units had taken their step in it (sw.optimizer_in_backward), and unit "
-                f"{torn[0]!r} has not been written since: units, and ranks, are at different steps. Load a "
-                "checkpoint with sw.checkpoint.load, or give the model other weights"
+                "a backward raised after some units had taken their step in it (sw.optimizer_in_backward), and the "
+                f"weights of unit {torn[0]!r} have not been replaced since: units and ranks are at different steps. "
+                "Load a checkpoint with sw.checkpoint.load, or load other weights"
             )
         self._torn = {}
 

@@ -294,12 +294,10 @@ class Engine:
         written = self.written_in_place(unit)
         if written is not None:
             self.unsharder.reshard(unit)
-            what = (
-                "and replicas would come to differ" if unit.parameters.is_pinned else "a gathered copy, which is lost"
-            )
+            what = "so replicas would differ" if unit.parameters.is_pinned else "in a gathered copy that is then lost"
             raise UsageError(
                 f"the forward of unit {unit.fqn!r} wrote parameter {written!r} in place, {what}. Write parameters "
-                "outside forward, in sw.unsharded(model, writeback=True), or make what changes a buffer"
+                "outside forward, in sw.unsharded(model, writeback=True), or make it a buffer"
             )
         if unit.keeps_params or call.recompute:
             return

@@ -31,8 +31,8 @@ def warn_of_frozen(units: Sequence[Unit]) -> None:
     shown = ", ".join(repr(parameter.fqn) for parameter in frozen[:3])
     shown += f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
     warnings.warn(
-        f"shardwise: {shown} do not train but lie in groups that do, because requires_grad changed after sw.shard: "
-        f"each backward reduces {everything:,} elements for {trained:,} trained ones. Call requires_grad_(False) "
-        "before sw.shard, which lays frozen parameters apart",
+        f"shardwise: {shown} are frozen but share groups with trained parameters, because requires_grad changed after "
+        f"sw.shard: each backward reduces {everything:,} elements for {trained:,} trained ones. Call "
+        "requires_grad_(False) before sw.shard, which puts frozen parameters in groups of their own",
         stacklevel=2,
     )

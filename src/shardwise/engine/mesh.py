@@ -105,12 +105,12 @@ def _device_for(mesh: DeviceMesh | None) -> torch.device:
     try:
         device = accelerators.of_kind(mesh.device_type)
     except ValueError as error:
-        raise MeshError(f"the mesh is of {mesh.device_type} devices: {error}") from None
+        raise MeshError(f"the mesh needs {mesh.device_type} devices: {error}") from None
     unserved = [group for group in mesh.get_all_groups() if not accelerators.serves(group, device.type)]
     if unserved:
         raise MeshError(
-            f"the mesh is of {device.type} devices, which its process group's backend "
-            f"{dist.get_backend(unserved[0])!r} does not serve: call"
+            f"the mesh has {device.type} devices, which its process group's backend "
+            f"{dist.get_backend(unserved[0])!r} does not support: call"
             f' init_process_group("{accelerators.backend_for(device)}"), or make a mesh of "cpu"'
         )
     return device
@@ -159,7 +159,7 @@ def _per_host(world_size: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGr
     size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if size < 1 or world_size % size:
         raise MeshError(
-            f"a hybrid strategy shards inside each host, but {size} ranks a host do not divide {world_size} ranks; "
+            f"a hybrid strategy shards inside each host, but {size} ranks per host do not divide {world_size} ranks; "
             "pass mesh= with axes (replicate, shard)"
         )
     groups = hybrid_groups(world_size, size)

@@ -78,7 +78,7 @@ class Reducer:
         Raises UsageError if optimizers step in backward and the unit's gradients would wait for a later backward.
         """
         if self.steps.are_taken and not (reducing.now and reducing.over_replicas):
-            self.steps.refuse("sw.no_sync", "each backward takes a step, so that gradients of several are never added")
+            self.steps.refuse("sw.no_sync", "each backward takes a step, so gradients of several are never added")
         divisor = reducing.divisor or float(self._mesh.world_size)
         addition = BatchedAddition if self._collectives.on_streams else ScaledAddition
         self._additions.setdefault(divisor, addition(1.0 / divisor))

@@ -35,7 +35,7 @@ Place = tuple[ForwardPass[Unit], Call[Unit]]
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Classes that are no faces: checked first, many times a step, as `isinstance` takes three times as long."""
-_FUNC_WAY_OUT = "Take the torch.func transform outside, over sw.unsharded(model)"
+_FUNC_WAY_OUT = "Apply the torch.func transform outside the unit, in sw.unsharded(model)"
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to make, and many are made
@@ -107,8 +107,8 @@ class SavedTensors:
         """Raise UsageError if saved-tensor hooks are disabled."""
         if not _autograd._saved_tensors_hooks_is_enabled():
             raise UsageError(
-                "a sharded unit ran where saved-tensor hooks are disabled (torch.func.grad, vjp, jvp, vmap over grad): "
-                f"its saved parameters could not be followed. {_FUNC_WAY_OUT}"
+                "a sharded unit ran where saved-tensor hooks are disabled (torch.func.grad, vjp, jvp, vmap over "
+                f"grad): its saved parameters could not be tracked. {_FUNC_WAY_OUT}"
             )
 
     @property

@@ -175,8 +175,8 @@ class Unsharder:
             self.reshard(holder)
             return slot
         raise ConfigError(
-            f"unit {unit.fqn!r} finds all {len(choices)} slots of its size taken by units whose forward is under way; "
-            f"raise slots (now {self._slots}) to at least {len(choices) + 1}"
+            f"unit {unit.fqn!r} needs a slot, but all {len(choices)} of its size are held by units whose forward is "
+            f"running; raise slots (now {self._slots}) to at least {len(choices) + 1}"
         )
 
     def reshard(self, unit: Unit) -> None:

@@ -54,8 +54,8 @@ def reshard(module: nn.Module) -> None:
         written = _give_back(engine, [unit for unit in units if not unit.calls.in_forward])
         if written is not None:
             raise UsageError(
-                f"parameter {written!r} was written in place while it was unsharded: a gathered copy, so that is lost. "
-                "Write parameters in sw.unsharded(model, writeback=True)"
+                f"parameter {written!r} was written in place while it was unsharded, in a gathered copy, so the write "
+                "is lost. Write parameters in sw.unsharded(model, writeback=True)"
             )
 
 

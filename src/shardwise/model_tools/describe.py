@@ -240,5 +240,5 @@ def _parameter_row(unit: UnitPlace, alike: Sequence[ParameterPlace]) -> tuple[st
 
 def _ranks(ranks: range) -> str:
     if not ranks:
-        return "nothing to hold"
+        return "no elements"
     return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks[-1]}"

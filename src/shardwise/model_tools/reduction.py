@@ -80,7 +80,9 @@ def reduce_waiting(module: nn.Module) -> None:
     """
     engines = dict.fromkeys(engine for engine, _ in _units(module, True))
     if torch._C._current_graph_task_id() >= 0:
-        raise UsageError("what waits is reduced by the backward under way: call reduce_waiting outside it")
+        raise UsageError(
+            "reduce_waiting inside a backward, which reduces the waiting gradients itself: call it outside"
+        )
     for engine in engines:  # reductions end with a backward, so run one that computes no gradient
         with torch.enable_grad():
             end = torch.zeros((), requires_grad=True).exp()
@@ -99,7 +101,7 @@ def divide_gradients(module: nn.Module, by: float | None, recurse: bool = True) 
     Raises UsageError if `by` is not positive.
     """
     if by is not None and by <= 0:
-        raise UsageError(f"divide_gradients(by={by!r}): a positive number, or None for the number of ranks")
+        raise UsageError(f"divide_gradients(by={by!r}): must be a positive number, or None for the number of ranks")
     for engine, unit in _units(module, recurse):
         _change(engine, unit, divisor=by)
 
@@ -119,7 +121,9 @@ def _units(module: nn.Module, recurse: bool) -> Sequence[tuple[Engine, Unit]]:
     found = []
     for engine in engines_of(module):
         if engine.backward is Backward.RUNNING:
-            raise UsageError("how gradients are reduced cannot change inside a backward of the model: do it before")
+            raise UsageError(
+                "the way gradients are reduced cannot change inside a backward of the model: change it before"
+            )
         found += [(engine, unit) for unit in units_at(engine, module, recurse)]
     return found
 

@@ -31,8 +31,8 @@ def release(model: nn.Module) -> None:
     for unit in (unit for engine in engines for unit in engine.units):
         if unit.gradients.forget_dropped():
             raise UsageError(
-                f"sw.release while gradients of unit {unit.fqn!r} wait to be reduced since a backward inside "
-                "sw.no_sync: run a backward outside sw.no_sync first, or drop them with zero_grad()"
+                f"sw.release while gradients of unit {unit.fqn!r} from a backward inside sw.no_sync wait to be "
+                "reduced: run a backward outside sw.no_sync first, or drop them with zero_grad()"
             )
     for engine in engines:
         engine.release()

@@ -88,7 +88,9 @@ def only_adapter(model: nn.Module) -> str:
     """Return the name of the model's adapter. Raises UsageError unless it has exactly one."""
     names = list(_configs(model))
     if len(names) != 1:
-        raise UsageError(f"{type(model).__name__} has {len(names)} adapters of PEFT ({', '.join(names)}), not one")
+        raise UsageError(
+            f"{type(model).__name__} has {len(names)} PEFT adapters ({', '.join(names)}); it must have exactly one"
+        )
     return names[0]
 
 
@@ -158,7 +160,7 @@ def _exchanging(layer: Any, name: str) -> Callable[..., Any]:
         if isinstance(parameter, ShardedParameter):
             raise UsageError(
                 f"PEFT's layer {name!r} adapts parameter {parameter.fqn!r} of a module that is a unit of its own, so "
-                "that it is not gathered yet: make the layer around it the unit, or none of both"
+                "the parameter is not gathered when the layer reads it: make the layer the unit instead, or neither"
             )
         with ExitStack() as stack:
             with _unsafe_preserve_version_counter(parameter):
@@ -172,8 +174,9 @@ def _unless(is_computing: Callable[[], bool], layer: nn.Module, method: str, nam
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if is_computing():
             raise UsageError(
-                f"PEFT's layer {name!r} would {method} its adapter inside a forward: into a gathered copy, so it would "
-                f"be lost. Before that: `with sw.unsharded(model, writeback=True): model.{method}_adapter()`"
+                f"PEFT's layer {name!r} would {method} its adapter inside a forward, into a gathered copy, where it "
+                "would be lost: before the forward, call `with sw.unsharded(model, writeback=True): "
+                f"model.{method}_adapter()`"
             )
         return getattr(type(layer), method)(layer, *args, **kwargs)
 

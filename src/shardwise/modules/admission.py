@@ -42,9 +42,9 @@ def _check_ties(model: nn.Module) -> None:
             theirs = here.get(id(face))
             where = repr(theirs) if theirs else f"{face.fqn!r} of another model"
             raise LayoutError(
-                f"{fqn!r} is tied to {where}, which an earlier sw.shard has sharded without it: a tied parameter "
-                "belongs to the module around all its users. Call sw.shard on that module, without the earlier "
-                "call (units= says what is gathered together), or untie them with .clone() before sharding"
+                f"{fqn!r} is tied to {where}, which an earlier sw.shard call sharded without it: a tied parameter "
+                "belongs to the module around all its users. Call sw.shard on that module and leave the earlier call "
+                "out (units= chooses what is gathered together), or untie them with .clone() before sharding"
             )
 
 
@@ -61,9 +61,9 @@ def _check_kinds(to_shard: Iterable[tuple[str, nn.Parameter]]) -> None:
             )
         if not plain:
             raise LayoutError(
-                f"{fqn!r} is a {kind.__name__}, a tensor subclass with operations of its own, which a piece of its "
-                "memory would not have: shard plain parameters (of a DTensor, its .to_local() or .full_tensor()), or "
-                "leave it alone with sw.shard(ignored=...)"
+                f"{fqn!r} is a {kind.__name__}, a tensor subclass with operations of its own, which its pieces would "
+                "lose: shard plain parameters (for a DTensor, its .to_local() or .full_tensor()), or leave it alone "
+                "with sw.shard(ignored=...)"
             )
         if parameter.layout is not torch.strided or parameter.is_quantized:
             what = "quantized" if parameter.is_quantized else str(parameter.layout)
@@ -79,8 +79,8 @@ def _check_gradients(to_shard: Iterable[tuple[str, nn.Parameter]]) -> None:
         asked: torch.dtype | None = parameter.grad_dtype
         if asked not in (None, parameter.dtype):
             raise LayoutError(
-                f"{fqn!r} asks for gradients in {asked} (grad_dtype) and is {parameter.dtype}: reduced gradients have "
-                "the dtype of the shard. Leave grad_dtype, and use precision=sw.Precision(param=, reduce=, master=)"
+                f"{fqn!r} has grad_dtype {asked} and dtype {parameter.dtype}: reduced gradients always have the dtype "
+                "of the shard. Leave grad_dtype out and use precision=sw.Precision(param=, reduce=, master=)"
             )
 
 
@@ -91,8 +91,8 @@ def _check_scripted(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
         if isinstance(module, torch.jit.ScriptModule) and any(id(p) in ours for p in module.parameters()):
             name = repr(fqn) if fqn else "the model"
             raise LayoutError(
-                f"{name} is a torch.jit {type(module).__name__}, whose parameters cannot be exchanged for gathered "
-                "ones: shard the module that it was made from (torch.compile works on sharded modules), or leave its "
+                f"{name} is a torch.jit {type(module).__name__}, whose parameters cannot be replaced by gathered ones: "
+                "shard the module that it was made from (torch.compile works on sharded modules), or leave its "
                 "parameters alone with sw.shard(ignored=...)"
             )
 
@@ -102,8 +102,8 @@ def _check_container(model: nn.Module, root: UnitPlan) -> None:
     if isinstance(model, CONTAINERS) and not isinstance(model, Together) and root.parameters:
         raise LayoutError(
             f"sw.shard of a {type(model).__name__}, which is never called, so nothing would gather its parameter "
-            f"{root.parameters[0][0]!r}: shard the module that holds and calls it, or each module in it; or have "
-            "units= make a unit of every module in it"
+            f"{root.parameters[0][0]!r}: shard the module that holds and calls it, or each module in it; or choose "
+            "units= so that every module in it is a unit"
         )
 
 
@@ -119,7 +119,7 @@ def _check_memory(model: nn.Module, to_shard: Sequence[tuple[str, nn.Parameter]]
     if overlap is not None:
         first, second = overlap
         raise LayoutError(
-            f"{first!r} and {second!r} are different tensors over the same memory, and sharding would take them apart: "
-            "to tie parameters assign one nn.Parameter to both places, else give one of them memory of its own with "
-            ".clone()"
+            f"{first!r} and {second!r} are different tensors over the same memory, and sharding would separate them: "
+            "to tie parameters, assign one nn.Parameter to both places; otherwise give one of them memory of its own "
+            "with .clone()"
         )

@@ -32,14 +32,14 @@ def explain(
         return
     if others:
         what = (
-            f"was given {others}. precision.cast_inputs casts what the whole model is given, not what its modules hand "
-            "to one another: cast it there, to the dtype of this module's weights"
+            f"was given {others}. precision.cast_inputs casts the inputs of the whole model, not what its modules pass "
+            "to one another: cast this module's inputs to the dtype of its weights"
         )
     else:
         dtypes = _names(_foreign(module.buffers(), computes_in))
         what = f"holds buffer {buffers[0]!r} in {dtypes}: cast the buffers with precision=sw.Precision(buffers=...)"
     error.add_note(
-        f"shardwise: unit {fqn!r} computes in {weights} and {what}; or leave the module as it is with "
+        f"shardwise: unit {fqn!r} computes in {weights} and {what}; or exclude the module with "
         "sw.shard(ignored=module.parameters()), or choose another precision.param"
     )
 

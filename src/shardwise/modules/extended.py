@@ -26,8 +26,8 @@ def inner_name(tensor: Tensor) -> str:
     inner: Any = getattr(tensor, names[0]) if len(names) == 1 else None
     if inner is None or (inner.shape, inner.dtype) != (tensor.shape, tensor.dtype) or is_extended(inner):
         raise LayoutError(
-            f"a {type(tensor).__name__} travels in a form of its own, which is possible for one tensor of its own "
-            f"shape and dtype inside, not for {names}: leave it alone with ignored="
+            f"a {type(tensor).__name__} defines its own all_gather, which is supported only for a wrapper of one plain "
+            f"tensor of the same shape and dtype, not for {names}: leave it alone with ignored="
         )
     return names[0]
 

@@ -36,9 +36,9 @@ class LateParameters:
         if late is not None:
             fqn = next(fqn for fqn, parameter in self._model.named_parameters() if parameter is late)
             raise UsageError(
-                f"parameter {fqn!r} came into the model after sw.shard, so every rank would train its own: add or "
-                "replace modules before sw.shard, change weights in place in sw.unsharded(model, writeback=True), "
-                "or call requires_grad_(False) on what is not to be trained"
+                f"parameter {fqn!r} was added to the model after sw.shard, so every rank would train its own: add or "
+                "replace modules before sw.shard, change weights in place in sw.unsharded(model, writeback=True), or "
+                "call requires_grad_(False) on parameters that are not to be trained"
             )
         self._modules, self._held, self._frozen = modules, _contents(modules), plain
 

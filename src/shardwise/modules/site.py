@@ -26,11 +26,11 @@ def foreign_parameter(fqn: str, held: object) -> UsageError:
     """Return the error for a module that holds another tensor than the parameter that sharding put there."""
     if held is None:
         return UsageError(
-            f"parameter {fqn!r} was taken out of its module after sw.shard, as pruning, weight_norm and other "
+            f"parameter {fqn!r} was removed from its module after sw.shard, as pruning, weight_norm and other "
             "parametrizations do: apply them before sw.shard"
         )
     if isinstance(held, ShardedParameter):
-        why = "another sharded tensor, as torch.func.functional_call does: a unit computes with its own shard alone"
+        why = "another sharded tensor, as torch.func.functional_call does: a unit can compute only with its own shard"
     else:
         why = f"a {type(held).__name__} after sw.shard"
     return UsageError(

@@ -80,17 +80,19 @@ def _chosen(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
     if units is None:
         return _automatic(model)
     if isinstance(units, bool) or (isinstance(units, int) and units < 1):
-        raise ConfigError(f"units={units!r}: a number of parameters is at least 1")
+        raise ConfigError(f"units={units!r}: a number of parameters must be at least 1")
     if isinstance(units, int):
         return _by_size(model, units)
     if isinstance(units, type) or not callable(units):
         classes = (units,) if isinstance(units, type) else tuple(units) if isinstance(units, Iterable) else ()
         if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-            raise ConfigError(f"units={units!r}: expected module classes, a least numel or a callable")
+            raise ConfigError(f"units={units!r}: must be module classes, a least number of parameters or a callable")
         chosen = _below(model, lambda fqn, module: isinstance(module, classes))
         if not chosen and not isinstance(model, classes):
             present = sorted({type(module).__name__ for module in model.modules()})
-            raise ConfigError(f"units={[c.__name__ for c in classes]}: no such module; it has {', '.join(present)}")
+            raise ConfigError(
+                f"units={[c.__name__ for c in classes]}: the model has no such module; it has {', '.join(present)}"
+            )
         return chosen
     return _below(model, units)
 

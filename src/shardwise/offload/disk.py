@@ -65,8 +65,8 @@ class Disk:
             self._file.grow(nbytes)
         except OSError as error:
             raise UsageError(
-                f"offload: {self.directory} has no room for {nbytes} bytes of this rank's {self._what} ({error}): "
-                "free some, or set offload.path to another disk"
+                f"offload: {self.directory} has no room for {nbytes} bytes of this rank's {self._what} ({error}): free "
+                "disk space, or set offload.path to another disk"
             ) from error
 
     # Buffers ----------------------------------------------------------------------------------------------------------
@@ -135,9 +135,9 @@ class Disk:
         """Raise UsageError if an earlier read or write of the file failed."""
         if self._failure is not None:
             raise UsageError(
-                f"what is kept of {self._what} in {self.directory} is lost since it could not be read or written "
-                f"({self._failure}): weights and state may be of different steps. Load the last checkpoint with "
-                "sw.checkpoint.load(path, model, optimizer)"
+                f"the file of this rank's {self._what} in {self.directory} is lost, because it could not be read or "
+                f"written ({self._failure}): weights and state may be of different steps. Load the last checkpoint "
+                "with sw.checkpoint.load(path, model, optimizer)"
             ) from self._failure
 
     @property

@@ -84,8 +84,8 @@ def ring_bytes_for(asked: int | None, needs: Mapping[ShardedParameter, State]) -
         return max(least, _LEAST_RING_BYTES)
     if asked < least:
         raise ConfigError(
-            f"offload.ring_bytes={asked}: a rank's state of {largest.fqn!r} is not cut, and {BUFFERS} times that has "
-            f"to go into the ring: {least} bytes at least ({-(-least // 2**20)} MiB)"
+            f"offload.ring_bytes={asked}: the ring must hold {BUFFERS} times a rank's state of its largest parameter, "
+            f"{largest.fqn!r}: at least {least} bytes ({-(-least // 2**20)} MiB)"
         )
     return asked // (BUFFERS * PAGE_BYTES) * BUFFERS * PAGE_BYTES
 

@@ -40,8 +40,9 @@ class StateRoom:
         self.medium.check()
         if self.is_lost:
             raise UsageError(
-                f"this optimizer's state {self.medium.where} is lost since that could not be read or written: only "
-                "another optimizer's was loaded. Load its own with sw.checkpoint.load(path, model, optimizer)"
+                f"this optimizer's state {self.medium.where} is lost, because the medium could not be read or written "
+                "and only another optimizer's state was loaded since. Load this one's with sw.checkpoint.load(path, "
+                "model, optimizer)"
             )
 
     def place(self, parameter: ShardedParameter, name: str) -> tuple[int, Kept] | None:
@@ -91,9 +92,9 @@ class StateRoom:
             place = self.place(parameter, name)
             if place is None or place[1].dtype != kept.dtype:
                 raise UsageError(
-                    f"this {type(optimizer).__name__} would now give {parameter.fqn!r} state {name!r} of {kept.dtype}, "
-                    "and its first step did not, so there is no room for it: build the optimizer anew with these "
-                    "options, or leave offload.optimizer out"
+                    f"this {type(optimizer).__name__} would now make state {name!r} of {kept.dtype} for "
+                    f"{parameter.fqn!r}, which its first step did not make, so no space is reserved for it: build a "
+                    "new optimizer with these options, or leave offload.optimizer out"
                 )
 
     def add(self, portions: Sequence[Portion]) -> None:

@@ -195,8 +195,8 @@ class StateStore:
         place = self.place(optimizer, parameter, name)
         if place is None or view is None or place.dtype != value.dtype:
             raise UsageError(
-                f"the optimizer's step gave {parameter.fqn!r} state {name!r} of {value.dtype} that its first step did "
-                f"not: its state cannot be kept {self.medium.where}; leave offload.optimizer out"
+                f"the optimizer's step made state {name!r} of {value.dtype} for {parameter.fqn!r}, which its first "
+                f"step did not make, so it cannot be kept {self.medium.where}: leave offload.optimizer out"
             )
         if value.local.numel() and value.local.data_ptr() != view.data_ptr():
             view.copy_(value.local)

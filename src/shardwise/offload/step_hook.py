@@ -26,8 +26,8 @@ def put_last(optimizer: Optimizer, has_stores: bool) -> None:
     """
     if has_stores and hasattr(optimizer, "state_placement") and not hasattr(optimizer, "first_state"):
         raise UsageError(
-            f"offload with {type(optimizer).__name__}, which keeps whole matrices' state on their owners: "
-            "leave one of the two out"
+            f"offload cannot be used with {type(optimizer).__name__}, which keeps the state of whole matrices on their "
+            "owners: leave one of the two out"
         )
     handle = optimizer.__dict__.pop(_HANDLE, None)
     if handle is not None:

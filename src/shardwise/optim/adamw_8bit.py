@@ -77,8 +77,8 @@ class AdamW8bit(AdamWInPieces):
                 continue
             if not cuts_at(parameter.placement, BLOCK_NUMEL):
                 raise UsageError(
-                    f"AdamW8bit keeps moments in blocks of {BLOCK_NUMEL} elements, which cuts of {parameter.fqn!r} go "
-                    "through: sw.shard(model, align=sw.optim.AdamW8bit.BLOCK_NUMEL)"
+                    f"AdamW8bit keeps moments in blocks of {BLOCK_NUMEL} elements, and {parameter.fqn!r} is cut inside "
+                    "a block: call sw.shard(model, align=sw.optim.AdamW8bit.BLOCK_NUMEL)"
                 )
 
     def _has_blocks(self, parameter: Tensor) -> bool:
@@ -179,8 +179,8 @@ class AdamW8bit(AdamWInPieces):
         if state and set(state) != names:
             which = f"{parameter.fqn!r} " if isinstance(parameter, ShardedParameter) else ""
             raise UsageError(
-                f"the state given for a parameter {which}of shape {tuple(parameter.shape)} is {sorted(state)}, and "
-                f"AdamW8bit keeps {sorted(names)}: it is another optimizer's, so begin with fresh state"
+                f"the state given for a parameter {which}of shape {tuple(parameter.shape)} is {sorted(state)}, but "
+                f"AdamW8bit keeps {sorted(names)}: it belongs to another optimizer, so begin with fresh state"
             )
 
 

@@ -28,7 +28,8 @@ class AdamWInPieces(Optimizer):
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(
-                f"{type(self).__name__}(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}): out of range"
+                f"{type(self).__name__}(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}): lr, eps and "
+                "weight_decay must be at least 0, betas in [0, 1)"
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
         super().__init__(params, defaults)

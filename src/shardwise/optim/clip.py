@@ -45,13 +45,13 @@ def clip_grad_norm_(
     """
     given: object = max_norm
     if not isinstance(given, int | float | Tensor) or not max_norm >= 0:
-        raise UsageError(f"max_norm={max_norm!r}: a number from 0 on, or math.inf to have the norm alone")
+        raise UsageError(f"max_norm={max_norm!r}: must be at least 0; math.inf returns the norm without clipping")
     parameters = _parameters(model)
     if any(steps_in_backward(parameter) for parameter in parameters):
         BackwardSteps.refuse(
             "sw.clip_grad_norm_",
-            "the norm of all gradients is known when the last one has come, and the first ones are gone by then; "
-            "sw.optimizer_in_backward(model, optimizer, clip=1.0) clips each unit by the norm of its own",
+            "the norm of all gradients is known only after the last gradient, when the first ones have been freed; "
+            "sw.optimizer_in_backward(model, optimizer, clip=1.0) clips each unit by its own norm",
         )
     return clip(parameters, max_norm, norm_type, error_if_nonfinite)
 

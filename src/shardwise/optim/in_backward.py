@@ -51,7 +51,9 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
     for engine in engines:
         engine.clear_up()
     if any(engine.reducer.steps.serves(optimizer) for engine in engines):
-        raise UsageError(f"sw.optimizer_in_backward has been called for this {type(optimizer).__name__} before")
+        raise UsageError(
+            f"sw.optimizer_in_backward was already called for this {type(optimizer).__name__}: call it once"
+        )
     if isinstance(optimizer, WholeMatrixOptimizer):
         raise UsageError(
             "sw.optimizer_in_backward with an optimizer of sw.optim.whole_matrix, which updates whole matrices in an "
@@ -61,8 +63,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer, clip: float | 
     for unit in (unit for engine in engines for unit in engine.units):
         if not (unit.gradients.reducing.now and unit.gradients.reducing.over_replicas):
             raise UsageError(
-                f"sw.optimizer_in_backward while gradients of unit {unit.fqn!r} are not reduced in each backward: each "
-                "backward takes a step. Have them reduced first (sync_gradients, sync_replicas)"
+                f"sw.optimizer_in_backward takes a step in each backward, but gradients of unit {unit.fqn!r} are not "
+                "reduced in each backward: turn that on first (sync_gradients, sync_replicas)"
             )
     for engine in engines:
         engine.reducer.slots.keeps_gradients = False

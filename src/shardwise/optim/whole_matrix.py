@@ -109,8 +109,8 @@ class WholeMatrixOptimizer(Optimizer):
         chosen = hidden_matrices(model, named, hidden)
         if not chosen:
             raise UsageError(
-                "whole_matrix found no hidden matrix among these parameters: use torch.optim.AdamW, or say which they "
-                "are with hidden=lambda fqn, parameter: ..."
+                "whole_matrix found no hidden matrix among these parameters: use torch.optim.AdamW, or choose them "
+                "with hidden=lambda fqn, parameter: ..."
             )
         self._cost = cost
         self._matrices: dict[Tensor, _Matrix] = {}
@@ -314,7 +314,7 @@ class WholeMatrixOptimizer(Optimizer):
         for parameter, placement in self._placements.items():
             if parameter.placement is not placement:
                 raise UsageError(
-                    f"{parameter.fqn!r} was sharded anew after this optimizer's first step: build the optimizer after "
+                    f"{parameter.fqn!r} was sharded again after this optimizer's first step: build the optimizer after "
                     "the last sw.shard"
                 )
 
@@ -382,7 +382,7 @@ class WholeMatrixOptimizer(Optimizer):
 
     @staticmethod
     def _no_more_groups() -> NoReturn:
-        raise UsageError("matrices were given to ranks already: build a new optimizer with all parameters")
+        raise UsageError("matrices are already assigned to ranks: build a new optimizer with all parameters")
 
 
 def _parts(named: list[NamedParamGroup], wanted: Callable[[Tensor], bool]) -> list[NamedParamGroup]:

@@ -38,7 +38,7 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
-        raise ValueError(f"elements [{start}, {stop}) of a tensor of {numel}")
+        raise ValueError(f"elements [{start}, {stop}) are not all in a tensor of {numel} elements")
     return tuple(_cut((), tuple(shape), start, stop)) if start < stop else ()
 
 

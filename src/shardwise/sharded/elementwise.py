@@ -102,7 +102,7 @@ class _Elementwise:
         if face is None or face.unit is None or not face.unit.is_running:
             return
         if self._converts or (face.is_read and penalties.are_in_backward()):
-            raise NotOnPiecesError(f"the piece of {face.fqn!r} will not do")
+            raise NotOnPiecesError(f"the piece of {face.fqn!r} is not enough here")
 
 
 class _Copy(_Elementwise):

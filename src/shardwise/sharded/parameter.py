@@ -348,7 +348,7 @@ class ShardedParameter(Tensor):
             return
         if value.dtype != self.stored_dtype or value.device != self.stored_device:
             raise UsageError(
-                f"cannot turn {self.fqn!r} from {self.stored_dtype} on {self.stored_device} into {value.dtype} on "
+                f"cannot convert {self.fqn!r} from {self.stored_dtype} on {self.stored_device} to {value.dtype} on "
                 f"{value.device}: its memory belongs to its unit. Convert the model before sw.shard, or pass "
                 "sw.shard(precision=...)"
             )
@@ -417,7 +417,7 @@ class ShardedParameter(Tensor):
 
     def share_memory_(self) -> NoReturn:
         """Raises UsageError: torch would share memory that the wrapper does not have."""
-        self._no("share_memory_()", "share what sw.full_state_dict(model) gives")
+        self._no("share_memory_()", "share the tensors that sw.full_state_dict(model) returns")
 
     def data_ptr(self) -> NoReturn:
         """Raises UsageError."""
@@ -454,9 +454,9 @@ def _give_back(face: Tensor) -> None:
 
 _SAVE = "call sw.checkpoint.save, or save sw.full_state_dict(model, cpu=True, rank0_only=True) (collective)"
 _STORAGE = (
-    "each rank holds only a piece. To save: safetensors.torch.save_file(sw.full_state_dict(model), file) and "
-    "model.save_pretrained(directory, state_dict=sw.full_state_dict(model)), PEFT's too, the dict made on every rank "
-    "and saved on rank 0; or sw.checkpoint.save on every rank, whose files are safetensors"
+    "each rank holds only a piece. To save, make state = sw.full_state_dict(model) on every rank, then call "
+    "safetensors.torch.save_file(state, file) or model.save_pretrained(directory, state_dict=state), PEFT's too, on "
+    "rank 0; or call sw.checkpoint.save on every rank, whose files are safetensors"
 )
 _ADDRESS = (
     ".local.data_ptr() is the address of this rank's piece. torch.distributed.checkpoint.async_save, which asks for "
@@ -464,24 +464,24 @@ _ADDRESS = (
 )
 _LOOK = "use .full_tensor() (collective) for the whole, .local for this rank's piece"
 _ANYTHING_ELSE = (
-    "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. Outside "
-    "the model's forward: for a method that computes, sw.register_forward_method(module, name); for a loss, "
-    "sw.unshard(module) first (collective). Else use sw.unsharded(model), .full_tensor() (collective), or .local for "
-    "this rank's piece; parametrizations (spectral_norm, ...) and pruning go before sw.shard, optimizers of whole "
-    "matrices (Muon, ...) into sw.optim.whole_matrix"
+    "each rank holds only a 1-D piece, and this operation is neither elementwise nor a whole-tensor reduction. To "
+    "compute outside the model's forward, call sw.register_forward_method(module, name) for a method, or "
+    "sw.unshard(module) (collective) before a loss. Otherwise use sw.unsharded(model), .full_tensor() (collective), "
+    "or .local for this rank's piece. Apply parametrizations (spectral_norm, ...) and pruning before sw.shard, and "
+    "build optimizers of whole matrices (Muon, ...) with sw.optim.whole_matrix"
 )
 _GRADIENT_EDGE = (
-    "gradients do not come to it but to the leaf that its unit computes with, so a hook of "
-    "torch.autograd.graph.register_multi_grad_hook would never run: use the parameters' own register_hook (this rank's "
-    "gradient) or register_post_accumulate_grad_hook (the mean over ranks)"
+    "its gradient goes to the leaf that its unit computes with instead, so a hook of "
+    "torch.autograd.graph.register_multi_grad_hook would never run: use the parameters' own register_hook (this "
+    "rank's gradient) or register_post_accumulate_grad_hook (the mean over ranks)"
 )
 _WAYS_OUT: dict[str, str] = {
     "aten::_local_scalar_dense": _LOOK,
     "aten::_foreach_powsum": "use torch._foreach_norm",
-    "aten::view": "each rank holds only a 1-D piece, which has no other shape. weight_norm, pruning and other "
-    "parametrizations go before sw.shard, parameters_to_vector and the like into sw.unsharded(model). To compute a "
-    "loss outside the model's forward, call sw.unshard(module) first (collective). DistributedDataParallel around a "
-    "sharded model is not needed: backward reduces gradients",
+    "aten::view": "each rank holds only a 1-D piece, which has no other shape. Apply weight_norm, pruning and other "
+    "parametrizations before sw.shard, and call parameters_to_vector and the like in sw.unsharded(model). To "
+    "compute a loss outside the model's forward, call sw.unshard(module) first (collective). "
+    "DistributedDataParallel around a sharded model is not needed: backward reduces gradients",
 }
 _RANDOM = "each rank would draw its own numbers: initialise before sw.shard, or in sw.unsharded(model, writeback=True)"
 

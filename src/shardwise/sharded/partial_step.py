@@ -80,8 +80,8 @@ def step_some(
             parameter.home.note_write()
     for what in _kept_elsewhere(optimizer, view):
         raise UsageError(
-            f"{type(optimizer).__name__} keeps {what}, not by parameter, so that its step cannot be taken unit by "
-            "unit. Use an optimizer of torch's, without optimizer_in_backward and offload"
+            f"{type(optimizer).__name__} keeps {what}, not by parameter, so its step cannot be taken unit by unit: use "
+            "an optimizer of torch's, or leave optimizer_in_backward and offload out"
         )
 
 
@@ -94,7 +94,7 @@ def _kept_elsewhere(optimizer: Optimizer, view: Optimizer) -> Iterator[str]:
     for name, value in view.__dict__.items():
         # A switch that a first step turns off, as torch's fused optimizers have, counts nothing.
         if name not in _OF_VIEWS and not isinstance(value, bool) and value is not optimizer.__dict__.get(name):
-            yield f"{name!r} as its attribute"
+            yield f"{name!r} as an attribute"
     state: Mapping[Any, Any] = view.state
     for key in state:
         if not isinstance(key, Tensor):

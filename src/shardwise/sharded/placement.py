@@ -132,5 +132,5 @@ def mesh_of(ranks: Collectives, fqn: str) -> DeviceMesh:
     if group is None and dist.is_initialized() and dist.get_world_size() == 1:
         group = dist.group.WORLD
     if group is None or not dist.is_initialized():
-        raise UsageError(f"{fqn!r} lies on one rank without a process group: it has no device_mesh")
+        raise UsageError(f"{fqn!r} is on one rank without a process group, so it has no device_mesh")
     return DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("shard",))

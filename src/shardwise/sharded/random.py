@@ -33,10 +33,12 @@ def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     plain = not any(isinstance(value, ShardedParameter) for value in (*args[1:], *kwargs.values()))
     name = func._schema.name.replace("::", ".")
     if type(target) is not ShardedParameter or not plain or target.placement.replicas is None:
-        raise NotOnPiecesError(f"{name} is only possible into a parameter of a sharded model, with numbers beside it")
+        raise NotOnPiecesError(
+            f"{name} can fill only a parameter of a sharded model, and no other argument may be sharded"
+        )
     face = target.face
     if face is not None and face.unit is not None and face.unit.is_running:
-        raise NotOnPiecesError(f"{name} into the sharded parameter {face.fqn!r} inside a forward of its model")
+        raise NotOnPiecesError(f"{name} cannot fill the sharded parameter {face.fqn!r} inside a forward of its model")
     replicas, shards = target.placement.replicas, target.placement.shard_group
     whole = torch.empty(target.shape, dtype=target.local.dtype, device=target.local.device)
     generator = _Generator(kwargs.get("generator"), whole.device)

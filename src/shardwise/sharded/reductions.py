@@ -189,7 +189,7 @@ def _equal(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         sharded = one if isinstance(one, ShardedParameter) else other
         raise NotOnPiecesError(
             f"{func} of the sharded {sharded.fqn!r} and a {type(other if sharded is one else one).__name__}: compare "
-            ".full_tensor() of what is sharded (collective)"
+            "with .full_tensor() of the sharded one (collective)"
         )
     if not same_cut(one.placement, other.placement):
         return torch.equal(one.full_tensor(), other.full_tensor())

@@ -78,7 +78,7 @@ class WaitingGradient(ShardedParameter):
     @property
     def local(self) -> NoReturn:  # type: ignore[override]
         """Raises UsageError: there are no numbers yet."""
-        self._refuse("reading its numbers")
+        self._refuse("reading the values")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -112,8 +112,8 @@ class WaitingGradient(ShardedParameter):
 
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
-            f"{what} of the gradient of {self.fqn!r} is not possible, because it waits to be reduced since a backward "
-            f"inside sw.no_sync: {_WAY_OUT}"
+            f"{what} of the gradient of {self.fqn!r} is not possible, because it was left to be reduced later by a "
+            f"backward inside sw.no_sync: {_WAY_OUT}"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -58,7 +58,7 @@ def test_one_rank_that_cannot_share_decides_for_all(ranks: RankPools) -> None:
     for broken in (0, 1):
         assert ranks(2).run(chosen, "", broken) == ["gloo", "gloo"]
     for message in ranks(2).run(chosen, "shm", 1):
-        assert "not possible here" in message
+        assert "does not work here" in message
         assert "rank 1 cannot share" in message
 
 
@@ -69,7 +69,7 @@ def test_environment_overrides(ranks: RankPools, asked: str) -> None:
 
 def test_bad_choices(ranks: RankPools) -> None:
     assert "choose one of streams, gloo, shm, dry" in ranks(2).run(chosen, "mpi")[0]
-    assert "does not serve ranks on cpu" in ranks(2).run(chosen, "streams")[0]
+    assert "cannot be used for ranks on cpu" in ranks(2).run(chosen, "streams")[0]
 
 
 def test_alone(ranks: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,7 @@ def test_another_collective_is_noticed_by_all(ranks: RankPools, what: str) -> No
     for rank, message in enumerate(ranks(2).run(another_collective, what)):
         assert f"rank {rank}" in message
         assert f"rank {1 - rank}" in message
-        expected = {"ops": ("barrier", "broadcast"), "allocate": ("of other sizes", "sw.memory(model)")}
+        expected = {"ops": ("barrier", "broadcast"), "allocate": ("of different sizes", "sw.memory(model)")}
         assert all(words in message for words in expected.get(what, ("sizes or dtypes",)))
 
 
@@ -305,5 +305,5 @@ def test_a_dead_peer_is_named_at_once() -> None:
 
 
 def test_a_late_peer_is_named(ranks: RankPools) -> None:
-    with pytest.raises(CollectiveTimeout, match=r"barrier on rank 1: rank 0 did not arrive in 0.3 s"):
+    with pytest.raises(CollectiveTimeout, match=r"barrier on rank 1: rank 0 did not arrive within 0.3 s"):
         ranks(2).run(too_late)

@@ -227,13 +227,13 @@ def test_what_cannot_be_is_refused() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4))
     model[0].weight = nn.Parameter(TwoTensor(model[0].weight.detach(), model[0].weight.detach()))
     TwoTensor.fsdp_pre_all_gather = TwoTensor.fsdp_post_all_gather = lambda *_: None  # type: ignore[attr-defined]
-    with pytest.raises(LayoutError, match=r"one tensor of its own shape and dtype inside, not for \['a', 'b'\]"):
+    with pytest.raises(LayoutError, match=r"one plain tensor of the same shape and dtype, not for \['a', 'b'\]"):
         fsdp2.fully_shard(model)
     with pytest.raises(UsageError, match=r"copy.deepcopy.*'layers.0.weight'"):
         copy.deepcopy(sharded(Narrow))
     with torch.device("meta"):
         on_meta = Layers(Narrow, False, False)
-    with pytest.raises(LayoutError, match=r"'layers.0.weight' says itself how it travels and is on the meta device"):
+    with pytest.raises(LayoutError, match=r"'layers.0.weight' defines its own all_gather and is on the meta device"):
         sw.shard(on_meta)
     rank = torch.distributed.get_rank()
     with pytest.raises(DifferentModelsError, match="ranks built different models"):

@@ -26,9 +26,9 @@ def test_what_travels_in_vain_is_said_once(when: str) -> None:
         parameter.requires_grad_("norm" in name)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     message = (
-        f"'blocks.0.up.weight', 'blocks.0.up.bias', 'blocks.0.down.weight' and 13 more do not train but lie in groups "
-        f"that do, because requires_grad changed after sw.shard: each backward reduces 748 elements for {trained} "
-        "trained ones. Call requires_grad_(False) before sw.shard"
+        f"'blocks.0.up.weight', 'blocks.0.up.bias', 'blocks.0.down.weight' and 13 more are frozen but share groups "
+        "with trained parameters, because requires_grad changed after sw.shard: each backward reduces 748 elements for "
+        f"{trained} trained ones. Call requires_grad_(False) before sw.shard"
     )
     if dist.get_rank():
         with unwarned():
@@ -68,7 +68,7 @@ def test_a_parameter_thawed_alone_takes_its_group_along() -> None:
     twins.train(1)
     for model in (twins.plain, twins.sharded):
         model.blocks[1].up.bias.requires_grad_(True)  # type: ignore[index, union-attr]
-    message = "'blocks.1.norm.weight', 'blocks.1.norm.bias', 'blocks.1.up.weight' and 2 more do not train"
+    message = "'blocks.1.norm.weight', 'blocks.1.norm.bias', 'blocks.1.up.weight' and 2 more are frozen"
     with unwarned() if dist.get_rank() else warned(message):
         twins.backward()
     twins.same_gradients()

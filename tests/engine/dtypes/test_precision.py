@@ -331,7 +331,10 @@ class Careless(nn.Module):
 @pytest.mark.parametrize(
     ("buffer", "said"),
     [
-        (False, "unit 'first' computes in bfloat16 and was given float32. precision.cast_inputs casts what the whole"),
+        (
+            False,
+            "unit 'first' computes in bfloat16 and was given float32. precision.cast_inputs casts the inputs of",
+        ),
         (True, "unit 'first' computes in bfloat16 and holds buffer 'shift' in float32: cast the buffers with"),
     ],
 )

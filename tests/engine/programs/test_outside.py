@@ -160,7 +160,7 @@ def test_parameters_that_come_after_shard() -> None:
         squares(model, batch(0)).backward()
         add(model)
         for _ in range(2):  # until it is mended
-            with pytest.raises(UsageError, match=r"came into the model after sw.shard"):
+            with pytest.raises(UsageError, match=r"was added to the model after sw.shard"):
                 squares(model, batch(0))
         with torch.no_grad():
             squares(model, batch(0))
@@ -174,7 +174,7 @@ def test_frozen_parameters_may_come() -> None:
     x = batch(0)
     squares(twins.sharded, x).backward()
     twins.sharded.teacher.enter.bias.requires_grad_(True)  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match=r"'teacher\.enter\.bias' came into the model"):
+    with pytest.raises(UsageError, match=r"'teacher\.enter\.bias' was added to the model"):
         squares(twins.sharded, x)
     del twins.sharded.teacher
     twins.sharded.zero_grad()
@@ -259,11 +259,11 @@ def test_nor_is_it_where_torchs_functions_were_imported_before_shardwise() -> No
 LATE: dict[str, tuple[Callable[[Any], object], str]] = {
     "multi_grad_hook": (
         lambda m: register_multi_grad_hook(list(m.parameters()), print),
-        r"'enter.weight'.*gradients do not come to it.*register_post_accumulate_grad_hook",
+        r"'enter.weight'.*its gradient goes to the leaf.*register_post_accumulate_grad_hook",
     ),
     "to_vector": (
         lambda m: nn.utils.parameters_to_vector(m.parameters()),
-        r"aten.view .*'enter.weight'.*parameters_to_vector and the like into sw.unsharded",
+        r"aten.view .*'enter.weight'.*parameters_to_vector and the like in sw.unsharded",
     ),
     "weight_norm": (
         lambda m: nn.utils.parametrizations.weight_norm(m.leave),
@@ -271,7 +271,7 @@ LATE: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "spectral_norm": (
         lambda m: nn.utils.parametrizations.spectral_norm(m.leave),
-        r"'leave.weight'.*go before sw.shard",
+        r"'leave.weight'.*before sw.shard",
     ),
     "prune": (lambda m: prune.l1_unstructured(m.leave, "weight", 0.3), r"'leave.weight'.*pruning.*before sw.shard"),
 }
@@ -308,7 +308,7 @@ def test_functional_call_works_on_full_parameters_and_says_so() -> None:
 def test_a_parameter_that_was_renamed_is_told_so() -> None:
     model: Any = sw.shard(seeded(Net))
     prune.identity(model.enter, "weight")
-    with pytest.raises(UsageError, match=r"'enter.weight' was taken out of its module after sw.shard"):
+    with pytest.raises(UsageError, match=r"'enter.weight' was removed from its module after sw.shard"):
         model(batch(0))
 
 

@@ -90,8 +90,8 @@ def test_ranks_with_different_models_raise_on_every_rank(what: str) -> None:
     [
         ({"ignored": "leave.weight"}, "ignored: 'leave.weight' is not a parameter; pass parameters"),
         ({"ignored": ["leave.weight"]}, "ignored: 'leave.weight' is not a parameter; pass parameters"),
-        ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes': None, True, False or a number of ranks"),
-        ({"reshard_after_forward": 0}, "reshard_after_forward=0: None, True, False or a number of ranks"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes': must be None, True, False or a number"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0: must be None, True, False or a number"),
     ],
 )
 @on_ranks(1)
@@ -389,7 +389,7 @@ def every_block_and_linear(fqn: str, module: nn.Module) -> bool:
 @on_ranks(1, 2)
 def test_too_few_slots_for_the_nesting_of_units_raise_in_shard() -> None:
     model = Net()
-    with pytest.raises(ConfigError, match="slots=2 is fewer than this model's nesting of units needs: at least 3"):
+    with pytest.raises(ConfigError, match="slots=2: this model's nested units need at least 3"):
         sw.shard(model, units=every_block_and_linear, slots=2)
     assert all(type(p) is nn.Parameter for p in model.parameters())  # it may be tried again
     squares(sw.shard(model, units=every_block_and_linear, slots=3), batch(0)).backward()
@@ -402,7 +402,7 @@ def test_nesting_counts_adopted_units() -> None:
     model: Any = Net()
     for block in model.blocks:
         sw.shard(block.up)
-    with pytest.raises(ConfigError, match=r"slots=2 .* at least 3"):
+    with pytest.raises(ConfigError, match=r"slots=2: .* at least 3"):
         sw.shard(model, units={Block}, slots=2)
     sw.shard(model, units={Block})
     squares(model, batch(0)).backward()
@@ -505,7 +505,7 @@ def test_ignored_parameters_are_left_alone() -> None:
 def test_replacing_a_parameter_after_shard_raises() -> None:
     model: Any = sw.shard(seeded(Net))
     model.leave.weight = nn.Parameter(torch.zeros(3, 6))
-    with pytest.raises(UsageError, match=r"'leave.weight' came into the model"):
+    with pytest.raises(UsageError, match=r"'leave.weight' was added to the model"):
         model(batch(0))
     with torch.no_grad(), pytest.raises(UsageError, match=r"'leave.weight' was replaced"):
         model(batch(0))

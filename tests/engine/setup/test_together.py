@@ -145,7 +145,7 @@ def test_modules_without_parameters_are_left_alone() -> None:
 @on_ranks(1)
 def test_what_is_refused() -> None:
     model: Any = seeded(Ends)
-    with pytest.raises(ConfigError, match="none lies inside another"):
+    with pytest.raises(ConfigError, match="do not contain one another"):
         sw.shard([model.blocks[0], model.blocks[0].norm])
     with pytest.raises(ConfigError, match="leave units out"):
         sw.shard([model.norm, model.leave], units=[nn.Linear])

@@ -29,9 +29,9 @@ def said(total_gb: float, draws: list[tuple[float, float]]) -> list[str]:
 def test_it_is_said_once_early_and_then_each_minute() -> None:
     lines = said(70, [(second, 0.25) for second in range(1, 200)])
     assert lines[0].startswith(
-        "initial numbers: 0.5 of 70.0 GB drawn on the CPU, about 5 min left; sw.init_on_device()"
+        "initial values: 0.5 of 70.0 GB drawn on the CPU, about 5 min left; with sw.init_on_device()"
     )
-    assert lines[1] == "initial numbers: 15.5 of 70.0 GB drawn on the CPU, about 4 min left"
+    assert lines[1] == "initial values: 15.5 of 70.0 GB drawn on the CPU, about 4 min left"
     assert len(lines) == 4
 
 
@@ -48,7 +48,7 @@ def test_short_drawing_is_not_worth_a_word() -> None:
 
 
 def test_without_a_hearer_it_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"shardwise: initial numbers: 1\.0 of 9\.0 GB"):
+    with pytest.warns(UserWarning, match=r"shardwise: initial values: 1\.0 of 9\.0 GB"):
         DrawingProgress(9 * GB, iter([0.0, 3.0]).__next__).drew(GB)
 
 

@@ -326,8 +326,8 @@ class _Post:
             what = in_words(self._signature, self._transport.labels)
             raise self._transport.fail(
                 CollectiveTimeout(
-                    f"{what} (number {self._sequence} of its group) on rank {self._rank}: nothing from rank {peer}. It "
-                    f"is gone, or it hangs. ({error})"
+                    f"{what} (number {self._sequence} of its group) on rank {self._rank}: no message from rank {peer}, "
+                    f"whose process ended or hangs ({error})"
                 )
             ) from error
 

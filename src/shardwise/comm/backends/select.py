@@ -45,7 +45,7 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str)
     if group.size() == 1 or asked == "dry" or dist.get_backend(group) == "fake":
         return DryCollectives(group.rank(), group.size(), device)
     if asked and (asked == "streams") != (device.type != "cpu"):
-        raise ConfigError(f"SHARDWISE_COLLECTIVES={asked!r} does not serve ranks on {device.type}")
+        raise ConfigError(f"SHARDWISE_COLLECTIVES={asked!r} cannot be used for ranks on {device.type}; leave it out")
     if device.type != "cpu":
         from shardwise.comm.backends.on_streams import StreamCollectives
 
@@ -56,7 +56,7 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device | str)
 def _separate_reductions() -> bool:
     asked = os.environ.get("SHARDWISE_SEPARATE_REDUCTIONS", "0")
     if asked not in {"0", "1"}:
-        raise ConfigError(f"SHARDWISE_SEPARATE_REDUCTIONS={asked!r}: 1 or 0")
+        raise ConfigError(f"SHARDWISE_SEPARATE_REDUCTIONS={asked!r}: must be 0 or 1")
     return asked == "1"
 
 
@@ -72,7 +72,7 @@ def _on_cpus(group: dist.ProcessGroup, must_share: bool) -> Collectives:
             return ShmCollectives(group)
         except OSError as error:
             if must_share:
-                raise ConfigError(f"SHARDWISE_COLLECTIVES='shm' is not possible here: {error}") from error
+                raise ConfigError(f"SHARDWISE_COLLECTIVES='shm' does not work here: {error}") from error
     elif must_share:
         raise ConfigError("SHARDWISE_COLLECTIVES='shm' needs x86-64 Linux on every rank")
     return GlooCollectives(group)

@@ -56,8 +56,8 @@ def settle(
 def _check_same(name: str, asked: object, theirs: object, fqn: str) -> None:
     if asked != theirs:
         raise UsageError(
-            f"sw.shard was asked for {name}={asked!r}, but {fqn!r} below was sharded with {theirs!r}, "
-            f"which its units keep: give every sw.shard call of a model the same {name}"
+            f"sw.shard was given {name}={asked!r}, but {fqn!r} below was sharded with {theirs!r}, which its units "
+            f"keep: give every sw.shard call of a model the same {name}"
         )
 
 
@@ -71,7 +71,7 @@ def _theirs(name: str, values: Mapping[str, T], compared: Callable[[T], object] 
         if compared(value) != compared(values[first]):
             raise UsageError(
                 f"{first!r} below was sharded with {name}={compared(values[first])!r} and {fqn!r} with "
-                f"{compared(value)!r}, which they keep: say what the rest is to have, sw.shard({name}=...)"
+                f"{compared(value)!r}, which they keep: choose one for the rest with sw.shard({name}=...)"
             )
     return values[first]
 
@@ -124,8 +124,8 @@ def clear_up(engines: Iterable[Engine]) -> None:
     for unit in (unit for engine in engines for unit in engine.units):
         if unit.gradients.forget_dropped():
             raise UsageError(
-                f"sw.shard while gradients of unit {unit.fqn!r} below wait to be reduced since a backward inside "
-                "sw.no_sync: run a backward outside sw.no_sync first, or drop them with zero_grad()"
+                f"sw.shard while gradients of unit {unit.fqn!r} below from a backward inside sw.no_sync wait to be "
+                "reduced: run a backward outside sw.no_sync first, or drop them with zero_grad()"
             )
 
 

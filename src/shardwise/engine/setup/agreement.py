@@ -62,9 +62,9 @@ def agree_on_init(on_device: bool, mesh: Mesh) -> None:
     lowest, highest = _extremes(torch.tensor([_digest(drawn)], dtype=torch.int64, device=mesh.device), mesh)
     if not torch.equal(lowest, highest):
         raise DifferentModelsError(
-            f"this rank would draw initial numbers {drawn} and others otherwise, so they would not be of one model: "
-            "call sw.shard inside sw.init_on_device() on every rank or on none; on none where ranks have different "
-            "kinds of devices"
+            f"this rank would draw initial values {drawn} and some rank would draw them in another way, so the values "
+            "would not belong to one model: call sw.shard inside sw.init_on_device() on every rank or on none; on "
+            "none if ranks have different kinds of devices"
         )
 
 

@@ -53,7 +53,7 @@ def build_units(
         agree_on_layout([], [], extended, mesh)  # before their classes communicate
         if any(p.is_meta for p in given.values() if hasattr(p, EXTENDED)) and (draws_on_device() or not is_put_off()):
             raise LayoutError(
-                f"{extended[0].split('|')[0]!r} says itself how it travels and is on the meta device, where its "
+                f"{extended[0].split('|')[0]!r} defines its own all_gather and is on the meta device, where its "
                 "initialisation cannot be recorded: build the model on a real device, or shard it with "
                 "shardwise.compat.fsdp2.fully_shard and initialise it after to_empty"
             )
@@ -181,8 +181,8 @@ def _extended(item: tuple[str, nn.Parameter, tuple[Site, ...]], engine: Engine, 
     fqn, parameter, _ = item
     if engine.mesh.secondary is not None:
         raise LayoutError(
-            f"{fqn!r} says itself how it travels, which is not possible with reshard_after_forward="
-            f"{engine.resharding}: pass True or False"
+            f"{fqn!r} defines its own all_gather, which is not possible with "
+            f"reshard_after_forward={engine.resharding}: pass True or False"
         )
     precision = engine.precision
     kept = precision.keeps(fqn)

@@ -56,8 +56,9 @@ class _Nobody:
 def _deepcopy(module: nn.Module, engine: Engine, adopt: Adopt, memo: dict[int, Any]) -> nn.Module:
     if not give_up_interrupted(engine) or engine.is_suspended:
         raise UsageError(
-            "copy.deepcopy of a sharded model inside its forward or backward or inside sw.unsharded: leave that first. "
-            "For a plain copy build the model anew and load_state_dict(sw.full_state_dict(model, rank0_only=False))"
+            "copy.deepcopy of a sharded model inside its forward or backward or inside sw.unsharded: leave that "
+            "first. For a plain copy, build the model again and call load_state_dict(sw.full_state_dict(model, "
+            "rank0_only=False))"
         )
     nobody = _Nobody()
     memo[id(engine)] = nobody
@@ -107,7 +108,7 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
             if any(id(module) not in memo for module in unit.modules):
                 raise UsageError(
                     f"copy.deepcopy of a sharded model left out a module of unit {unit.fqn!r}, whose parameters are "
-                    "gathered together: copy what is around all its modules"
+                    "gathered together: copy a module around all its modules"
                 )
             groups = [_copied_group(group, memo) for group in unit.groups]
             ancestors = [copies[ancestor] for ancestor in unit.ancestors]
@@ -125,8 +126,8 @@ def _copied_units(engine: Engine, memo: Mapping[int, Any]) -> list[Unit]:
 def _copied_group(group: Group, memo: Mapping[int, Any]) -> Group:
     if isinstance(group, ExtendedGroup):
         raise UsageError(
-            f"copy.deepcopy of a sharded model with {group.fqns[0]!r}, whose class says how it travels, is not "
-            "possible: build the model anew, shard it and load_state_dict(model.state_dict())"
+            f"copy.deepcopy of a sharded model with {group.fqns[0]!r}, whose class defines its own all_gather, is not "
+            "possible: build the model again, shard it and call load_state_dict(model.state_dict())"
         )
     parameters = zip(group.fqns, group.sharded, group.sites, strict=True)
     return Group(

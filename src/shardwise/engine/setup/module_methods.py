@@ -75,7 +75,7 @@ def _before_saving(module: nn.Module, *_: object) -> None:
     if not _is_between_steps(module):
         raise UsageError(
             f"state_dict of {type(module).__name__} inside a forward or backward of the sharded model, where modules "
-            "hold copies in the dtype that they compute in: leave that first"
+            "hold copies in the compute dtype: leave that first"
         )
 
 

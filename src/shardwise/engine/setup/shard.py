@@ -160,7 +160,7 @@ def _put_in_charge(model: nn.Module, engine: Engine) -> None:
 def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
     """Return the module to shard, or a module that holds those to be sharded together."""
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < LEAST_SLOTS:
-        raise ConfigError(f"slots={slots!r}: a number of slots is at least {LEAST_SLOTS}")
+        raise ConfigError(f"slots={slots!r}: must be a whole number of at least {LEAST_SLOTS}")
     modules: list[nn.Module] = list(model) if isinstance(model, (list, tuple)) else [model]  # type: ignore[list-item]
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         raise ConfigError(f"sw.shard takes an nn.Module or a list of them, not a {type(model).__name__}")
@@ -174,8 +174,8 @@ def _checked_tree(model: object, slots: object, units: Units) -> nn.Module:
     inside = [id(below) for module in modules for below in module.modules()]
     if units is not None or any(inside.count(id(module)) > 1 for module in modules):
         raise ConfigError(
-            "sw.shard of several modules makes one unit of them: leave units out, and give modules of which none lies "
-            "inside another (shard what is to be a unit inside one of them before)"
+            "sw.shard of several modules makes one unit of them: leave units out, and pass modules that do not "
+            "contain one another (to make a unit inside one of them, shard that first)"
         )
     return Together(modules)
 
@@ -191,9 +191,9 @@ def _plans(model: nn.Module, units: Units, ignored: Sequence[nn.Parameter], adop
     if not adopts and not any(plan.parameters for plan in plans):
         theirs = [p.fqn for p in model.parameters() if isinstance(p, ShardedParameter)]
         why = (
-            f"is sharded already, in the model that calls its parameter {theirs[0]!r}"
+            f"is sharded already, in a model where its parameter is named {theirs[0]!r}"
             if theirs
-            else "has no parameters but ignored ones"
+            else "has no parameters except ignored ones"
         )
         raise LayoutError(f"{type(model).__name__} {why}: nothing to shard")
     return plans
@@ -216,14 +216,14 @@ def _check_frozen(model: nn.Module, plans: Sequence[UnitPlan], precision: Precis
     if precision.frozen is not None and not any(id(p) in linear and not p.requires_grad for p in parameters):
         raise ConfigError(
             f"precision.frozen={precision.frozen!r}, but no linear layer of this {type(model).__name__} is frozen: "
-            "call requires_grad_(False) on its base before sw.shard, or leave frozen out"
+            "call requires_grad_(False) on the base before sw.shard, or leave frozen out"
         )
 
 
 def _check_nesting(model: nn.Module, slots: int, unit_modules: Sequence[nn.Module]) -> None:
     least = LEAST_SLOTS + nesting(model, unit_modules)
     if slots < least:
-        raise ConfigError(f"slots={slots} is fewer than this model's nesting of units needs: at least {least}")
+        raise ConfigError(f"slots={slots}: this model's nested units need at least {least}")
 
 
 def _checked_offload(offload: Offload | None) -> Offload | None:
@@ -240,7 +240,7 @@ def _checked_precision(precision: Precision | None) -> Precision | None:
 
 def _checked_align(align: int | None) -> int | None:
     if align is not None and (isinstance(align, bool) or not isinstance(align, int) or align < 1):
-        raise ConfigError(f"align={align!r}: a number of elements, at least 1")
+        raise ConfigError(f"align={align!r}: must be a whole number of elements, at least 1")
     return align
 
 
@@ -254,7 +254,7 @@ def _checked_resharding(asked: bool | int | None) -> bool | int | None:
         return asked
     number: object = asked
     if not isinstance(number, int) or asked < 1:
-        raise ConfigError(f"reshard_after_forward={asked!r}: None, True, False or a number of ranks")
+        raise ConfigError(f"reshard_after_forward={asked!r}: must be None, True, False or a number of ranks")
     return False if asked == 1 else asked
 
 

@@ -111,7 +111,7 @@ def _check_fresh(optimizer: Optimizer, parameter: Tensor, sharded: ShardedParame
     if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
         raise UsageError(
             f"this {type(optimizer).__name__} was built on the meta device, where its state of {sharded.fqn!r} has no "
-            "numbers; build the optimizer after sw.shard"
+            "values; build the optimizer after sw.shard"
         )
     if state and state.get("step") != 0:
         raise UsageError(

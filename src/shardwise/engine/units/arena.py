@@ -44,7 +44,7 @@ class Slot(Generic[T]):
 
     def take(self, holder: T) -> None:
         """Give the free slot a holder. Waits until no rank reads from the buffer any more."""
-        assert self.holder is None, "a slot is taken that has a holder"
+        assert self.holder is None, "the slot has a holder already"
         self.holder = holder
         self.collectives.claim(self.buffer)
 

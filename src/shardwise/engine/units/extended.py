@@ -107,8 +107,8 @@ class ExtendedGroup(Group):
         made = made if isinstance(made, tuple | list) else (made,)
         if len(made) != 1 or made[0].numel() < self._rows.numel():
             raise LayoutError(
-                f"fsdp_pre_all_gather of {fqn!r} gave {[tuple(each.shape) for each in made]} for rows of shape "
-                f"{tuple(self._rows.shape)}: one tensor with an element for each is possible here"
+                f"fsdp_pre_all_gather of {fqn!r} returned {[tuple(each.shape) for each in made]} for rows of shape "
+                f"{tuple(self._rows.shape)}: it must return one tensor with at least as many elements"
             )
         outgoing: Tensor = made[0]
         return outgoing
@@ -138,7 +138,7 @@ def _holder(leaf: nn.Parameter, came: Tensor, fqn: str) -> tuple[Tensor, bool]:
         return around[0], False
     if type(leaf) is not nn.Parameter or leaf.shape != came.shape:
         raise LayoutError(
-            f"fsdp_post_all_gather of {fqn!r} gave a {type(leaf).__name__} of shape {tuple(leaf.shape)} with memory of "
-            "its own: a plain tensor of the whole shape is possible here, or one around what came"
+            f"fsdp_post_all_gather of {fqn!r} returned a {type(leaf).__name__} of shape {tuple(leaf.shape)} with "
+            "memory of its own: it must return a plain tensor of the whole shape, or a wrapper around the gathered one"
         )
     return leaf, storage_key(leaf) != storage_key(came)

@@ -182,8 +182,8 @@ class _Builder:
         if given:
             warnings.warn(
                 f"{type(module).__name__} was built on the meta device beside a {type(given[-1]).__name__} like its "
-                "layers: they are taken for copies of that one and get its numbers. If they are copies of another, "
-                "these are not the numbers of an unsharded build",
+                "layers: they are assumed to be copies of it and get its initial values. If they are copies of "
+                "another one, the values differ from those of an unsharded build",
                 stacklevel=2,
             )
             original = given[-1]
@@ -237,7 +237,7 @@ def _adopt(module: nn.Module, built: nn.Module) -> None:
     ours, theirs = _shapes(module), _shapes(built)
     if ours != theirs:
         different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-        raise ValueError(f"it has changed since it was built: {', '.join(different[:3])}")
+        raise ValueError(f"its parameters or buffers changed after construction: {', '.join(different[:3])}")
     again = dict(built.named_modules(remove_duplicate=False))
     for prefix, below in adapters.base_modules(module).items():
         for site in list(all_sites_of(below)):
@@ -261,7 +261,7 @@ def _by_reset(module: nn.Module) -> None:
 def _warn(module: nn.Module, error: Exception) -> None:
     warnings.warn(
         f"{type(module).__name__} was built on the meta device and cannot be built again from its configuration "
-        f"({one_line(error, with_type=True)}). Its modules are initialised one by one: the numbers are seeded "
-        "and the same at any world size, but not those of an unsharded build",
+        f"({one_line(error, with_type=True)}). Its modules are initialised one by one: the values are seeded and the "
+        "same at any world size, but differ from those of an unsharded build",
         stacklevel=2,
     )

@@ -62,7 +62,7 @@ def _construct(kind: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
         kept = built.__dict__.get(name, _MISSING)
         compares: object = type(value).__eq__  # without an __eq__ by value nothing can be checked
         if type(kept) is not type(value) or (compares is not object.__eq__ and kept != value):
-            raise ValueError(f"{name}={value!r} is not what {kind.__name__} was built with")
+            raise ValueError(f"{kind.__name__} was not built with {name}={value!r}")
     return built
 
 

@@ -215,8 +215,8 @@ def _allocate(model: nn.Module, plans: list[UnitPlan], device: torch.device, sha
 
 
 _WAY_OUT = (
-    "give the module a reset_parameters() that does, keep its constructor's arguments as attributes of the same names "
-    "so that it can be called again, or build the model on a real device"
+    "give the module a reset_parameters() that initialises it, keep its constructor's arguments as attributes of the "
+    "same names so that it can be constructed again, or build the model on a real device"
 )
 
 
@@ -247,8 +247,8 @@ def _warn_of_lost(model: nn.Module, blanks: set[int], recorded: dict[int, Tensor
         whose = ", ".join(dict.fromkeys(_builder_of(model, fqn).__name__ for fqn in lost))
         warnings.warn(
             f"{whose} was built on the meta device, and what was written to {', '.join(lost[:3])} afterwards is lost: "
-            "there the numbers are seeded and the same at any world size, but not those of an unsharded build. To have "
-            f"them, {_WAY_OUT}",
+            "the values there are seeded and the same at any world size, but differ from those of an unsharded build. "
+            f"To get those, {_WAY_OUT}",
             stacklevel=2,
         )
 
@@ -268,8 +268,9 @@ def _warn_of_drawn(model: nn.Module, plans: list[UnitPlan], tape: Tape, recorded
         for fqn, parameter, _ in plan.parameters:
             if not parameter.is_meta and id(parameter) in recorded and tape.is_drawn(recorded[id(parameter)]):
                 warnings.warn(
-                    f"{type(model).__name__} was built on the meta device, but {fqn} has numbers, which were drawn: "
-                    "the others are seeded and the same at any world size, but not those of an unsharded build",
+                    f"{type(model).__name__} was built on the meta device, but {fqn} was drawn on a real device: all "
+                    "other values are seeded and the same at any world size, but differ from those of an unsharded "
+                    "build",
                     stacklevel=2,
                 )
                 return

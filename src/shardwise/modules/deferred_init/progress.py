@@ -45,7 +45,7 @@ class DrawingProgress:
         self._clock = clock
         self._start_s = clock()
         self._next_s = self._start_s + _FIRST_S
-        self._hint = '; sw.init_on_device(), which model.init = "device" asks for, has each rank draw what it keeps'
+        self._hint = '; with sw.init_on_device(), or model.init = "device", each rank draws only what it keeps'
 
     def drew(self, nbytes: int) -> None:
         """Count `nbytes` more as drawn, and report if it is time."""
@@ -57,7 +57,7 @@ class DrawingProgress:
         left_s = (now_s - self._start_s) * (self._total_bytes / self._done_bytes - 1)
         if left_s >= _WORTH_S:
             drawn = f"{self._done_bytes / _GB:.1f} of {self._total_bytes / _GB:.1f} GB drawn on the CPU"
-            _say.get()(f"initial numbers: {drawn}, about {_duration(left_s)} left{self._hint}")
+            _say.get()(f"initial values: {drawn}, about {_duration(left_s)} left{self._hint}")
             self._hint = ""
 
 

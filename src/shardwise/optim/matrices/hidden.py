@@ -48,8 +48,8 @@ def _named(item: Any) -> tuple[str, Tensor]:
         return parameter.fqn, parameter
     if name is None:
         raise UsageError(
-            f"a parameter of shape {tuple(parameter.shape)} that is not sharded has no name, by which embeddings and "
-            "heads are told from hidden matrices: give whole_matrix the model, or model.named_parameters()"
+            f"a parameter of shape {tuple(parameter.shape)} that is not sharded has no name, which whole_matrix needs "
+            "to tell embeddings and heads from hidden matrices: pass the model, or model.named_parameters()"
         )
     return name, parameter
 
@@ -70,7 +70,7 @@ def hidden_matrices(model: nn.Module | None, groups: Iterable[NamedParamGroup], 
         chosen = [(fqn, parameter) for fqn, parameter in members if hidden(fqn, parameter)]
         for fqn, parameter in chosen:
             if not _is_matrix(parameter):
-                raise UsageError(f"hidden= wants {fqn!r} {tuple(parameter.shape)}, which is not a matrix")
+                raise UsageError(f"hidden= chose {fqn!r} {tuple(parameter.shape)}, which is not a matrix")
         return {id(parameter) for _, parameter in chosen}
     held_by = _modules_of_plain(model)
     embeddings = {id(p) for fqn, p in members if _is_embedding(fqn, p, held_by.get(id(p), []))}

@@ -82,7 +82,10 @@ class OwnedState:
             elif value is None or isinstance(value, (bool, int, float, str)):
                 described[name] = {"value": value}
             else:
-                raise UsageError(f"optimizer state {name!r} is a {type(value).__name__}: neither tensor nor number")
+                raise UsageError(
+                    f"optimizer state {name!r} is a {type(value).__name__}; it must be a tensor, a number, a string or "
+                    "None"
+                )
         return described
 
     def mirror(self, face: ShardedParameter, owner: OwnerRank, described: Mapping[str, Any]) -> dict[str, Any]:

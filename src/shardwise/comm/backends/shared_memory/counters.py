@@ -89,8 +89,8 @@ class Watch:
         if waited_s > self._timeout_s:
             raise self.fail(
                 CollectiveTimeout(
-                    f"{what} on rank {self.rank}: rank {peer} did not arrive in {self._timeout_s:g} s: it hangs, or "
-                    "does something else. SHARDWISE_TIMEOUT_S sets how long to wait."
+                    f"{what} on rank {self.rank}: rank {peer} did not arrive within {self._timeout_s:g} s: it hangs or "
+                    "runs other code. SHARDWISE_TIMEOUT_S sets how long to wait."
                 )
             )
 
