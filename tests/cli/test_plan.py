@@ -108,7 +108,7 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
             "offload='params=cpu,optimizer=cpu' is",
         ),
         (["config.json", "--precision", "fp8"], "precision.param = 'fp8' is none of the dtypes"),
-        (["config.json", "--float8", "compute"], "float8='compute': engine 'shardwise' computes in no 8 bits yet"),
+        (["config.json", "--float8", "compute"], "float8='compute': engine 'shardwise' does not compute in 8 bits yet"),
         (["config.json", "--base", "nf4"], "--base nf4 is of a frozen base: add --lora 16, or leave --base out"),
         (["config.json", "--lora", "8", "--base", "nf"], "precision.frozen = 'nf' is none of nf4, int8; did you mean"),
         (["config.json", "--budget", "lots"], "--budget lots: an amount of memory, such as 70GiB"),
@@ -126,7 +126,7 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         (["config.json", "--output", "x.toml"], "--output is for a calibration: add --calibrate"),
         (["--calibrate", "--ranks", "-2"], "--ranks -2: a whole number from 1 on; leave it out for the usual"),
         (["config.json", "--config", "."], "cannot write .: it is a directory; name a file"),
-        (["config.json", "--trace", "t.png"], "t.png: a trace is written as .json (Perfetto, chrome://tracing)"),
+        (["config.json", "--trace", "t.png"], "t.png: a trace must be named .json (Perfetto, chrome://tracing)"),
         (["config.json", "--seq-len", "4096"], "seq_len=4096 is more than the model's max_position_embeddings=2048"),
         (
             ["vit-l-16", "--config", "run.toml"],
@@ -136,7 +136,7 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
         (["config.json", "--gpus", "1", "--reshard-after-forward", "4"], "reshard_after_forward=4 does not divide the"),
         (["config.json", "--html", "no/where.html"], "cannot write no/where.html: there is no directory no"),
         (["config.json", "--nodes", "0"], "nodes=0: a whole number from 1 on"),
-        (["config.json", "--price", "-2"], "price_per_hour=-2.0: an amount of money above 0, for one device"),
+        (["config.json", "--price", "-2"], "price_per_hour=-2.0: must be a price above 0 for one device"),
         (["--calibrate", "--output", "no/where.toml"], "cannot write no/where.toml: there is no directory no"),
     ],
 )

@@ -410,7 +410,7 @@ def test_mistakes(tmp_path: Path) -> None:
     inline = ModelConfig(config={"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32})
     with pytest.raises(ConfigError, match="no module 'q_prj'; did you mean q_proj"):
         build_model(inline, TextShape(320, 256, 32), LoraConfig(r=2, targets=["q_prj"]))
-    with pytest.raises(ConfigError, match="PEFT cannot put adapters in"):
+    with pytest.raises(ConfigError, match="PEFT cannot add adapters"):
         build_model(inline, TextShape(320, 256, 32), LoraConfig(r=2, targets=["norm"]))
 
 

@@ -63,7 +63,7 @@ def test_an_error_in_a_process_is_the_callers(tmp_path: Path, monkeypatch: pytes
         "        return super().forward(input_ids.float()[..., :4]) if input_ids.sum() > 3 else None\n"
     )
     for workers in (1, 2):
-        with pytest.raises(PlanError, match="decides by its tensors' values"):
+        with pytest.raises(PlanError, match="depends on values of tensors"):
             explore(Question("choosy:Choosy", ARGUMENTS, workers=workers))
 
 
@@ -113,7 +113,7 @@ def test_what_an_answer_shows() -> None:
     assert "a llama configuration: " in shown
     plain = json.loads(json.dumps(answer.to_dict()))
     cost = plain["cost"]
-    assert f"At 2 for an hour of a GPU, a step costs {amount(cost['per_step'])}, a million tokens" in unwrapped(shown)
+    assert f"At 2 per GPU and hour, a step costs {amount(cost['per_step'])}, a million tokens" in unwrapped(shown)
     assert f"a day of all 4 GPUs {amount(2 * 4 * 24)}." in unwrapped(shown)
     assert plain["peak_memory_bytes"] == sum(plain["memory"].values())
     assert len(plain["search"]["candidates"]) == len(answer.report.exploration.candidates)

@@ -107,7 +107,7 @@ def test_a_value_that_no_job_can_have() -> None:
         search_space({"strategy": "fullshard"})
     with pytest.raises(ConfigError, match="activation_checkpointing='half': choose one of"):
         search_space({"activation_checkpointing": ["half"]})
-    with pytest.raises(ConfigError, match=r"optimizer=\[\] leaves nothing to choose from: give a value"):
+    with pytest.raises(ConfigError, match=r"optimizer=\[\] leaves nothing to search: give at least one value"):
         search_space({"optimizer": []})
 
 
