@@ -158,7 +158,7 @@ def test_a_configuration_to_train_with_is_planned(capsys: pytest.CaptureFixture[
     assert (other.optimizer_in_backward, other.offload, other.strategy) == (False, None, None)
     Path("run.toml").write_text(RUN.replace("clip = 0", "clip = 1.0"))
     assert run(["plan", "--from", "run.toml"]) == 2
-    assert "the norm of all gradients is known when the last one has come" in capsys.readouterr().err
+    assert "the norm of all gradients is known only after the last gradient" in capsys.readouterr().err
     Path("run.toml").write_text(RUN.replace("[parallel]", '[parallel]\nbackend = "jax"'))
     with pytest.raises(ConfigError, match="is planned with shardwise plan --backend jax"):
         with_settings(Options(foreign=Path("run.toml")))

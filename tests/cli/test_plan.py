@@ -158,8 +158,8 @@ def test_a_file_that_may_not_be_written_is_told_first(capsys: Printed, monkeypat
     ("asked", "said"),
     [
         (["--optimizer", "sgd"], "`shardwise train` has adamw, adamw-bf16, adamw-8bit and muon, not sgd"),
-        (["--loss", "chunked"], "`shardwise train` takes the model's own loss, not 'chunked'"),
-        (["--attention", "eager"], "`shardwise train` takes the fastest attention that the model has, sdpa, not eager"),
+        (["--loss", "chunked"], "`shardwise train` uses the model's own loss, not 'chunked'"),
+        (["--attention", "eager"], "`shardwise train` uses the fastest attention that the model has, sdpa, not eager"),
     ],
 )
 def test_a_plan_that_the_trainer_cannot_run_is_shown_all_the_same(asked: list[str], said: str, capsys: Printed) -> None:
@@ -230,7 +230,7 @@ def test_a_directory_trains_on_from_what_is_there(capsys: Printed) -> None:
     config = load("run.toml")
     assert (config.model.path, config.model.weights, config.data.tokenizer) == ("mine", "mine", "mine")
     assert run(["train", "run.toml"]) == 2
-    assert "data.source is not set: name what to train on" in capsys.readouterr().err
+    assert "data.source is not set: set it to what to train on" in capsys.readouterr().err
 
 
 def test_how_few_devices_would_do_is_an_answer(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,13 +321,13 @@ def test_a_run_does_not_go_on_beside_another_base(tmp_path: Path) -> None:
     file = moved / "model.safetensors"
     changed = {name: value + 1 for name, value in tensors_in(file).items()}
     safetensors.torch.save_file(changed, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"trained beside weights .*, and this run's base has weights .*: set "):
+    with pytest.raises(ConfigError, match=r"trained for the base weights .*, but this run's base is weights .*: set "):
         trainer.run(configured(tmp_path, model=on_base(moved)))
 
 
 def test_a_run_does_not_go_on_beside_other_random_numbers(tmp_path: Path) -> None:
     trainer.run(configured(tmp_path, "train.steps=3"))
-    with pytest.raises(ConfigError, match=r"random numbers of train.seed=0 .*this run's base has .*train.seed=7"):
+    with pytest.raises(ConfigError, match=r"random numbers of train.seed=0 .*this run's base is .*train.seed=7"):
         trainer.run(configured(tmp_path, "train.seed=7"))
 
 

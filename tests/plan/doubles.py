@@ -136,7 +136,8 @@ def report(**arguments: Any) -> PlanReport:
     candidates = [c for family in found for c in explore_family(family, formula, None, objective)]
     return PlanReport(
         title="Formula 8B: 8.0 B parameters",
-        setting="8 x h100-sxm-80gb on 1 node, 2,048 tokens per sequence, bf16 (gradients and masters fp32), adamw, sdpa",
+        setting="8 x h100-sxm-80gb on 1 node, 2,048 tokens per sequence, bf16 (gradients and masters fp32), adamw, "
+        "sdpa",
         exploration=ranked(candidates, objective, None),
         assumptions=(
             Assumption("usable bytes of a GPU", "79.1 GiB (https://example.org/data-sheet <measured>)"),

@@ -78,7 +78,8 @@ def test_where_offload_is_no_question(change: dict[str, str]) -> None:
         (310, "--offload optimizer=nvme"),
         (
             250,
-            "--offload params=nvme,optimizer=nvme and --optimizer-in-backward (clip = 0: there is no norm of all gradients)",
+            "--offload params=nvme,optimizer=nvme and --optimizer-in-backward (clip = 0: there is no norm of all "
+            "gradients)",
         ),
     ],
 )

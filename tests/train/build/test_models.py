@@ -107,7 +107,7 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"model_type": "lama"}, "'lama' is unknown; did you mean .*llama"),
         ({**TINY, "num_layer": 2}, "num_layer is not a key of model_type 'llama'; did you mean"),
-        ({**TINY, "vocab_size": 257}, "vocab_size=257 and the tokenizer needs 320"),
+        ({**TINY, "vocab_size": 257}, "vocab_size=257, but the tokenizer needs 320"),
         ({**TINY, "max_position_embeddings": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
         ({"model_type": "gpt2", "n_positions": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
         ({**TINY, "hidden_size": "wide"}, "not right for 'llama'.*hidden_size"),

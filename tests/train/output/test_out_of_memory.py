@@ -41,7 +41,7 @@ def test_a_step_out_of_memory_shows_the_plan_what_is_held_and_ways_out(monkeypat
     assert rows["activations"][1] == "-", "nobody counts them on a CPU"
     assert "usable; the plan's peak is in" in message
     ways = "train.activation_checkpointing=full, train.micro_batch=8 with train.global_batch=16, "
-    assert lines[-1].startswith(f"Ways out: {ways}parallel.strategy=full_shard, more ranks"), message
+    assert lines[-1].startswith(f"To use less memory: {ways}parallel.strategy=full_shard, more ranks"), message
     monkeypatch.setattr(trainer.LossFunction, "__call__", forward)
     ways_out = ["train.activation_checkpointing=full", "train.micro_batch=8", "parallel.strategy=full_shard"]
     trainer.run(load("tiny.toml", [*overrides, *ways_out, "log.name=again"]))
