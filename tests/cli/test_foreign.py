@@ -28,7 +28,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_configuration_that_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["convert", "ds_config.json", "out.toml"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("out.toml: a configuration of shardwise, from DeepSpeed's ds_config.json\n")
+    assert out.startswith("out.toml: a shardwise configuration, from DeepSpeed's ds_config.json\n")
     assert "To set: model.path, data.source.\n" in out
     config = load("out.toml")
     assert (config.train.lr, config.train.steps, config.train.global_batch, config.log.every) == (3e-5, 5000, 64, 100)
@@ -160,5 +160,5 @@ def test_a_configuration_to_train_with_is_planned(capsys: pytest.CaptureFixture[
     assert run(["plan", "--from", "run.toml"]) == 2
     assert "the norm of all gradients is known only after the last gradient" in capsys.readouterr().err
     Path("run.toml").write_text(RUN.replace("[parallel]", '[parallel]\nbackend = "jax"'))
-    with pytest.raises(ConfigError, match="is planned with shardwise plan --backend jax"):
+    with pytest.raises(ConfigError, match="is planned only with shardwise plan --backend jax"):
         with_settings(Options(foreign=Path("run.toml")))

@@ -398,7 +398,7 @@ def test_what_convert_cannot_merge(
 def test_convert_refuses_another_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapted("cpu").save_pretrained(tmp_path / "adapter")
     assert command(["inspect", str(tmp_path / "adapter")]) == 0
-    assert "adapter: an adapter of PEFT\n" in capsys.readouterr().out
+    assert "adapter: a PEFT adapter\n" in capsys.readouterr().out
     arguments = ["convert", str(tmp_path / "adapter"), str(tmp_path / "out"), "--base", str(base_in(tmp_path))]
     assert command(arguments) == 2
     assert "which the base has not" in capsys.readouterr().err

@@ -142,7 +142,7 @@ def test_a_cache_whose_programs_can_wait_for_ever_is_turned_off(folder: Path) ->
         ("lora.r=4", ConfigError, r"lora\.r = 4 is not supported"),
         ("parallel.strategy=shard_grad_op", ConfigError, r'parallel\.strategy = "shard_grad_op"'),
         ("train.activation_checkpointing=every-2", ConfigError, r'"every-2" is not supported'),
-        ("parallel.ranks=64", MeshError, r"parallel\.ranks=64, and JAX has 8 devices \(cpu\)"),
+        ("parallel.ranks=64", MeshError, r"parallel\.ranks=64, but JAX has 8 devices \(cpu\)"),
         ("model.config.hidden_sise=3", ConfigError, r"model\.config\.hidden_sise is not a key .*hidden_size"),
         ("model.config.model_type=mamba", ConfigError, r"model_type='mamba': must be one of the JAX models"),
         ("train.global_batch=6", ConfigError, r"train\.global_batch=6 is not a multiple"),

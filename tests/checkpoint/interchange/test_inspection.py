@@ -172,7 +172,7 @@ def test_the_command(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(path / "model.safetensors", 100)
     assert "health: DAMAGED" in told(capsys, 1, path)
     path.rename(room / "x.partial")
-    assert "a crash left this" in " ".join(told(capsys, 0, room / "x.partial").split())
+    assert "left by a crash" in " ".join(told(capsys, 0, room / "x.partial").split())
 
 
 def test_one_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ time.sleep(600)
         ("raise ValueError('out of cheese')", "ValueError: out of cheese"),
         ("sys.exit(0)", "SystemExit: 0"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
-        ("os._exit(7)", "rank 1 ended with status 7"),
+        ("os._exit(7)", "rank 1 exited with status 7"),
     ],
 )
 def test_a_failing_rank_ends_all_and_is_shown(start: Start, failure: str, words: str) -> None:

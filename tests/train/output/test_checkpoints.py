@@ -299,7 +299,7 @@ def test_a_changed_setting_of_the_optimizer_holds_and_is_said(capsys: pytest.Cap
     run_here(".", 3, "checkpoint.every=3")
     capsys.readouterr()
     run_here(".", None, "checkpoint.every=3", "train.weight_decay=0.7", "train.betas=[0.5, 0.6]")
-    said = "from here on: train.betas was [0.9, 0.95] and is [0.5, 0.6]; train.weight_decay was 0.1 and is 0.7\n"
+    said = "are used: train.betas was [0.9, 0.95] and is now [0.5, 0.6]; train.weight_decay was 0.1 and is now 0.7\n"
     assert said in capsys.readouterr().out
     saved = json.loads(Path("runs/tiny/checkpoints/step-000006/training.json").read_text())["optimizer"]["groups"]
     assert [(group["weight_decay"], group["betas"]) for group in saved] == [(0.7, [0.5, 0.6]), (0.0, [0.5, 0.6])]
