@@ -51,7 +51,7 @@ def test_on_standard_output_with_the_notes_as_comments(capsys: pytest.CaptureFix
     assert load("out.toml").parallel.strategy == "shard_grad_op"
     assert load("out.toml").offload.optimizer == "cpu"
     assert "# To set: model.path, data.source, train.steps.\n" in text
-    assert "# Different: the optimizer's step is taken on the device" in text
+    assert "# Different: optimizer steps run on the device" in text
     assert "# Left to the program there, to our defaults here: " in text
     assert run(["convert", "accelerate.yaml"]) == 0
     assert 'units = ["LlamaDecoderLayer", "LlamaMLP"]' in capsys.readouterr().out
@@ -60,12 +60,12 @@ def test_on_standard_output_with_the_notes_as_comments(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["convert", "ds_confg.json"], "there is no such file; did you mean ds_config.json?"),
+        (["convert", "ds_confg.json"], "ds_confg.json: no such file; did you mean ds_config.json?"),
         (["convert", "ds_config.json", "no/such/out.toml"], "no/such/out.toml cannot be written: No such file"),
         (["convert", "ds_config.json", "--to", "hf"], "--to is for checkpoints, and ds_config.json is a configuration"),
         (["convert", "ds_config.json", "--max-file-bytes", "5"], "--max-file-bytes is for checkpoints"),
         (["convert", "step-100"], "TARGET is missing: shardwise convert step-100 TARGET"),
-        (["plan", "llama-3-8b", "--from", "ds_confg.json"], "there is no such file"),
+        (["plan", "llama-3-8b", "--from", "ds_confg.json"], "ds_confg.json: no such file"),
     ],
 )
 def test_mistakes(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ def tomli(section: dict[str, Any]) -> str:
 def test_attention_reaches_the_model() -> None:
     assert built(TINY, "eager").config._attn_implementation == "eager"  # type: ignore[union-attr]
     assert built(TINY).config._attn_implementation == "sdpa"  # type: ignore[union-attr]
-    with pytest.raises(PlanError, match=r"attention='flash': one of sdpa, eager"):
+    with pytest.raises(PlanError, match=r"attention='flash': must be one of sdpa, eager"):
         resolve(TINY).builder("flash")
 
 

@@ -185,7 +185,7 @@ def test_no_cluster_is_large_enough_for_a_block_that_does_not_fit() -> None:
 
 
 def test_an_objective_that_there_is_not() -> None:
-    with pytest.raises(PlanError, match="objective='speed': one of tokens_per_s, memory, micro_batch"):
+    with pytest.raises(PlanError, match="objective='speed': must be one of tokens_per_s, memory, micro_batch"):
         Objective.parse("speed")
 
 

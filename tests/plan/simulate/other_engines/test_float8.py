@@ -71,7 +71,7 @@ def test_a_forecast_of_a_peer_sends_and_gathers_less() -> None:
             {"float8": "gathers", "engine": "deepspeed"},
             "engine 'deepspeed' cannot gather in 8 bits; use float8='compute'",
         ),
-        ({"float8": "all", "engine": "fsdp2"}, "float8='all': one of compute, gathers, or None"),
+        ({"float8": "all", "engine": "fsdp2"}, "float8='all': must be one of compute, gathers, or None"),
         ({"float8": "compute", "engine": "fsdp2", "gpu": "a100-sxm-80gb"}, "A100.* has no 8-bit matrix products"),
     ],
 )
