@@ -34,7 +34,10 @@ def saved(path: Path) -> None:
 @on_ranks(2)
 def test_what_is_missing_or_unexpected_is_named(tmp_path: Path) -> None:
     saved(tmp_path / "c")
-    for depth, message in ((5, r"missing from the checkpoint: blocks\.4"), (3, r"unexpected in it: blocks\.3")):
+    for depth, message in (
+        (5, r"missing from the checkpoint: blocks\.4"),
+        (3, r"unexpected in the checkpoint: blocks\.3"),
+    ):
         model = sw.shard(Net(depth=depth))
         optimizer = adamw(model.parameters())
         before = everything(model, optimizer)

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_overwritten(tmp_path: Path) -
     inside = everywhere(tmp_path / "inside", source.model.save_pretrained)
     for layers, what in (
         (3, r"missing from the checkpoint: model\.layers\.2\."),
-        (1, r"unexpected in it: layers\.1\."),
+        (1, r"unexpected in the checkpoint: layers\.1\."),
     ):
         other = sw.shard(built(architecture, meta=False, num_hidden_layers=layers))
         with pytest.raises(CheckpointError, match=what):

@@ -91,4 +91,4 @@ def test_mistakes_are_one_line(options: list[str], said: str, capsys: pytest.Cap
 def test_a_model_that_jax_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Found by the process that compiles."""
     assert run(["plan", "mixtral-8x7b", "--backend", "jax"]) == 2
-    assert "model_type='mixtral' is none of the JAX models" in capsys.readouterr().err
+    assert "model_type='mixtral': must be one of the JAX models" in capsys.readouterr().err

@@ -174,9 +174,15 @@ class Short(nnx.Module):
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        ("without_key", r"factory='theirs:without_key', called with a jax\.random\.key: TypeError: without_key\(\)"),
-        ("raises", r"called with a jax\.random\.key: ValueError: of mine"),
-        ("no_model", r"its model, called with ids \(1, 32\): TypeError: 'dict' object is not callable"),
+        (
+            "without_key",
+            r"factory='theirs:without_key' failed when it was called with a jax\.random\.key: TypeError: without_key\(\)",
+        ),
+        ("raises", r"was called with a jax\.random\.key: ValueError: of mine"),
+        (
+            "no_model",
+            r"its model failed when it was called with ids of shape \(1, 32\): TypeError: 'dict' object is not callable",
+        ),
         ("Short", r"makes \(1, 1, 64\) of ids \(1, 32\); logits of shape \(1, 32, at least 320\)"),
     ],
 )

@@ -36,7 +36,7 @@ def test_words_are_read_back(adapters: Adapters) -> None:
     ("asked", "line"),
     [
         (-1, "lora=-1: must be a whole number of at least 0"),
-        (True, "lora=True: a whole number"),
+        (True, "lora=True: must be a whole number"),
         ("sixteen", "lora='sixteen': a rank, or r=16 and"),
         ("r=x", "lora='r=x': r=x is not a number"),
         ("targets=q_proj", "has no rank: add r, such as r=16"),
