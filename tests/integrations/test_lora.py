@@ -169,7 +169,7 @@ def test_an_adapter_that_is_scaled_otherwise_is_not_loaded(tmp_path: Path, key: 
     sw.checkpoint.save(tmp_path / "adapter", built(), adapter=True)
     sw.checkpoint.load(tmp_path / "adapter", built())
     other = built(**{key: value})
-    with pytest.raises(CheckpointError, match=rf"is an adapter with {key}=.*, and the model's has {key}={value}"):
+    with pytest.raises(CheckpointError, match=rf"is an adapter with {key}=.*, but the model's has {key}={value}"):
         sw.checkpoint.load(tmp_path / "adapter", other)
     sw.checkpoint.load(tmp_path / "adapter", other, strict=False)
 
@@ -378,8 +378,11 @@ def test_without_weights_final_is_whole(tmp_path: Path, kept: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"base_model_name_or_path": "/nowhere/at/all"}, r"names '/nowhere/at/all', which is not here.*--base"),
-        ({"base_model_name_or_path": None}, r"names none: give its base's directory with --base"),
+        (
+            {"base_model_name_or_path": "/nowhere/at/all"},
+            r"names the base '/nowhere/at/all', which does not exist here.*--base",
+        ),
+        ({"base_model_name_or_path": None}, r"names no base: give the directory of its base with --base"),
         ({"use_dora": True}, r"use_dora=True.*merge_and_unload"),
     ],
 )
@@ -401,7 +404,7 @@ def test_convert_refuses_another_base(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "adapter: a PEFT adapter\n" in capsys.readouterr().out
     arguments = ["convert", str(tmp_path / "adapter"), str(tmp_path / "out"), "--base", str(base_in(tmp_path))]
     assert command(arguments) == 2
-    assert "which the base has not" in capsys.readouterr().err
+    assert "which the base does not have" in capsys.readouterr().err
 
 
 def test_mistakes(tmp_path: Path) -> None:
@@ -481,7 +484,7 @@ def test_what_is_trained_beside_an_adapter_is_not_left_out(tmp_path: Path) -> No
     model = adapted("cpu")
     model.base_model.model.model.norm.requires_grad_(True)
     sw.shard(model)
-    with pytest.raises(UsageError, match=r"'base_model\.model\.model\.norm\.weight' is trained besides"):
+    with pytest.raises(UsageError, match=r"'base_model\.model\.model\.norm\.weight' is trained too"):
         sw.checkpoint.save(tmp_path / "refused", model, adapter=True)
     assert not (tmp_path / "refused").exists()
 

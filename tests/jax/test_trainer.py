@@ -176,14 +176,19 @@ class Short(nnx.Module):
     [
         (
             "without_key",
-            r"factory='theirs:without_key' failed when it was called with a jax\.random\.key: TypeError: without_key\(\)",
+            r"factory='theirs:without_key' failed when it was called with a jax\.random\.key: TypeError: "
+            r"without_key\(\)",
         ),
         ("raises", r"was called with a jax\.random\.key: ValueError: of mine"),
         (
             "no_model",
-            r"its model failed when it was called with ids of shape \(1, 32\): TypeError: 'dict' object is not callable",
+            r"its model failed when it was called with ids of shape \(1, 32\): TypeError: 'dict' object is not "
+            "callable",
         ),
-        ("Short", r"makes \(1, 1, 64\) of ids \(1, 32\); logits of shape \(1, 32, at least 320\)"),
+        (
+            "Short",
+            r"returns \(1, 1, 64\) for ids of shape \(1, 32\); it must return logits of shape \(1, 32, at least 320\)",
+        ),
     ],
 )
 def test_factories_that_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch, factory: str, said: str) -> None:

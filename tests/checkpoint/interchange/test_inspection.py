@@ -192,7 +192,7 @@ def test_mistakes(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a checkpoint" in told(capsys, 2, room / "empty")
     text = room / "notes.txt"
     text.write_text("PKZIP is a program\n")
-    assert "notes.txt is not a checkpoint: no directory, and no file of torch.save" in told(capsys, 2, text)
+    assert "notes.txt is not a checkpoint: it is neither a directory nor a file of torch.save" in told(capsys, 2, text)
     (room / "empty.bin").touch()
     assert "DAMAGED" in told(capsys, 1, room / "empty.bin")
     assert "overrides are for configurations" in told(capsys, 2, room / "checkpoints" / "step-000001", "train.steps=1")

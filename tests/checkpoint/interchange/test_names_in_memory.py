@@ -253,7 +253,9 @@ WHOLE = {"names": ["a"], "shape": [4], "places": [["b", [4], [[0, 0, 4]]]]}
 def test_what_cannot_be_is_refused(entry: Any) -> None:
     names_json.decode(json.dumps({"format": 1, "tensors": [WHOLE]}))
     text = json.dumps({"format": 1, "tensors": [entry]})
-    with pytest.raises(ValueError, match=r"Error: |are not all there|a shape|runs that|on one another"):
+    with pytest.raises(
+        ValueError, match=r"Error: |are incomplete|negative size|runs (do not fit|go beyond)|elements overlap"
+    ):
         names_json.decode(text)
 
 

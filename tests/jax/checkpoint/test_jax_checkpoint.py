@@ -331,7 +331,7 @@ def test_a_checkpoint_of_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         CheckpointError, match=r"missing from the checkpoint: more; unexpected in the checkpoint: epoch"
     ):
         swj.checkpoint.import_orbax(tmp_path / "manager", {"params": params(), "count": jnp.int32(0), "more": 1})
-    with pytest.raises(CheckpointError, match=r"of another shape: bias \(here \(6,\), stored \(4,\)\)"):
+    with pytest.raises(CheckpointError, match=r"with another shape: bias \(here \(6,\), stored \(4,\)\)"):
         swj.checkpoint.import_orbax(tmp_path / "module", {"bias": jnp.ones(6), "kernel": jnp.ones((8, 4))})
     with pytest.raises(CheckpointError, match=r"is not an Orbax checkpoint"):
         swj.checkpoint.import_orbax(tmp_path / "nowhere", like)
