@@ -162,7 +162,7 @@ class Accelerator(accelerate.Accelerator):
         hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
         if hook != DDPCommunicationHookType.NO:
             raise UsageError(
-                f"comm_hook={hook.value!r} has no effect, because hooks of DDP see no gradients of sharded "
+                f"comm_hook={hook.value!r} is not supported, because hooks of DDP see no gradients of sharded "
                 'models; to send fewer bits, use ShardwisePlugin(precision=sw.Precision(reduce="bf16"))'
             )
         if self.scaler is not None:
