@@ -1,4 +1,4 @@
-"""`shardwise plan`: what fits, how fast, with what."""
+"""`shardwise plan`: which settings fit, and how fast they are."""
 
 import inspect
 import itertools
@@ -30,9 +30,9 @@ _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"
 
 
 def plan(**given: Any) -> int:
-    """Plan a training run: what fits, how fast, with what. No GPU is needed.
+    """Plan a training run: which settings fit, and how fast they are. No GPU is needed.
 
-    Options that take several values, separated by commas, are searched over them.
+    If an option has several values, separated by commas, the search tries all of them.
     """
     options = with_settings(Options(**given))
     _check_counts(options)

@@ -71,8 +71,8 @@ class _RunOptions:
     offload: Annotated[
         Text,
         _option(
-            "params=PLACE,optimizer=PLACE,gradients=PLACE, or some of them; PLACE is cpu or nvme, for gradients "
-            "only cpu. [none, unless nothing fits]"
+            "Some of params=PLACE, optimizer=PLACE and gradients=cpu, separated by commas; PLACE is cpu or nvme. "
+            "[none, unless nothing fits]"
         ),
     ] = None
     optimizer_in_backward: Annotated[
@@ -126,7 +126,7 @@ class Options(_RunOptions, _ClusterOptions):
     ] = False
     largest_batch: Annotated[bool, _option("Also find the largest micro-batch that fits.", "--largest-batch")] = False
     quick: Annotated[
-        bool, _option("Look only at the strategy that shards most; or calibrate less exactly.", "--quick")
+        bool, _option("Search only the strategy that shards most. With --calibrate: measure less exactly.", "--quick")
     ] = False
     thorough: Annotated[
         bool, _option("Forecast the whole grid, without the shortcuts of bounds; takes minutes.", "--thorough")

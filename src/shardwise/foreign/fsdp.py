@@ -76,7 +76,7 @@ def _read_units(tree: SettingsTable, settings: ForeignSettings) -> None:
     if not isinstance(classes, list | None) or not all(isinstance(name, str) for name in classes or ()):
         raise tree.wrong("transformer_layer_cls_to_wrap", classes, "class names")
     if policy == "NO_WRAP":
-        settings.changes.append("each repeated block is a unit of its own, but there the model is one unit (NO_WRAP)")
+        settings.changes.append("each repeated block is a unit of its own, but with NO_WRAP the model is one unit")
     elif classes and policy != "SIZE_BASED_WRAP":
         settings.units = list(classes)
     elif least and policy != "TRANSFORMER_BASED_WRAP":
