@@ -33,7 +33,7 @@ def test_a_configuration_that_trains(capsys: pytest.CaptureFixture[str]) -> None
     config = load("out.toml")
     assert (config.train.lr, config.train.steps, config.train.global_batch, config.log.every) == (3e-5, 5000, 64, 100)
     assert (config.parallel.strategy, config.parallel.param_dtype) == ("full_shard", "bf16")
-    with pytest.raises(ConfigError, match=r"^model\.path is not set: name the model"):
+    with pytest.raises(ConfigError, match=r"^model\.path is not set: set it to the model"):
         check(config, 0)
     Path("config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"^data\.source is not set"):
@@ -52,7 +52,7 @@ def test_on_standard_output_with_the_notes_as_comments(capsys: pytest.CaptureFix
     assert load("out.toml").offload.optimizer == "cpu"
     assert "# To set: model.path, data.source, train.steps.\n" in text
     assert "# Different: optimizer steps run on the device" in text
-    assert "# Left to the program there, to our defaults here: " in text
+    assert "# Left to the program there (auto), and to our defaults here:  " in text
     assert run(["convert", "accelerate.yaml"]) == 0
     assert 'units = ["LlamaDecoderLayer", "LlamaMLP"]' in capsys.readouterr().out
 
@@ -62,7 +62,7 @@ def test_on_standard_output_with_the_notes_as_comments(capsys: pytest.CaptureFix
     [
         (["convert", "ds_confg.json"], "ds_confg.json: no such file; did you mean ds_config.json?"),
         (["convert", "ds_config.json", "no/such/out.toml"], "no/such/out.toml cannot be written: No such file"),
-        (["convert", "ds_config.json", "--to", "hf"], "--to is for checkpoints, and ds_config.json is a configuration"),
+        (["convert", "ds_config.json", "--to", "hf"], "--to is for checkpoints, but ds_config.json is a configuration"),
         (["convert", "ds_config.json", "--max-file-bytes", "5"], "--max-file-bytes is for checkpoints"),
         (["convert", "step-100"], "TARGET is missing: shardwise convert step-100 TARGET"),
         (["plan", "llama-3-8b", "--from", "ds_confg.json"], "ds_confg.json: no such file"),

@@ -83,7 +83,9 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
     assert "Left out:" in shown.out
     assert "Nothing fits" in Path("plan.html").read_text()
     error = shown.err.splitlines()[-1]
-    assert error.startswith("error: nothing fits 2 x h100-sxm-80gb: the nearest, full_shard with micro-batch 2")
+    assert error.startswith(
+        "error: nothing fits 2 x h100-sxm-80gb; the nearest configuration, full_shard with micro-batch 2"
+    )
     assert error.endswith("use a smaller micro-batch, activation checkpointing, more GPUs or a GPU with more memory")
 
 
@@ -100,8 +102,11 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
             "--micro-batch two: must be whole numbers of at least 1, separated by commas",
         ),
         (["config.json", "--strategy", "zero3"], "unknown strategy 'zero3'"),
-        (["config.json", "--offload", "disk"], "offload='disk': params=PLACE, optimizer=PLACE, gradients=PLACE or"),
-        (["config.json", "--offload", "params=disk"], "offload.params='disk': None, 'cpu' or 'nvme'"),
+        (
+            ["config.json", "--offload", "disk"],
+            "offload='disk': must be params=PLACE, optimizer=PLACE, gradients=PLACE, or",
+        ),
+        (["config.json", "--offload", "params=disk"], "offload.params='disk': must be None, 'cpu' or 'nvme'"),
         (
             ["config.json", "--offload", "cpu", "--optimizer", "muon"],
             "offload='params=cpu,optimizer=cpu' with",
@@ -126,8 +131,8 @@ def test_a_plan_of_what_does_not_fit_says_so_and_shows_it(capsys: Printed) -> No
             ["config.json", "--optimizer", ","],
             "--optimizer ',' has no values: give one or several, separated by commas",
         ),
-        (["config.json", "--activation-checkpointing", ""], "--activation-checkpointing '' names nothing"),
-        (["config.json", "--precision", ","], "--precision ',' names nothing"),
+        (["config.json", "--activation-checkpointing", ""], "--activation-checkpointing '' has no values"),
+        (["config.json", "--precision", ","], "--precision ',' has no values"),
         (["config.json", "--global-batch", "-3"], "--global-batch -3: must be a whole number of at least 1"),
         (["config.json", "--units", "0"], "--units 0: must be a whole number of at least 1"),
         (["config.json", "--workers", "-1"], "--workers -1: must be a whole number of at least 1"),

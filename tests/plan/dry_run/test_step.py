@@ -297,7 +297,7 @@ def test_models_that_cannot_be_planned() -> None:
     job = Job(gpu="cpu", seq_len=4)
     with pytest.raises(PlanError, match="depends on values of tensors"):
         record(Deciding, job)
-    with pytest.raises(PlanError, match="Twofold returned tuple and no loss"):
+    with pytest.raises(PlanError, match="Twofold returned tuple without a loss"):
         record(Twofold, job)
     with pytest.raises(PlanError, match="cannot be run dry: ValueError: expected 4D input"):
         record(lambda: nn.BatchNorm2d(4), job)

@@ -47,7 +47,7 @@ def test_a_shard_group_is_for_strategies_that_take_one() -> None:
         ("full_shard", None), ("hybrid_shard", 2), ("hybrid_shard", 4),
     ]  # fmt: skip
     assert shardings(strategy="hybrid_shard", gpus_per_node=2) == [("hybrid_shard", None)]
-    with pytest.raises(ConfigError, match="shard_group=4 is for strategy='hybrid_shard'"):
+    with pytest.raises(ConfigError, match="shard_group=4 needs strategy='hybrid_shard'"):
         shardings(shard_group=4, strategy="full_shard")
 
 

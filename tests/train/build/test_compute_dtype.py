@@ -77,7 +77,7 @@ def test_a_run_takes_what_was_settled(capsys: pytest.CaptureFixture[str]) -> Non
     capsys.readouterr()
     with mock.patch.object(accelerators, "computes_in_bf16", return_value=True):
         run_alone("log.name=open", "train.steps=2", *SAVING)
-    assert "computed with in bf16, which this device" in "".join(capsys.readouterr().out.splitlines()[:3])
+    assert "computed with in bf16, the fastest dtype" in "".join(capsys.readouterr().out.splitlines()[:3])
     assert losses("open") == losses("named")
     assert load("runs/open/config.toml").parallel.param_dtype == "bf16"
     run_alone("log.name=cpu", "train.steps=2", *SAVING)

@@ -110,10 +110,10 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({**TINY, "vocab_size": 257}, "vocab_size=257, but the tokenizer needs 320"),
         ({**TINY, "max_position_embeddings": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
         ({"model_type": "gpt2", "n_positions": 8}, "seq_len=32 is more than the model's max_position_embeddings=8"),
-        ({**TINY, "hidden_size": "wide"}, "not right for 'llama'.*hidden_size"),
+        ({**TINY, "hidden_size": "wide"}, "invalid for model_type 'llama'.*hidden_size"),
         ({"model_type": "clip_vision_model"}, "transformers cannot build it"),
         ({**TINY, "hidden_act": "nope"}, "transformers cannot build it: KeyError: 'nope'"),
-        ({**TINY, "num_hidden_layers": -1}, "no such llama: num_hidden_layers=-1 is less than 0"),
+        ({**TINY, "num_hidden_layers": -1}, "invalid llama configuration: num_hidden_layers=-1 is less than 0"),
         (
             {**TINY, "num_attention_heads": 4, "num_key_value_heads": 3},
             "num_attention_heads=4 is not a multiple of num_key_value_heads=3",

@@ -215,7 +215,9 @@ def test_a_global_batch_must_be_whole_micro_batches(path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["micro_batch", "global_batch"])
 def test_a_step_that_no_rank_has_memory_for_is_refused(path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=r"5\.12e\+22 tokens of a step on each rank .*: 2147483648 at most; lower"):
+    with pytest.raises(
+        ConfigError, match=r"5\.12e\+22 tokens per step on each rank .* are more than the 2147483648 supported; lower"
+    ):
         load(path, [f"train.{key}={10**20 if key == 'micro_batch' else 2 * 10**20}"]).for_ranks(2)
 
 

@@ -25,8 +25,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "options", "words"),
     [
-        ("no.txt", None, {}, r"data\.source='no\.txt': no files there"),
-        ("e.txt", "", {}, r"data\.source='e\.txt' is empty: 1 file of no bytes"),
+        ("no.txt", None, {}, r"data\.source='no\.txt': no such files"),
+        ("e.txt", "", {}, r"data\.source='e\.txt' is empty: 1 file with 0 bytes"),
         ("e.jsonl", '{"text": ""}\n', {}, r"has no text in its 1 file"),
         ("r.jsonl", '{"body": "x"}\n', {}, r"r\.jsonl:1: a row needs text, messages.* this one has body"),
         ("r.csv", "title,body\na,b\n", {}, r"r\.csv:1: a row needs text.* this one has title, body"),
@@ -36,10 +36,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "o.jsonl",
             '{"prompt": "a", "completion": "b"}\n',
             {},
-            r"eval_fraction=0\.02: the source has one example only",
+            r"eval_fraction=0\.02: the source has only one example",
         ),
         ("t.txt", "x" * 99, {"tokenizer": "tokenzer"}, r"data\.tokenizer='tokenzer': no such directory; did you mean"),
-        ("t.txt", "x" * 99, {"tokenizer": "."}, r"data\.tokenizer='\.': no tokenizer is there"),
+        ("t.txt", "x" * 99, {"tokenizer": "."}, r"data\.tokenizer='\.' has no tokenizer"),
         ("builtin:stdlib", None, {}, r"unknown built-in corpus 'stdlib'; use builtin:python-stdlib"),
     ],
 )

@@ -85,7 +85,7 @@ def test_the_format_may_be_said(tmp_path: Path) -> None:
 
 def test_a_missing_source_is_named_with_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"corups\.txt.*no files there; did you mean .*corpus\.txt"):
+    with pytest.raises(ConfigError, match=r"corups\.txt.*no such files; did you mean .*corpus\.txt"):
         read_documents(str(tmp_path / "corups.txt"))
 
 

@@ -265,7 +265,7 @@ def _say_silent(silent: Mapping[int, int]) -> None:
     named only if no rank ended otherwise."""
     others = {rank: status for rank, status in silent.items() if status != -signal.SIGTERM}
     for rank, status in sorted((others or silent).items()):
-        how = f"exited with status {status}" if status < 0 else f"ended with status {status}"
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         hint = "; the machine may be out of memory" if status == -signal.SIGKILL else ""
         _say(f"error: rank {rank} {how}{hint}")
 
