@@ -90,7 +90,7 @@ def test_state_of_another_kind_of_optimizer(tmp_path: Path) -> None:
     model = sw.shard(Net(depth=4))
     other = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     before = everything(model, other)
-    with pytest.raises(CheckpointError, match="was saved with AdamW, and this is SGD"):
+    with pytest.raises(CheckpointError, match="was saved with AdamW, but this is SGD"):
         sw.checkpoint.load(tmp_path / "c", model, other)
     same(everything(model, other), before)
     assert set(other.param_groups[0]) == set(torch.optim.SGD([torch.zeros(1)]).param_groups[0])

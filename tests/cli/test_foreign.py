@@ -52,7 +52,7 @@ def test_on_standard_output_with_the_notes_as_comments(capsys: pytest.CaptureFix
     assert load("out.toml").offload.optimizer == "cpu"
     assert "# To set: model.path, data.source, train.steps.\n" in text
     assert "# Different: optimizer steps run on the device" in text
-    assert "# Left to the program there (auto), and to our defaults here:  " in text
+    assert "# Left to the program there (auto), and to our defaults here: " in text
     assert run(["convert", "accelerate.yaml"]) == 0
     assert 'units = ["LlamaDecoderLayer", "LlamaMLP"]' in capsys.readouterr().out
 

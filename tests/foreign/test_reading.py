@@ -292,13 +292,13 @@ def test_transformers_fsdp_config(tmp_path: Path) -> None:
     [
         ("a.json", "{", "is not JSON"),
         ("a.yaml", "a: [", "is not YAML"),
-        ("a.json", "[1]", "holds a list, not a table"),
+        ("a.json", "[1]", "is a list, not a table"),
         ("a.json", "{}", "is not a configuration of DeepSpeed .* it is empty"),
         ("a.json", '{"model_type": "llama"}', "it has model_type"),
         ("a.yaml", "distributed_type: MEGATRON_LM", "distributed_type = 'MEGATRON_LM': must be one of DEEPSPEED, FSDP"),
         ("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 9}", "9 is not one of the sharding"),
-        ("a.yaml", "on: push", "the key True is not text"),
-        ("a.yaml", "distributed_type: FSDP\nfsdp_config: {1: 2}", "the key 1 is not text"),
+        ("a.yaml", "on: push", "the key True must be a string"),
+        ("a.yaml", "distributed_type: FSDP\nfsdp_config: {1: 2}", "the key 1 must be a string"),
         ("a.yaml", "distributed_type: FSDP\nfsdp_config: hello", "fsdp_config = 'hello': must be a table"),
         ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: ds.json", "deepspeed_config = 'ds.json': must be a"),
         ("a.yaml", "fsdp_transformer_layer_cls_to_wrap: 7", "layer_cls_to_wrap = 7: must be class names"),
@@ -306,7 +306,7 @@ def test_transformers_fsdp_config(tmp_path: Path) -> None:
         ("a.yaml", "distributed_type: FSDP\nmain_process_port: 2021-13-45", "is not YAML: month must be in"),
         ("a.json", "[" * 100_000, "is not JSON: maximum recursion"),
         ("a.yaml", "[" * 2_000, "is not YAML: maximum recursion"),
-        ("a.yaml", "distributed_type: FSDP\nnum_processes: 0", "num_processes = 0: must be a number from 1"),
+        ("a.yaml", "distributed_type: FSDP\nnum_processes: 0", "num_processes = 0: must be a number of at least 1"),
     ],
 )
 def test_files_that_are_none(tmp_path: Path, name: str, text: str, words: str) -> None:

@@ -54,7 +54,7 @@ def test_an_abstract_model_takes_no_memory() -> None:
 
 def test_what_init_and_shard_cannot_take() -> None:
     mesh = swj.mesh()
-    with pytest.raises(UsageError, match=r"key=0: pass jax\.random\.key\(0\)"):
+    with pytest.raises(UsageError, match=r"key=0: must be a key; pass jax\.random\.key\(0\)"):
         swj.init(small.create, mesh)(0)
     with pytest.raises(UsageError, match=r"init\(dict\): must be a function of a key"):
         swj.init({"w": 1}, mesh)

@@ -94,7 +94,7 @@ def test_the_first_rule_decides_and_annotations_go_first() -> None:
         ([("w", P(None, ("fsdp", "fsdp")))], "cannot be cut into 64|names an axis twice"),
         ([("(", P())], r"rule \('\(', .*regular expression"),
         ([("w", "fsdp")], "'fsdp' is not a PartitionSpec"),
-        (["w"], "rule 'w': a pair"),
+        (["w"], "rule 'w': must be a pair"),
     ],
 )
 def test_mistakes(rules: list[object], message: str) -> None:

@@ -211,7 +211,7 @@ def test_rows_of_a_micro_batch_stay_on_their_device() -> None:
     [
         ({"accumulation": 0}, ConfigError, "accumulation=0"),
         ({"clip": 0.0}, ConfigError, r"clip=0\.0"),
-        ({"clip": float("nan")}, ConfigError, "clip=nan: a norm above 0"),
+        ({"clip": float("nan")}, ConfigError, "clip=nan: must be a norm above 0"),
         ({"clip": True}, ConfigError, "clip=True"),
         ({"accumulation": True}, ConfigError, "accumulation=True"),
         ({"seed": 0.5}, ConfigError, r"seed=0\.5: must be a whole number"),
@@ -240,9 +240,9 @@ def test_batches_that_cannot_be() -> None:
         UsageError, match="'targets' has 16 rows, which must be a multiple of 8 devices x accumulation=4 = 32"
     ):
         step.lower(state, small.abstract_batch(16))
-    with pytest.raises(UsageError, match="'scale' is a number"):
+    with pytest.raises(UsageError, match="'scale' is a single number"):
         step.lower(state, {"scale": np.float32(1)})
-    with pytest.raises(UsageError, match=r"'rows\.0' is a int: pass arrays"):
+    with pytest.raises(UsageError, match=r"'rows\.0' is a int, not an array: pass arrays"):
         step.lower(state, {"rows": [1, 2]})
     with pytest.raises(UsageError, match="batch=None has no arrays"):
         step.lower(state, None)
@@ -339,7 +339,7 @@ def test_transforms_that_want_the_loss_get_it() -> None:
 
 def test_whole_numbers_that_jax_would_cut_off() -> None:
     mesh = small.on(2)
-    with pytest.raises(UsageError, match=r"numbers from 0 to 1099511627776, and JAX keeps int64 as int32"):
+    with pytest.raises(UsageError, match=r"numbers from 0 to 1099511627776, but JAX keeps int64 as int32"):
         swj.put_batch({"ids": np.array([0, 2**40])}, mesh)
     assert swj.put_batch({"ids": np.array([0, 2**31 - 1])}, mesh)["ids"].tolist() == [0, 2**31 - 1]
 
@@ -386,9 +386,9 @@ def test_variables_that_a_loss_may_not_leave(accumulation: int, sows: bool, dtyp
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (lambda losses: losses.sum(), r"loss_fn returned a \w+ of shapes \(\): a pair of numbers"),
-        (lambda losses: (losses, losses.size), r"of shapes \(\(16,\), \(\)\): a pair of numbers"),
-        (lambda losses: (losses.sum(), 1, 2), r"a tuple of shapes \(\(\), \(\), \(\)\): a pair"),
+        (lambda losses: losses.sum(), r"loss_fn returned a \w+ of shapes \(\): it must return two numbers"),
+        (lambda losses: (losses, losses.size), r"of shapes \(\(16,\), \(\)\): it must return two numbers"),
+        (lambda losses: (losses.sum(), 1, 2), r"a tuple of shapes \(\(\), \(\), \(\)\): it must return two numbers"),
     ],
 )
 def test_losses_that_cannot_be(returned: Any, said: str) -> None:

@@ -37,7 +37,7 @@ def test_words_are_read_back(adapters: Adapters) -> None:
     [
         (-1, "lora=-1: must be a whole number of at least 0"),
         (True, "lora=True: must be a whole number"),
-        ("sixteen", "lora='sixteen': a rank, or r=16 and"),
+        ("sixteen", "lora='sixteen': must be a rank, or r=16 and"),
         ("r=x", "lora='r=x': r=x is not a number"),
         ("targets=q_proj", "has no rank: add r, such as r=16"),
         ("r=4,target=q_proj", "lora: 'target' is not one of r, targets, dropout, dtype; did you mean targets?"),
