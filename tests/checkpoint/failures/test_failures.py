@@ -214,7 +214,7 @@ def test_files_go_along(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"files: .* cannot be the name of a file"):
             sw.checkpoint.save(tmp_path / "d", model, optimizer, files={name: b""})
     wrong: Any = {"x": "text"}
-    with pytest.raises(UsageError, match="'x' is a str, not bytes"):
+    with pytest.raises(UsageError, match="'x' must be bytes, not a str"):
         sw.checkpoint.save(tmp_path / "d", model, optimizer, files=wrong)
     assert not (tmp_path / "d").exists()
 

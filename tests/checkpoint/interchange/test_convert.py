@@ -296,7 +296,7 @@ def test_a_step_beside_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
         found = convert(tmp_path / f"{name}.pt", tmp_path / name)
         assert (found.step, found.left_out) == (0 if left_out else 7, left_out)
         alike(load_file(tmp_path / name / "model.safetensors"), weights)
-    assert "tensor called 'step'" in refused(capsys, tmp_path / "number", tmp_path / "dcp", "--to", "dcp", "--flat")
+    assert "tensor named 'step'" in refused(capsys, tmp_path / "number", tmp_path / "dcp", "--to", "dcp", "--flat")
     torch.save({"w": torch.ones(3), "step": 7}, tmp_path / "bare.pt")
     assert convert(tmp_path / "bare.pt", tmp_path / "bare").step == 7
 

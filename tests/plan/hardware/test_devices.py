@@ -105,9 +105,9 @@ def test_a_dtype_nobody_measured_sustains_what_a_measured_one_does() -> None:
     ("asked", "message"),
     [
         ("h100-sxm-80", "unknown device 'h100-sxm-80'; did you mean h100-sxm-80gb"),
-        ("toaster", r"packaged are a100-sxm-40gb, .* --calibrate"),
-        ("missing.toml", "no file 'missing.toml'"),
-        ("x" * 256, "unknown device 'x*'; packaged are"),
+        ("toaster", r"the packaged ones are a100-sxm-40gb, .* --calibrate"),
+        ("missing.toml", "no such file: 'missing.toml'"),
+        ("x" * 256, "unknown device 'x*'; the packaged ones are"),
         ("x" * 256 + ".toml", "cannot be read: File name too long"),
     ],
 )

@@ -122,7 +122,8 @@ def test_a_budget_is_what_fits() -> None:
     with pytest.raises(
         PlanError,
         match=r"nothing fits 8 x h100-sxm-80gb; the nearest configuration, no_shard with micro-batch 2, all blocks "
-        r"recomputed, needs 116\.0 of 10\.0 GiB, of which 64\.0 for optimizer state; use a smaller micro-batch, full_shard, more GPUs",
+        r"recomputed, needs 116\.0 of 10\.0 GiB, of which 64\.0 for optimizer state; use a smaller micro-batch, "
+        r"full_shard, more GPUs",
     ):
         raise nothing_fits(tight)
 

@@ -326,7 +326,7 @@ def _check_tiling(path: str, record: FileRecord) -> None:
         raise CheckpointError(f"{path}: the manifest has no checksum for bytes [{start}, {stop})")
     beyond = [(start, stop) for start, stop in ranges if start < 0 or stop > record.nbytes or stop <= start]
     for start, stop in (*beyond, *overlaps(ranges)):
-        raise CheckpointError(f"{path}: the manifest's checksums for bytes [{start}, {stop}) are malformed")
+        raise CheckpointError(f"{path}: the manifest's checksums for bytes [{start}, {stop}) are invalid")
 
 
 def checked_chunks(path: str, file: Source, record: FileRecord) -> Iterator[tuple[int, memoryview]]:
